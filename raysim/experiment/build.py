@@ -228,9 +228,7 @@ def _build_experiment(
         declarations = declare_run(spec)
     network = make_network(spec, declarations, fleet)
     check_sites(schedule, spec.data.partition.train.counts, network)
-    # Clients with replicas of their own start from different versions and are trained one by one.
-    concurrency = 1 if network.on_clients else schedule.concurrency
-    spec = _choose_step_mode(spec, declarations, execution.runtime, concurrency)
+    spec = _choose_step_mode(spec, declarations, execution.runtime, schedule)
     runtime_node = {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}
     round_warnings = []
     for method_declarations in declarations.methods:
@@ -271,7 +269,7 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 
 
 def _choose_step_mode(
-    spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, concurrency: int
+    spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
     """Return the spec with lanes, graph and precision, chosen unless the user set them."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
@@ -281,7 +279,7 @@ def _choose_step_mode(
         )
     graph = uses_graph(spec, declarations.networks, runtime.graph)
     spec = replace(spec, graph=graph, precision=runtime.precision)
-    lanes = runtime.lanes or default_lanes(spec, declarations, concurrency)
+    lanes = runtime.lanes or default_lanes(spec, declarations, schedule.concurrency)
     spec = replace(spec, lanes=lanes)
     check_step_mode(spec, declarations)
     return spec

@@ -175,9 +175,9 @@ class Evaluator:
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
+        scored = {replicas.replica_of(client) for client in clients} or {0}
         refs = {
-            replica: self._scored_ref(replicas, replica, versions)
-            for replica in sorted({replicas.replica_of(client) for client in clients})
+            replica: self._scored_ref(replicas, replica, versions) for replica in sorted(scored)
         }
         tasks = [self._client_task(client, replicas.server_of(client)) for client in clients]
         task_refs = [refs[replicas.replica_of(client)] for client in clients]

@@ -329,8 +329,9 @@ class Planner:
         self.now = events[0][0]
         while events and events[0][0] == self.now:
             self._end(heapq.heappop(events)[2])
-        for site in self._sites:
-            self._discard_stale(site)
+        if self.schedule.max_staleness is not None:
+            for site in self._sites:
+                self._discard_stale(site)
 
     def _end(self, job: Job) -> None:
         site = self._site_of(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -174,15 +174,15 @@ class Worker(Combiner):
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
         sent = cast("tuple[StoredState | None, ...]", values[versions:])
         sums = WorkerSums(jobs, groups)
-        training = {version.number: version for version in published}
+        published_of = {version.number: version for version in published}
         results: dict[int, _JobResult] = {}
         # Ascending: a client's earlier jobs started from earlier versions.
-        for number in sorted(training):
-            places = [place for place, job in enumerate(jobs) if job.base == number]
+        for version in sorted({job.version for job in jobs}):
+            places = [place for place, job in enumerate(jobs) if job.version == version]
             call = _TrainingCall(
                 self,
                 [jobs[place] for place in places],
-                self.receiver.receive(training[number]),
+                published_of,
                 [sent[place] for place in places] if sent else None,
                 sums,
             )
@@ -239,24 +239,27 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 class _TrainingCall:
     """The jobs of one version in a call of `Worker.train`, as a `JobHandler` of the loop.
 
-    sent: for each job the client state that was sent, or None if it is resident; None for all jobs
-    in a run without client state.
+    They have one learning rate. Their vectors differ if they start from different replicas.
+
+    published: the versions that the jobs start from, by number. sent: for each job the client state
+    that was sent, or None if it is resident; None for all jobs in a run without client state.
     """
 
     def __init__(
         self,
         worker: Worker,
         jobs: Sequence[Job],
-        broadcast: Broadcast,
+        published: Mapping[int, PublishedVersion],
         sent: Sequence[StoredState | None] | None,
         sums: WorkerSums,
     ):
-        self.worker, self.jobs, self.broadcast = worker, jobs, broadcast
+        self.worker, self.jobs, self.published = worker, jobs, published
         self.sent, self.sums = sent, sums
         self.numbers = [job.number for job in jobs]
         self._order = worker.loop.order(self.numbers)
         self._unfinished = set(self.numbers)
-        self._begun: dict[int, tuple[float, ClientState[Tensor]]] = {}  # when, with which state
+        # By place: when the job began, from which state and which vector.
+        self._begun: dict[int, tuple[float, ClientState[Tensor], Broadcast]] = {}
         self._results: dict[int, _JobResult] = {}
 
     def train(self) -> list[_JobResult]:
@@ -274,30 +277,31 @@ class _TrainingCall:
         worker, job = self.worker, self.jobs[place]
         sent = None if self.sent is None else self.sent[place]
         state = worker.states.get(job.client, job.state, sent)
-        self._begun[place] = time.perf_counter(), state
+        broadcast = worker.receiver.receive(self.published[job.base])
+        self._begun[place] = time.perf_counter(), state, broadcast
         prepared = worker.trainer.prepared
         # A method that trains by itself gathers the samples that it needs.
         uses_batches = worker.trainer.own_training is None
         if uses_batches and not prepared.has(job):
             coming = self._order[self._order.index(place) :]
             prepared.prepare([self.jobs[later] for later in coming])
-        download = self.broadcast.download
+        download = broadcast.download
         if job.extras:
             download = {**download, **worker.receiver.tensors(job.extras)}
-        base, counters = self.broadcast.base, self.broadcast.counters
+        base, counters = broadcast.base, broadcast.counters
         return worker.trainer.begin(job, base, counters, download, state)
 
     def end(self, place: int, running: RunningJob) -> None:
         """Make the update and the client state of a job from the trainer's vector."""
         worker, job = self.worker, self.jobs[place]
-        begun, state = self._begun[place]
+        begun, state, broadcast = self._begun[place]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes
         is_summed = job.number in self.sums.group_of
         probe = None
         if job.probe:
             score_batch = worker.spec.score_batch
             probe = probe_local_model(worker.trainer, running.ctx, worker.probed_rows, score_batch)
-        update = worker.updates.update(job, running, self.broadcast.base, seconds, is_summed, probe)
+        update = worker.updates.update(job, running, broadcast.base, seconds, is_summed, probe)
         methods = running.ctx.state
         if worker.layout.has_personal:
             left = copy_client_state(worker.vector, methods)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from raysim.api.topology import (
     mixing_rows,
 )
 from raysim.conformance.agreement import check_resumed, check_workers
+from raysim.data.partition import CSR
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
@@ -192,6 +194,14 @@ class TestHierarchical:
         assert row["accuracy_replicas"] == row["accuracy_replicas_worst"] == row["accuracy_global"]
         assert found.rows[2]["consensus_distance"] > 0
 
+    def test_replicas_are_scored_without_test_sets_of_clients(self) -> None:
+        data = tiny_data(clients=CLIENTS)
+        no_rows = CSR(np.empty(0, np.int64), np.zeros(CLIENTS + 1, np.int64))
+        partition = replace(data.partition, test=no_rows)
+        plain = replace(spec(Hierarchical(2)), data=replace(data, partition=partition))
+        row = run(plain, Synchronous(2), rounds=2, evaluate=Evaluation(every=2)).rows[-1]
+        assert row["accuracy"] is None and row["accuracy_replicas"] is not None
+
     def test_clients_of_an_edge_follow_the_data(self) -> None:
         counts = np.zeros((CLIENTS, 2), np.int64)
         counts[: CLIENTS // 2, 0] = counts[CLIENTS // 2 :, 1] = 9
@@ -338,6 +348,14 @@ class TestGossip:
 
         check_workers(make, schedule)
         check_resumed(make, schedule)
+
+    def test_lanes_hold_clients_of_several_replicas(self) -> None:
+        def make(lanes: int = 3) -> Any:
+            return spec(Gossip("ring"), lanes=lanes)
+
+        check_workers(make, ALL)
+        one, several = (vectors(run(make(lanes), ALL, rounds=3)) for lanes in (1, 3))
+        np.testing.assert_allclose(one, several, atol=1e-5)
 
     def test_traffic_is_that_of_the_exchanges(self) -> None:
         found = run(spec(Gossip("ring", every=2)), ALL, rounds=4)
