@@ -106,7 +106,8 @@ class Network:
     aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
     pairwise: True if each of these replicas exchanges with one neighbour, drawn by `seed`, and both
     become their mean. mixes_first: True if replicas exchange before the updates of the aggregation
-    are added to them. warnings: texts for the user.
+    are added to them. warnings: texts for the user. name: the word for one replica in messages,
+    such as "edge". summary: what the plan of a run says about the exchanges.
     """
 
     replica_of: np.ndarray
@@ -123,6 +124,8 @@ class Network:
     mixes_first: bool = False
     seed: int = 0
     warnings: tuple[str, ...] = ()
+    name: str = "replica"
+    summary: str = ""
 
     @property
     def exchanges(self) -> bool:

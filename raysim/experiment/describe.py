@@ -25,6 +25,7 @@ from raysim.primitives.version import __version__
 from raysim.simulation.best_model import best_criterion
 from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
+from raysim.simulation.network import describe_network, make_network
 from raysim.training.run_spec import RunSpec, declare_run, evaluation_of
 from raysim.vectors.layout import Layout
 
@@ -59,6 +60,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "selection": _selection(spec.selection),
+        "topology": describe_network(make_network(spec, declarations, experiment.fleet)),
         "init": _init(experiment, networks, layout),
         "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, personal),
@@ -153,7 +155,10 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     if concurrency < 2:
         return ""
     workers = runtime.workers or 1
-    planner = make_planner(spec, declarations, schedule, experiment.fleet)
+    network = make_network(spec, declarations, experiment.fleet)
+    planner = make_planner(spec, declarations, schedule, experiment.fleet, network)
+    if network.own_schedules:
+        concurrency *= network.replicas
     expected = forecast(planner, spec.settings.rounds, workers)
     texts = [
         f"about {expected.at_work:.1f} of {concurrency} clients at work, "

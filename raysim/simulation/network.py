@@ -36,6 +36,22 @@ def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Net
     return network
 
 
+def describe_network(network: Network) -> str:
+    """Return the replicas and their exchanges in one line; "" for one replica of all clients."""
+    if network.replicas == 1 and not network.exchanges:
+        return ""
+    if network.on_clients:
+        text = f"{network.replicas} clients with a model each"
+    else:
+        sizes = np.bincount(network.replica_of, minlength=network.replicas)
+        clients = f"{sizes.min()} to {sizes.max()}" if np.ptp(sizes) else f"{sizes[0]}"
+        plural = "s" if network.replicas > 1 else ""
+        text = f"{network.replicas} {network.name}{plural} with {clients} clients each"
+    if network.own_schedules:
+        text += f" and a schedule each; rounds counts the aggregations of all {network.name}s"
+    return "; ".join(part for part in (text, network.summary) if part)
+
+
 def _label_counts(spec: RunSpec) -> np.ndarray | None:
     """Return the training samples of each client and class, [clients, classes]."""
     if spec.task.kind != "classification":
@@ -52,8 +68,8 @@ def _check_network(network: Network, spec: RunSpec) -> None:
     empty = np.flatnonzero(samples == 0)
     if len(empty) and not network.on_clients:
         raise ValueError(
-            f"topology: no client of replica {empty[0]} has samples. Use fewer replicas, or assign "
-            "other clients to it."
+            f"topology: no client of {network.name} {empty[0]} has samples. Assign other clients "
+            "to it."
         )
     if network.replicas == 1:
         return

@@ -359,7 +359,7 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
             "topology has a schedule for each replica. Choose another schedule."
         )
     for replica, members in enumerate(network.members(np.arange(len(counts)))):
-        check_concurrency(schedule, counts[members], f" of replica {replica}")
+        check_concurrency(schedule, counts[members], f" of {network.name} {replica}")
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:

@@ -94,7 +94,16 @@ class Hierarchical(Topology):
             float(seconds.max()),
             2 * self.edges * federation.floats,
             own_schedules=True,
+            name="edge",
+            summary=self._summary(float(seconds.max())),
         )
+
+    def _summary(self, seconds: float) -> str:
+        """Return how often the edges meet, and how long that takes."""
+        when = f"every {self.every} aggregations of an edge" if self.every > 1 else "after each one"
+        if self.seconds is not None:
+            when = f"every {self.seconds:g} s"
+        return f"they meet {when}, for {seconds:.3g} s of virtual time"
 
     def _edge_of(self, federation: Federation) -> np.ndarray:
         """Return the edge of each client, int64 [clients]."""
@@ -202,6 +211,9 @@ class Gossip(Topology):
             mixes_first=self.mix == "before",
             seed=federation.seed,
             warnings=connection_warnings(mixing, "topology.graph", set(able)),
+            name="client",
+            summary=f"{self.graph} with {degrees[able].mean():.3g} neighbours in the mean; they "
+            f"exchange with {self.exchange if self.exchange == 'neighbours' else 'one of them'}",
         )
 
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:

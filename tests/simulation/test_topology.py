@@ -220,7 +220,7 @@ class TestHierarchical:
         "topology, schedule, match",
         [
             (Hierarchical(9), Synchronous(1), "topology.edges=9"),
-            (Hierarchical(4), Synchronous(3), "schedule.cohort=3 .*replica"),
+            (Hierarchical(4), Synchronous(3), "schedule.cohort=3 .*edge 0"),
             (Hierarchical(2), Tiered(2, 1), "schedule=tiered"),
             (Hierarchical(2, assign="region"), Synchronous(2), "topology.assign=region"),
         ],
