@@ -3,7 +3,7 @@
     uv run python -m jobs.benchmarks.planner
 
 The population has a million clients, of which a thousand are in flight. Events are measured for
-every schedule and fleet. Seconds are CPU time, because other work on the machine changes it less.
+every schedule and fleet, and for the selection Oort. Seconds are CPU time, because other work on the machine changes it less.
 `jobs.benchmarks.scale` runs this benchmark first.
 """
 
@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from jobs.benchmarks.scale import Case, ReadyWorker, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
+from raysim.api.messages import Update
 from raysim.primitives.memory import peak_memory_bytes
 from raysim.primitives.streams import stream
 from raysim.results.tables import format_table, terminal_width, text_columns
@@ -31,6 +32,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
+from raysim.simulation.oort import Oort
 from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import (
     Buffered,
@@ -66,6 +68,7 @@ FLEETS: dict[str, Fleet] = {
 }
 # A further fleet: each client is available four times in two days, for 4 s on average.
 TRACE = "trace"
+OORT = "oort"  # this selection, with reports of all updates, on a log-normal fleet
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
     """
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        fleets = {**FLEETS, TRACE: Trace(file=_trace(Path(folder) / "trace.parquet"))}
+        trace = Trace(file=_trace(Path(folder) / "trace.parquet"))
+        fleets = {**FLEETS, TRACE: trace, OORT: Lognormal()}
         for name in SCHEDULES:
             for fleet, kind in fleets.items():
                 with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -104,13 +108,30 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
 def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
     counts = 5 + np.arange(CLIENTS) * 7 % 11
     before, began = _resident(), time.process_time()
-    planner = Planner(SCHEDULES[name], kind.devices(0, CLIENTS, lambda: 1.0), 0, counts, _load)
-    planner.next_aggregation()
+    devices = kind.devices(0, CLIENTS, lambda: 1.0)
+    rule = Oort() if fleet == OORT else None
+    planner = Planner(SCHEDULES[name], devices, 0, counts, _load, selection=rule)
+    _plan(planner)
+    if rule is not None:
+        _plan(planner)  # the first decision with reports looks at all devices
     ready, earlier = time.process_time(), planner.dispatched
     while planner.dispatched == earlier or time.process_time() - ready < seconds:
-        planner.next_aggregation()
+        _plan(planner)
     rate = 2 * (planner.dispatched - earlier) / (time.process_time() - ready)
     return Rate(name, fleet, ready - began, rate, max(0, _resident() - before))
+
+
+def _plan(planner: Planner) -> None:
+    """Plan one aggregation; report losses to a selection that needs them."""
+    aggregation = planner.next_aggregation()
+    if planner.plans_ahead:
+        return
+    counters = np.empty(0, np.int64)
+    updates = []
+    for job in aggregation.aggregated:
+        loss = 1.0 + job.client % 97 / 97
+        updates.append(Update(job.number, job.client, job.version, 5, 5, 1, loss, 0.0, counters))
+    planner.report(updates)
 
 
 def _trace(file: Path) -> str:
@@ -168,7 +189,7 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     for name in SCHEDULES:
         of_schedule = [rate for rate in results if rate.schedule == name]
         rows.append((name, *(f"{rate.events / 1e3:,.0f}" for rate in of_schedule)))
-    fleets = (*FLEETS, TRACE)
+    fleets = (*FLEETS, TRACE, OORT)
     most = [max(rate.memory for rate in results if rate.fleet == fleet) for fleet in fleets]
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     title = "the planner alone: thousand events per second"
