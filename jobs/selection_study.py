@@ -78,7 +78,7 @@ def measured(folder: Path) -> dict[str, Any]:
     from raysim.results.history import read_history
     from raysim.results.jobs import read_jobs
 
-    rows = read_history(folder / "history.parquet")
+    rows: list[Any] = [*read_history(folder / "history.parquet")]
     summary = json.loads((folder / "summary.json").read_text())
     scored = [row for row in rows if row["accuracy_global"] is not None]
 

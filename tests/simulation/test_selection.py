@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cluster import Workers
 from hypothesis import given, reject, settings, strategies as st
 from test_planner import CLIENTS, COUNTS, FLEETS, SCHEDULES, is_available, load
 from tiny_runs import TimedFleet, coordinate, run, run_spec, run_to_end
@@ -139,6 +140,14 @@ def test_rules_have_the_same_bits_on_two_workers(name: str, schedule: Schedule) 
 @pytest.mark.parametrize("name", ["round_robin", *SEEING])
 def test_rules_have_the_same_bits_after_resuming(name: str, schedule: Schedule) -> None:
     agreement.check_resumed(lambda: run_spec(selection=RULES[name]), schedule)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_rules_have_the_same_bits_on_ray(name: str, workers: Workers) -> None:
+    spec, schedule = run_spec(selection=RULES[name]), Buffered(4, 2)
+    expected = run(spec, schedule, rounds=4)
+    actual = run_to_end(coordinate(spec, schedule, runtime=workers.runtime(spec, 2), rounds=4))
+    assert actual.bits == expected.bits and actual.history == expected.history
 
 
 @dataclass(frozen=True)
