@@ -18,6 +18,7 @@ import raysim
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml
+from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.training.run_spec import build_networks
@@ -358,3 +359,25 @@ def test_best_model_starts_another_run(trained: Path) -> None:
     stored = load_file(trained / "best.safetensors")
     assert all(np.isfinite(tensor.numpy()).all() for tensor in stored.values())
     assert_starts(build([*MLP, f"init={trained / 'best.safetensors'}"]), stored)
+
+
+# --- every method ---------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("method", find_groups().files["method"])
+def test_method_starts_whole_and_by_part(method: str, tmp_path: Path) -> None:
+    words = [*WORDS, "model=small_cnn", f"method={method}"]
+    drawn = start(build(words))
+    stored = {
+        name: torch.full_like(tensor, 0.25) if tensor.is_floating_point() else tensor
+        for name, tensor in drawn.items()
+        if name.startswith("model.")
+    }
+    file = tmp_path / "model.safetensors"
+    save_file(stored, file)
+    others = {name: tensor for name, tensor in drawn.items() if name not in stored}
+
+    assert_starts(build([*words, f"init={file}"]), stored | others)
+    head = {name: tensor for name, tensor in drawn.items() if name.startswith("model.head.")}
+    assert head
+    assert_starts(build([*words, f"init={file}", "init.redraw=head"]), stored | others | head)
+    assert_starts(build([*words, f"init={file}", "init.only=extractor"]), stored | others | head)
