@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from jobs.papers.presets import PaperRuns, Score
-from jobs.papers.settings import Setting, named, overrides_of
+from jobs.papers.settings import Setting, overrides_of, setting_of
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
 from raysim.results.report import Run
@@ -69,7 +69,7 @@ def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     settings: dict[str, Setting] = {}
     for run in runs:
         methods, overrides = overrides_of(run)
-        setting = named(overrides)
+        setting = setting_of(overrides)
         settings[setting.name] = setting
         by_method = runs_by_setting.setdefault(setting.name, {})
         by_seed = by_method.setdefault(" ".join(methods), {})
@@ -77,7 +77,7 @@ def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     paired = [
         _paired(settings[name], by_method, paper) for name, by_method in runs_by_setting.items()
     ]
-    return [each for each in paired if each.others]
+    return [setting for setting in paired if setting.others]
 
 
 def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> PairedSetting:

@@ -23,7 +23,7 @@ from jobs.papers.gains import gains
 from jobs.papers.pictures import TITLE, checksum, draw
 from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.results import stored_runs
-from jobs.papers.settings import named, overrides_of
+from jobs.papers.settings import overrides_of, setting_of
 from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.primitives.files import user_path
@@ -147,7 +147,7 @@ def _results(
     shown = [entry for entry in entries if entry.values]
     if not shown:
         return
-    scale = named(overrides_of(shown[0].runs[0])[1])
+    scale = setting_of(overrides_of(shown[0].runs[0])[1])
     if setting:
         yield f"### Our results: {scale.title}"
         yield f"Scale `{scale.name}`: `{scale.command}`."

@@ -79,6 +79,12 @@ SETTINGS = (
         "cifar10-paper", "the paper's setting", "experiment=fedbr/cifar10", f"{_GPU} fedbr-cifar10"
     ),
     _setting(
+        "cifar10-100",
+        "CIFAR10 at 16 x 16 pixels, small CNN, 100 clients, 100 rounds",
+        "experiment=fedbr/cifar10_100_clients model=small_cnn data.pool=2 rounds=100",
+        "fedbr-100_clients",
+    ),
+    _setting(
         "skew-slow",
         f"{_SMALL_FASHION}, Dirichlet 0.1, rate 0.001, 200 rounds",
         _FASHION,
@@ -89,6 +95,15 @@ SETTINGS = (
         f"{_SMALL_FASHION}, Dirichlet 0.1, rate 0.1, 150 rounds",
         f"{_FASHION} local.lr=0.1 rounds=150",
         "fedbss-skew_0.1",
+    ),
+    *(
+        _setting(
+            f"skew-fast-{alpha}",
+            f"{_SMALL_FASHION}, Dirichlet {alpha}, rate 0.1, 150 rounds",
+            f"{_FASHION} local.lr=0.1 rounds=150 partition.alpha={alpha}",
+            f"fedbss-skew_{alpha}",
+        )
+        for alpha in ("0.3", "0.5")
     ),
     _setting(
         "skew-paper-80",
@@ -184,7 +199,7 @@ def overrides_of(run: Run) -> tuple[list[str], list[str]]:
     return methods, [text for text in overrides if not text.startswith(excluded)]
 
 
-def named(overrides: Sequence[str]) -> Setting:
+def setting_of(overrides: Sequence[str]) -> Setting:
     """Return the setting of these overrides; one without a name is named by a checksum."""
     key = tuple(sorted(overrides))
     for setting in SETTINGS:

@@ -153,8 +153,8 @@ def draw(figure: PaperFigure, panels: Sequence[Panel], path: Path) -> None:
     about = {"Description": checksum(panels)}
     with figure_file(path, f"{figure.name}: {figure.shows}", size, about=about) as picture:
         axes = list(picture.subplots(rows, columns, squeeze=False).flat)
-        for ax, each in zip(axes, panels, strict=False):
-            _draw_panel(ax, each)
+        for ax, content in zip(axes, panels, strict=False):
+            _draw_panel(ax, content)
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
 
@@ -164,30 +164,30 @@ def checksum(panels: Sequence[Panel]) -> str:
     return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
 
 
-def _draw_panel(ax: Axes, each: Panel) -> None:
-    ax.set_title(each["title"], fontsize=10)
-    if each["kind"] == "images":
-        _draw_images(ax, np.asarray(each["images"]))
+def _draw_panel(ax: Axes, content: Panel) -> None:
+    ax.set_title(content["title"], fontsize=10)
+    if content["kind"] == "images":
+        _draw_images(ax, np.asarray(content["images"]))
         return
-    for index, line in enumerate(each["series"]):
+    for index, line in enumerate(content["series"]):
         style = line_style(index)
-        if each["kind"] == "lines":
+        if content["kind"] == "lines":
             marker = "o" if len(line["x"]) <= 12 else ""
             ax.plot(line["x"], line["y"], label=line["label"], marker=marker, **style)
-        elif each["kind"] == "points":
+        elif content["kind"] == "points":
             ax.plot(line["x"], line["y"], ".", color=style["color"], label=line["label"])
         else:
-            width = 0.8 / len(each["series"])
-            shifted = np.asarray(line["x"]) + (index - (len(each["series"]) - 1) / 2) * width
+            width = 0.8 / len(content["series"])
+            shifted = np.asarray(line["x"]) + (index - (len(content["series"]) - 1) / 2) * width
             ax.bar(shifted, line["y"], width, color=style["color"], label=line["label"])
-    ax.set(xlabel=each["x"], ylabel=each["y"])
-    if each.get("ticks"):
-        ax.set_xticks(range(len(each["ticks"])), each["ticks"])
-    if each.get("log"):
+    ax.set(xlabel=content["x"], ylabel=content["y"])
+    if content.get("ticks"):
+        ax.set_xticks(range(len(content["ticks"])), content["ticks"])
+    if content.get("log"):
         set_log_scale(ax, "x")
     ax.grid(True)
-    if len(each["series"]) > 1:
-        ax.legend(fontsize=8, ncols=2 if len(each["series"]) > 5 else 1)
+    if len(content["series"]) > 1:
+        ax.legend(fontsize=8, ncols=2 if len(content["series"]) > 5 else 1)
 
 
 def _draw_images(ax: Axes, images: np.ndarray) -> None:

@@ -56,7 +56,7 @@ def probes(result: Result) -> list[Probe]:
     return load_probes(files[-1])
 
 
-def probed(runs: Runs, *overrides: str, rounds: int = ROUNDS) -> Result:
+def run_with_probes(runs: Runs, *overrides: str, rounds: int = ROUNDS) -> Result:
     """Return a run that probes its local models in its last round."""
     words = [word.format(rounds=rounds) for word in PROBED]
     return runs.run(*SMALL, f"rounds={rounds}", *words, *overrides)
@@ -70,16 +70,16 @@ def feature_panels(models: dict[str, np.ndarray], labels: np.ndarray) -> list[Pa
     ]
 
 
-def _uneven(found: Sequence[Probe]) -> Probe:
+def _most_uneven(local: Sequence[Probe]) -> Probe:
     """Return the probe of the client with the fewest classes."""
-    return min(found, key=lambda probe: (int(probe.seen.sum()), probe.client))
+    return min(local, key=lambda probe: (int(probe.seen.sum()), probe.client))
 
 
 def features(runs: Runs) -> Sequence[Panel]:
     """Return features of a central, a local and the global model."""
-    federated = probes(probed(runs, "method=fedavg"))
-    central = probes(probed(runs, "method=centralized"))[0]
-    local = _uneven(federated)
+    federated = probes(run_with_probes(runs, "method=fedavg"))
+    central = probes(run_with_probes(runs, "method=centralized"))[0]
+    local = _most_uneven(federated)
     models = {
         "central model": central.features,
         f"local model of client {local.client}, {int(local.seen.sum())} of 10 classes": local.features,
@@ -92,8 +92,8 @@ def features(runs: Runs) -> Sequence[Panel]:
 
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return the mean output on samples of classes that a client lacks; or its classes."""
-    result = probed(runs, "method=fedavg")
-    probe = _uneven(probes(result))
+    result = run_with_probes(runs, "method=fedavg")
+    probe = _most_uneven(probes(result))
     classes = range(len(probe.seen))
     if not is_local:
         counts = _class_counts(result, probe.client)
@@ -166,8 +166,8 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     else:
         start = runs.run(*SMALL, "method=fedavg")
     file = start.folder / "model.safetensors"
-    probe = _uneven(
-        probes(probed(runs, "method=fedavg", f"init={_place(file)}", *overrides, rounds=1))
+    probe = _most_uneven(
+        probes(run_with_probes(runs, "method=fedavg", f"init={_place(file)}", *overrides, rounds=1))
     )
     panels = feature_panels(
         {

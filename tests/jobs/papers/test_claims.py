@@ -20,7 +20,7 @@ from jobs.papers.claims import (
     verdicts,
 )
 from jobs.papers.results import stored_runs
-from jobs.papers.settings import SETTINGS, find_setting, named, overrides_of
+from jobs.papers.settings import SETTINGS, find_setting, overrides_of, setting_of
 from jobs.papers.tables import PAPERS
 from raysim.results.report import Run
 
@@ -28,7 +28,7 @@ ALL = [claim for paper in PAPERS for claim in CLAIMS[paper]]
 SKEW_CLAIM = next(claim for claim in CLAIMS["fedbss"] if claim.settings == SKEW)
 
 
-def made(method: str, seed: int, accuracy: float, setting: str = "skew-slow") -> Run:
+def stored_run(method: str, seed: int, accuracy: float, setting: str = "skew-slow") -> Run:
     """A stored run of ten rounds of one accuracy."""
     overrides = " ".join(find_setting(setting).overrides)
     command = f"raysim run {method} seed={seed} device=cuda {overrides} data.root=DIR"
@@ -41,9 +41,9 @@ def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow")
     """Runs of FedAvg and of FedBSS, which is better by the gains."""
     runs = []
     for seed, gain in enumerate(gains):
-        runs.append(made("method=fedavg", seed, base, setting))
+        runs.append(stored_run("method=fedavg", seed, base, setting))
         words = "method=fedbss method.fedbss.warmup_rounds=20"
-        runs.append(made(words, seed, base + gain, setting))
+        runs.append(stored_run(words, seed, base + gain, setting))
     return runs
 
 
@@ -116,13 +116,19 @@ def test_undecided_rows_say_what_would_decide(paper: str) -> None:
 def test_settings_have_unique_names_and_overrides() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert len({setting.overrides for setting in SETTINGS}) == len(SETTINGS)
-    assert named(["rounds=1", "a=2"]).name == named(["rounds=1", "a=2"]).name != named(["a=2"]).name
+    assert (
+        setting_of(["rounds=1", "a=2"]).name
+        == setting_of(["rounds=1", "a=2"]).name
+        != setting_of(["a=2"]).name
+    )
 
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_stored_runs_are_at_named_settings(paper: str) -> None:
     for run in stored_runs(paper):
-        assert not named(overrides_of(run)[1]).name.startswith("setting-"), run.summary["command"]
+        assert not setting_of(overrides_of(run)[1]).name.startswith("setting-"), run.summary[
+            "command"
+        ]
 
 
 @pytest.mark.slow
@@ -136,8 +142,8 @@ def test_studies_of_settings_have_their_overrides(tmp_path: Path) -> None:
         studies = [words for words in started(folder, name) if words[1] == f"out=studies/{name}"]
         assert len(studies) == 1, setting.name
         wanted = set(setting.overrides)
-        said = {word for text in studies[0] for word in _values(text)}
-        assert wanted - said <= DEFAULTS, (setting.name, wanted - said)
+        run = {word for text in studies[0] for word in _values(text)}
+        assert wanted - run <= DEFAULTS, (setting.name, wanted - run)
 
 
 # Values that the presets already have.

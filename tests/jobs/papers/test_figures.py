@@ -114,7 +114,7 @@ def test_half_of_the_samples_is_trained(tmp_path: Path) -> None:
     low = runs.run("method=loss_half")
     high = runs.run("method=loss_half", "method.loss_half.half=high")
     every = runs.run("method=moved")
-    losses = [float(each.rows[-1]["train_loss"] or 0) for each in (low, every, high)]
+    losses = [float(result.rows[-1]["train_loss"] or 0) for result in (low, every, high)]
     assert losses == sorted(losses) and losses[0] < losses[2]
     assert float(every.rows[-1]["moved.moved"] or 0) > 0
 

@@ -49,13 +49,13 @@ def test_prepared_runs_equal_ordinary_ones(
     assert "tiny-fedavg-0" not in capsys.readouterr().out.rpartition("prepared")[2]
     gpu.run(tmp_path / "gpu", ["tiny"], "cpu", 10)
     for name, words in STUDY.runs():
-        made = load_run(tmp_path / "gpu" / "runs" / name)
+        run = load_run(tmp_path / "gpu" / "runs" / name)
         places = [f"out={tmp_path / name}", "runtime=inprocess", "tracking=none"]
         usual = raysim.run([*words, "local.epochs=1", *places], quiet=True)
         for key in ("model_sha256", "state_sha256", "split", "accuracy_global"):
-            assert made.summary[key] == usual.summary[key]
-        assert made.config["method"] == load_run(usual.folder).config["method"]
-        assert made.finished
+            assert run.summary[key] == usual.summary[key]
+        assert run.config["method"] == load_run(usual.folder).config["method"]
+        assert run.finished
 
 
 def test_stopped_run_continues_with_the_same_bits(
@@ -75,7 +75,9 @@ def test_stopped_run_continues_with_the_same_bits(
     monkeypatch.setattr(gpu, "STUDIES", (STUDY,))
     gpu.run(tmp_path / "stopped", [], "cpu", 10)
     for name, _ in STUDY.runs():
-        one, other = (load_run(tmp_path / each / "runs" / name) for each in ("straight", "stopped"))
+        one, other = (
+            load_run(tmp_path / folder / "runs" / name) for folder in ("straight", "stopped")
+        )
         assert one.summary["state_sha256"] == other.summary["state_sha256"]
         assert [row["round"] for row in one.rows] == [row["round"] for row in other.rows]
 
@@ -91,7 +93,7 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
 def test_studies_are_the_papers_settings() -> None:
     overrides = {frozenset(setting.overrides) for setting in SETTINGS}
     for study in STUDIES:
-        assert any(frozenset(study.setting) >= each for each in overrides), study.name
+        assert any(frozenset(study.setting) >= known for known in overrides), study.name
 
 
 @pytest.mark.slow
