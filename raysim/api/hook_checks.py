@@ -163,15 +163,18 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookError for an upload that differs from its declaration."""
+    known: set[str] = set()
+    for declared in declarations.methods:
+        known |= {f"{declared.method}.{name}" for name in declared.uploads}
+    for key in upload:
+        if key not in known:
+            name = key.partition(".")[2] or key
+            raise HookError(
+                f"job.upload['{name}'] is not declared, so that it would not be counted. Declare "
+                f'it in the method\'s setup: run.upload("{name}", floats).'
+            )
     for declared in declarations.methods:
         prefix = f"{declared.method}."
-        for key in upload:
-            name = key.removeprefix(prefix)
-            if key.startswith(prefix) and name not in declared.uploads:
-                raise HookError(
-                    f"job.upload['{name}'] is not declared. Declare it in the method's setup: "
-                    f'run.upload("{name}", floats).'
-                )
         for name, floats in declared.uploads.items():
             expected = number_of_floats(floats, declarations.layout)
             tensor = upload.get(prefix + name)

@@ -117,8 +117,8 @@ def _split_halves(data: object) -> tuple[object, object]:
     length = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
         f"data={type(data).__name__}{length} is not supported. Give (inputs, labels) or (inputs, "
-        'labels, users), a pair of these for training and test, {"train": ..., "test": ...}, or a '
-        "torch Dataset."
+        'labels, users), a pair of these for training and test, {"train": ..., "test": ...}, a '
+        "torch Dataset, or a table of pandas, polars, Arrow or datasets."
     )
 
 

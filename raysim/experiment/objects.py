@@ -24,7 +24,9 @@ from raysim.api.composition import check_name
 from raysim.api.method import Method
 from raysim.api.metrics import Metric
 from raysim.data.arrays import Arrays, store_arrays
+from raysim.data.frames import is_table, store_table
 from raysim.data.listed import Listed, is_lists_of_rows, store_lists
+from raysim.data.parquet import Parquet
 from raysim.experiment.config_files import Node
 from raysim.experiment.instantiate import TARGET, arguments, build_object
 from raysim.experiment.run_overrides import SetValue
@@ -236,6 +238,9 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
     if place == "model":
         return _wrap_network(part, overrides, stored)
     if place == "data":
+        if is_table(part):
+            settings = _wrapper_settings(Parquet, place, overrides, stored, "root")
+            return store_table(part, settings)
         return store_arrays(part, _wrapper_settings(Arrays, place, overrides, stored, "digest"))
     return store_lists(part, _wrapper_settings(Listed, place, overrides, stored, "file"))
 

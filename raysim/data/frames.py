@@ -1,0 +1,83 @@
+"""Tables from Python (pandas, polars, Arrow, Hugging Face): stored once, then read as Parquet."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raysim.data.dataset import cache_folder
+from raysim.data.parquet import Parquet
+from raysim.primitives.files import replace_file, wait_for_folder
+
+TEST_FRACTION = 0.2  # of a table without a table of test rows, as with data=csv
+
+
+def is_table(data: object) -> bool:
+    """Return True for a table with named columns, or a dictionary of one for training and test."""
+    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
+        return all(_is_one_table(part) for part in data.values())
+    return _is_one_table(data)
+
+
+def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parquet:
+    """Store tables from Python in the cache of this machine and return their source.
+
+    data: a table, or {"train": ..., "test": ...}. settings: arguments of `Parquet`. The folder's
+    name is the checksum of the tables. Raise ValueError for a table that Parquet cannot store.
+    """
+    tables = data if isinstance(data, Mapping) else {"train": data}
+    files = {
+        name: _as_parquet(table, f"data: the table for {name}") for name, table in tables.items()
+    }
+    digest = hashlib.blake2b(digest_size=8)
+    for name, content in files.items():
+        digest.update(name.encode() + content)
+    folder = cache_folder(None) / f"table-{digest.hexdigest()}"
+    for name, content in files.items():
+        path = folder / f"{name}.parquet"
+        if not path.exists():
+            with wait_for_folder(folder, "data.cache"):
+                replace_file(path, content)
+    usual = {} if "test" in files else {"test_fraction": TEST_FRACTION}
+    return Parquet(root=str(folder), **{**usual, **_without_none(settings or {})})
+
+
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _package(table: object) -> str:
+    return type(table).__module__.partition(".")[0]
+
+
+def _is_one_table(table: object) -> bool:
+    if isinstance(table, (pd.DataFrame, pa.Table)):
+        return True
+    name = type(table).__name__
+    return (_package(table), name) in (("polars", "DataFrame"), ("datasets", "Dataset"))
+
+
+def _as_parquet(table: Any, place: str) -> bytes:
+    """Return a table as the content of a Parquet file."""
+    buffer = io.BytesIO()
+    try:
+        if _package(table) == "datasets":  # keeps the names of classes, and pictures
+            table.to_parquet(buffer)
+            return buffer.getvalue()
+        if isinstance(table, pd.DataFrame):
+            table = pa.Table.from_pandas(table, preserve_index=False)
+        elif _package(table) == "polars":
+            table = table.to_arrow()
+        pq.write_table(table, buffer)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{place} cannot be stored as Parquet ({error}). Convert its columns to numbers, text "
+            "or lists of them."
+        ) from error
+    return buffer.getvalue()
