@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from raysim.api.declarations import Task
 from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration, Need
+from raysim.primitives.kinds import PackedShape
 
 HOOKS = tuple(
     name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")
@@ -381,6 +382,8 @@ def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
         shape = f"the inputs of this data have the shape {list(task.shape)}"
         reason = shape if task.tokens is None else tokens
         missing["images"] = f"needs images [channels, height, width], and {reason}"
+    if isinstance(task.shape, PackedShape) and any(f.has_tokens for f in task.shape.fields):
+        missing["numbers"] = "needs inputs that can be added up, and some are token numbers"
     if task.tokens is not None:
         missing["numbers"] = f"needs inputs that can be added up, and {tokens}"
     return missing

@@ -11,14 +11,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysim.data.columns import assemble
+from raysim.data.columns import USER_NAMES, assemble, find_column, find_label
+from raysim.data.fields import pack_fields
 from raysim.data.labels import read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import InputField, Kind
 
 COLUMNS = ("inputs", "labels", "users")
 LabelLists: TypeAlias = list[list[Any]]  # for each sample the labels that it has
@@ -32,6 +34,7 @@ class StoredArrays:
     labels: NDArray[Any] | LabelLists
     users: NDArray[Any] | None
     is_test: NDArray[np.bool_]
+    fields: tuple[InputField, ...] = ()
 
 
 _arrays_by_digest: dict[str, StoredArrays] = {}
@@ -59,7 +62,17 @@ class Arrays(Source):
             f"the second array ({label_type})",
             "" if arrays.users is None else "the third array",
         )
-        return assemble(arrays.inputs, labels, arrays.users, arrays.is_test, None, origin)
+        if arrays.fields:
+            origin = origin._replace(inputs="")
+        return assemble(
+            arrays.inputs,
+            labels,
+            arrays.users,
+            arrays.is_test,
+            None,
+            origin,
+            fields=arrays.fields,
+        )
 
 
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
@@ -77,9 +90,15 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
-    halves = [_read_half(train, "train", kind)]
+    fields: list[tuple[InputField, ...]] = []
+    halves = [_read_half(train, "train", kind, fields)]
     if test is not None:
-        halves.append(_read_half(test, "test", kind))
+        halves.append(_read_half(test, "test", kind, fields))
+    if len(set(fields)) > 1:
+        raise ValueError(
+            "data: training and test rows have different inputs. Give both the same names and "
+            "shapes."
+        )
     if len({len(columns) for columns in halves}) > 1:
         raise ValueError(
             "data: only one of training and test rows has users. Give users for both, or for none."
@@ -89,11 +108,12 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
         columns.append(_concatenate([half[number] for half in halves], name))
     inputs, labels, *users = columns
     is_test = np.arange(len(labels)) >= len(halves[0][1])
-    source = Arrays(digest=_digest(columns, int((~is_test).sum())), **(settings or {}))
+    digest = _digest(columns, int((~is_test).sum()), fields[0])
+    source = Arrays(digest=digest, **(settings or {}))
     assert isinstance(inputs, np.ndarray), "labels alone may be lists"
     user_column = users[0] if users else None
     assert not isinstance(user_column, list), "labels alone may be lists"
-    _arrays_by_digest[source.digest] = StoredArrays(inputs, labels, user_column, is_test)
+    _arrays_by_digest[source.digest] = StoredArrays(inputs, labels, user_column, is_test, fields[0])
     try:
         source.build()
     finally:
@@ -108,7 +128,7 @@ def _split_halves(data: object) -> tuple[object, object]:
     if isinstance(data, Dataset):
         return data, None
     if isinstance(data, (tuple, list)) and len(data) in (2, 3):
-        has_halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
+        has_halves = len(data) == 2 and all(isinstance(half, (tuple, Dataset)) for half in data)
         return (data[0], data[1]) if has_halves else (data, None)
     if isinstance(data, DataLoader):
         raise ValueError(
@@ -122,10 +142,13 @@ def _split_halves(data: object) -> tuple[object, object]:
     )
 
 
-def _read_half(part: object, name: str, kind: Kind | None) -> tuple[NDArray[Any] | LabelLists, ...]:
+def _read_half(
+    part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
+) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are some, the users of one half.
 
-    kind: `data.kind`, which decides whether lists of one length are labels or an array.
+    kind: `data.kind`, which decides whether lists of one length are labels or an array. fields: a
+    list, which gets the parts of a row of inputs, () for one input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -136,7 +159,8 @@ def _read_half(part: object, name: str, kind: Kind | None) -> tuple[NDArray[Any]
             f"data: the {name} half is a {type(part).__name__}. Give (inputs, labels) or (inputs, "
             "labels, users)."
         )
-    inputs = plain_array(part[0], f"data: the inputs for {name}")
+    inputs, parts = _read_inputs(part[0], f"data: the inputs for {name}")
+    fields.append(parts)
     labels: NDArray[Any] | LabelLists = _label_lists(part[1], kind) or plain_array(
         part[1], f"data: the labels for {name}"
     )
@@ -149,10 +173,23 @@ def _read_half(part: object, name: str, kind: Kind | None) -> tuple[NDArray[Any]
     is_table = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
     if is_table and inputs.dtype.kind in "biu":  # columns of a table are numbers, not tokens
         inputs = inputs.astype(np.float64)
-    inputs = _channels_first(inputs)
+    if not parts:
+        inputs = _channels_first(inputs)
     if len(part) == 2:
         return inputs, labels
     return inputs, labels, _read_users(part[2], len(labels), name)
+
+
+def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
+    """Return the inputs, and the parts of their rows if a sample has several inputs."""
+    if isinstance(column, Mapping):
+        arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
+        return pack_fields(arrays, place)
+    array_types = (np.ndarray, torch.Tensor)
+    if isinstance(column, tuple) and all(isinstance(part, array_types) for part in column):
+        arrays_in_order = [plain_array(part, place) for part in column]
+        return pack_fields(arrays_in_order, place)
+    return plain_array(column, place), ()
 
 
 def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
@@ -170,6 +207,8 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
     """Return the columns of a torch data set whose items are (input, label[, user])."""
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
+    if items and isinstance(items[0], Mapping):
+        items = [_split_item(item, row, name) for row, item in enumerate(items)]
     for row, item in enumerate(items):
         if not isinstance(item, (tuple, list)):
             keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
@@ -177,7 +216,30 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
                 f"data: item {row} of the data set for {name} is a {type(item).__name__}{keys}. "
                 "Return (input, label) from its __getitem__."
             )
-    return tuple(zip(*items, strict=True))
+    inputs, *others = zip(*items, strict=True)
+    return (_join_inputs(inputs), *others)
+
+
+def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
+    """Return an item that is a dictionary as (input, label) or (input, label, user)."""
+    names = [str(key) for key in item]
+    label = find_label(names, f"data: item {row} of the data set for {name}")
+    user = find_column([key for key in names if key != label], USER_NAMES)
+    inputs = {key: value for key, value in item.items() if key not in (label, user)}
+    only = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+    return (only, item[label]) if user is None else (only, item[label], item[user])
+
+
+def _join_inputs(inputs: Sequence[Any]) -> Any:
+    """Return the inputs of all items: one column, or a column for each of several inputs."""
+    first = inputs[0]
+    if isinstance(first, Mapping):
+        return {key: [item[key] for item in inputs] for key in first}
+    array_types = (np.ndarray, torch.Tensor)
+    if isinstance(first, tuple) and all(isinstance(part, array_types) for part in first):
+        columns = zip(*inputs, strict=True)
+        return tuple(np.stack([np.asarray(value) for value in column]) for column in columns)
+    return list(inputs)  # a tuple would be several inputs
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
@@ -249,8 +311,14 @@ def _concatenate(
     return np.concatenate(arrays)
 
 
-def _digest(columns: Sequence[NDArray[Any] | LabelLists], train_rows: int) -> str:
+def _digest(
+    columns: Sequence[NDArray[Any] | LabelLists],
+    train_rows: int,
+    fields: tuple[InputField, ...],
+) -> str:
     digest = hashlib.blake2b(str(train_rows).encode(), digest_size=8)
+    if fields:
+        digest.update(str(fields).encode())
     for column in columns:
         if isinstance(column, list):
             digest.update(json.dumps(column).encode())

@@ -17,7 +17,7 @@ from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
 from raysim.data.rows import choose_test_rows, number_domains, train_first
 from raysim.data.values import as_float32
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import IGNORED, Tokens
+from raysim.primitives.kinds import IGNORED, InputField, Tokens
 from raysim.primitives.memory import check_memory
 
 MAX_COLUMNS_IN_MESSAGE = 4
@@ -325,10 +325,12 @@ def assemble(
     tokens: Tokens | None,
     origin: Origin | None = None,
     domain_order: Sequence[str] | None = None,
+    fields: tuple[InputField, ...] = (),
 ) -> Raw:
     """Put training rows first, and number the users, which become domains.
 
     users: integers or text; None if there are none. domain_order: see `number_domains`.
+    fields: the parts of a row of inputs, if samples have several inputs.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None
@@ -346,6 +348,7 @@ def assemble(
         labels.kind,
         tokens,
         origin or Origin(),
+        fields,
     )
 
 

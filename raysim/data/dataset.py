@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from raysim.data.csr import Ints
 from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
-from raysim.primitives.kinds import IGNORED, Kind, Tokens
+from raysim.primitives.kinds import IGNORED, InputField, Kind, PackedShape, Tokens
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
 # classes [n], or a class for each position [n, ...]; or values, or several labels that are there
@@ -36,7 +36,8 @@ class Samples:
 
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width). class_names: the
     names of the model's outputs. tokens: None if inputs are not token sequences. columns: which
-    columns became inputs, labels and users, for the plan of a run.
+    columns became inputs, labels and users, for the plan of a run. fields: the parts of a row of
+    inputs, if samples have several inputs.
     """
 
     inputs: Inputs
@@ -48,6 +49,7 @@ class Samples:
     kind: Kind = "classification"
     tokens: Tokens | None = None
     columns: str = ""
+    fields: tuple[InputField, ...] = ()
 
 
 class Dataset:
@@ -77,6 +79,8 @@ class Dataset:
                 "again."
             ) from error
         self.shape: tuple[int, ...] = samples.inputs.shape[1:]
+        if samples.fields:
+            self.shape = PackedShape(samples.fields)
         self.kind, self.tokens = samples.kind, samples.tokens
         self.class_names, self.domain_names = samples.class_names, samples.domain_names
         self.train_rows, self.columns = samples.train_rows, samples.columns
@@ -172,6 +176,8 @@ def _write(path: Path, samples: Samples) -> None:
     }
     if samples.kind == "positions" or samples.labels.ndim > 2:
         header["label_shape"] = samples.labels.shape[1:]
+    if samples.fields:
+        header["fields"] = samples.fields
     inputs = np.ascontiguousarray(samples.inputs)
     labels = np.ascontiguousarray(samples.labels, dtype=_label_dtype(samples.kind))
     domains = np.ascontiguousarray(samples.domains, dtype=np.int64)
@@ -239,6 +245,7 @@ def _map_file(path: Path) -> Samples:
         kind,
         header["tokens"] and Tokens(*header["tokens"]),
         header["columns"],
+        tuple(InputField(name, tuple(shape), has) for name, shape, has in header.get("fields", ())),
     )
 
 

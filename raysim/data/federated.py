@@ -17,7 +17,7 @@ from raysim.data.csr import CSR, Ints, Partition
 from raysim.data.dataset import Dataset
 from raysim.data.partition import Partitioner
 from raysim.data.raw import Source
-from raysim.primitives.kinds import IGNORED
+from raysim.primitives.kinds import IGNORED, PackedShape
 from raysim.primitives.streams import stream
 
 # Settings that titles leave out: where data lie, and how batches are made.
@@ -175,6 +175,11 @@ def _check_settings(source: Source, clean: Dataset) -> None:
                 f"data.{key}={values} has {len(values)} values, the inputs have {channels} "
                 "channels. Give one value, or one per channel."
             )
+    if isinstance(clean.shape, PackedShape) and source.mean is not None:
+        raise ValueError(
+            f"data.mean={source.mean} is for one input, and samples of this data have "
+            f"{len(clean.shape.fields)}. Normalise them before, and leave it out."
+        )
     if source.label_noise and clean.kind != "classification":
         raise ValueError(
             f"data.label_noise={source.label_noise} changes classes, and the data has none "

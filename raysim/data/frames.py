@@ -67,8 +67,8 @@ def _as_parquet(table: Any, place: str) -> bytes:
     """Return a table as the content of a Parquet file."""
     buffer = io.BytesIO()
     try:
-        if _package(table) == "datasets":  # keeps the names of classes, and pictures
-            table.to_parquet(buffer)
+        if _package(table) == "datasets":
+            _write_dataset(table, buffer)
             return buffer.getvalue()
         if isinstance(table, pd.DataFrame):
             table = pa.Table.from_pandas(table, preserve_index=False)
@@ -81,3 +81,16 @@ def _as_parquet(table: Any, place: str) -> bytes:
             "or lists of them."
         ) from error
     return buffer.getvalue()
+
+
+def _write_dataset(dataset: Any, buffer: io.BytesIO) -> None:
+    """Write a data set of `datasets`, with the names of its classes and its pictures."""
+    import datasets
+
+    was_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        dataset.to_parquet(buffer)
+    finally:
+        if not was_disabled:
+            datasets.enable_progress_bars()

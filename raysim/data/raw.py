@@ -24,7 +24,7 @@ from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
-from raysim.primitives.kinds import IGNORED, KINDS, Kind, Tokens
+from raysim.primitives.kinds import IGNORED, KINDS, InputField, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -54,7 +54,8 @@ class Raw:
     labels: classes [n], or [n, ...] with a class for each position; or [n, outputs] with values, or
     with 1 for labels that are present and 0 for others. class_names: the names of the outputs.
     domains: the domain of each row; None for one domain. tokens: the set of token numbers; with
-    None its size follows from the largest number.
+    None its size follows from the largest number. fields: the parts of a row of inputs, if samples
+    have several inputs (`pack_fields`).
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -66,6 +67,7 @@ class Raw:
     kind: Kind = "classification"
     tokens: Tokens | None = None
     origin: Origin = NO_ORIGIN
+    fields: tuple[InputField, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +217,7 @@ class Source:
             raw.kind,
             tokens,
             _describe_columns(raw, inputs, tokens),
+            raw.fields,
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
@@ -222,7 +225,8 @@ class Source:
         if isinstance(raw.inputs, dict):
             raise ValueError(
                 f"data source {name} has a dictionary of inputs ({', '.join(map(str, raw.inputs))})"
-                ", and raysim reads one array. Join its arrays in `read`."
+                ". Join them in `read`: inputs, fields = raysim.data.fields.pack_fields(...), and "
+                "give both to `Raw`."
             )
         if isinstance(raw.inputs, np.ndarray):
             are_images = raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4
@@ -324,7 +328,9 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
 
 def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
     """Describe in one line which columns became inputs, labels and users."""
-    if tokens:
+    if raw.fields:
+        form = f"{len(raw.fields)} inputs: {_describe_fields(raw.fields)}"
+    elif tokens:
         form = "token numbers"
     elif inputs.dtype == np.uint8:
         form = "images" if inputs.ndim == 4 else "levels"
@@ -352,6 +358,14 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
         "left out": origin.unused,
     }
     return "; ".join(f"{part}: {text}" for part, text in parts.items() if text)
+
+
+def _describe_fields(fields: Sequence[InputField]) -> str:
+    texts = []
+    for number, part in enumerate(fields):
+        form = "tokens" if part.has_tokens else "numbers"
+        texts.append(f"{part.name or number} ({_format_shape(part.shape)} {form})")
+    return ", ".join(texts)
 
 
 def _format_shape(shape: Sequence[int]) -> str:

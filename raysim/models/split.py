@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.lora import Lora, with_adapters
+from raysim.models.packed import TakeApart, example_row
 from raysim.primitives.errors import first_line
-from raysim.primitives.kinds import Tokens
+from raysim.primitives.kinds import PackedShape, Tokens
 
 # Arguments that a user's network may have; raysim fills them in from the data.
 DATA_ARGUMENTS = ("input_shape", "num_classes", "tokens")
@@ -237,6 +238,8 @@ def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> b
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
     """Return inputs [rows, ...] for trying a network; always the same."""
     generator = torch.Generator().manual_seed(0)
+    if isinstance(input_shape, PackedShape):
+        return example_row(input_shape.fields, rows)
     if tokens is not None:
         return torch.randint(tokens.size, (rows, *input_shape), generator=generator)
     return torch.randn(rows, *input_shape, generator=generator)
@@ -259,6 +262,8 @@ class ExternalModel(ModelRecipe):
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         net = self.make(input_shape, num_classes, tokens)
+        if isinstance(input_shape, PackedShape):
+            net.register_forward_pre_hook(TakeApart(input_shape.fields), with_kwargs=True)
         # trying the network must not change the random numbers that adapters start from
         with torch.random.fork_rng(devices=[]):
             inputs = example_inputs(input_shape, tokens)
@@ -284,7 +289,8 @@ class CustomModel(ExternalModel):
             return copy.deepcopy(self.source)
         signature = inspect.signature(self.source)
         arguments: dict[str, Any] = {}
-        values = (input_shape, num_classes, tokens)
+        shape = input_shape.arguments if isinstance(input_shape, PackedShape) else input_shape
+        values = (shape, num_classes, tokens)
         for name, value in zip(DATA_ARGUMENTS, values, strict=True):
             if name in signature.parameters:
                 arguments[name] = value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 # Labels: one class of several; any number of labels, each present or not; numbers; one class for
@@ -25,6 +27,46 @@ class Tokens(NamedTuple):
 
 
 FLOAT_BYTES = 4  # of a parameter that travels
+
+
+class InputField(NamedTuple):
+    """One of several inputs of a sample.
+
+    name: the argument of the model; "" if the model takes its inputs by position. shape: that of
+    one sample. has_tokens: True for token numbers, which the model gets as int64; other inputs are
+    floats.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    has_tokens: bool = False
+
+
+class PackedShape(tuple[int, ...]):
+    """The shape of a sample with several inputs, which is stored as one row of floats.
+
+    fields: the inputs, in their order in the row.
+    """
+
+    fields: tuple[InputField, ...]
+
+    def __new__(cls, fields: Sequence[InputField]) -> PackedShape:
+        """Return the shape of the row."""
+        shape = super().__new__(cls, (sum(math.prod(field.shape) for field in fields),))
+        shape.fields = tuple(fields)
+        return shape
+
+    def __reduce__(self) -> tuple[type[PackedShape], tuple[tuple[InputField, ...]]]:
+        """Pickle as the fields."""
+        return PackedShape, (self.fields,)
+
+    @property
+    def arguments(self) -> dict[str, tuple[int, ...]] | list[tuple[int, ...]]:
+        """The shape of each input: by name, or a list if the inputs have no names."""
+        if self.fields[0].name:
+            return {field.name: field.shape for field in self.fields}
+        return [field.shape for field in self.fields]
+
 
 # Metrics that are errors.
 LOWER_IS_BETTER = frozenset(("mae", "mse"))

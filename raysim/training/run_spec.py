@@ -25,8 +25,9 @@ from raysim.api.setup import number_of_floats
 from raysim.api.topology import Star, Topology
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
-from raysim.models.split import WholeNetwork, check_outputs
+from raysim.models.split import ExternalModel, WholeNetwork, check_outputs
 from raysim.primitives.checks import above, at_least, between, in_range
+from raysim.primitives.kinds import PackedShape
 from raysim.training.attack import Attack, Attackers
 from raysim.training.initial_weights import Init, InitialWeights
 from raysim.vectors.layout import Layout
@@ -227,6 +228,11 @@ def build_model(spec: RunSpec) -> nn.Module:
     if task.tokens is not None:
         arguments.append(task.tokens)
     model: nn.Module = spec.model.build(*arguments)
+    if isinstance(task.shape, PackedShape) and not isinstance(spec.model, ExternalModel):
+        raise ValueError(
+            f"the model {type(spec.model).__name__} takes one input, and samples of this data have "
+            f"{len(task.shape.fields)}. Give a network of your own whose forward has these inputs."
+        )
     if not is_split(model) and not isinstance(model, Classifier):
         # A user's recipe may make any module.
         model = split_network(model, task.num_classes, task.example(2))

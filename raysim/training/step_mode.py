@@ -10,6 +10,7 @@ from torch import nn
 from raysim.api.declare import Declarations
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import ExternalModel
+from raysim.primitives.kinds import PackedShape
 from raysim.training.batched_lanes import linear_chain, step_methods
 from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
@@ -60,6 +61,8 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
         return f"method '{methods[0]}' takes part in the step, which then trains one client"
     if spec.task.objective.has_ignored:
         return "the loss of a batch is a mean over the labels that count, not over samples"
+    if isinstance(spec.task.shape, PackedShape):
+        return "samples have several inputs"
     if linear_chain(declarations.networks, len(spec.task.shape)) is None:
         return "the model is no chain of linear and pointwise layers, as model=mlp is"
     return ""

@@ -1,0 +1,58 @@
+"""Take the row of floats of a sample with several inputs apart, in front of a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raysim.primitives.kinds import InputField
+
+
+def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
+    """Return the inputs [B, ...] that `pack_fields` joined, in order."""
+    sizes = [math.prod(field.shape) for field in fields]
+    inputs = []
+    for part, field in zip(rows.split(sizes, dim=1), fields, strict=True):
+        values = part.reshape(len(rows), *field.shape)
+        inputs.append(values.long() if field.has_tokens else values)
+    return inputs
+
+
+class TakeApart:
+    """A hook in front of a network: it takes packed rows apart into the network's arguments.
+
+    A call with the network's own arguments passes unchanged.
+    """
+
+    def __init__(self, fields: Sequence[InputField]):
+        self.fields = tuple(fields)
+        self.width = sum(math.prod(field.shape) for field in fields)
+
+    def __call__(
+        self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of the network, or None to leave them unchanged."""
+        is_packed = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if not is_packed or args[0].shape[1:] != (self.width,):
+            return None
+        inputs = unpack_fields(args[0], self.fields)
+        if self.fields[0].name:
+            return (), {field.name: x for field, x in zip(self.fields, inputs, strict=True)}
+        return tuple(inputs), {}
+
+
+def example_row(fields: Sequence[InputField], rows: int) -> Tensor:
+    """Return packed example inputs [rows, floats]; tokens are 0."""
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for field in fields:
+        size = math.prod(field.shape)
+        if field.has_tokens:
+            parts.append(torch.zeros(rows, size))
+        else:
+            parts.append(torch.randn(rows, size, generator=generator))
+    return torch.cat(parts, dim=1)

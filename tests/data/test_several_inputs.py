@@ -1,0 +1,199 @@
+"""Several inputs of a sample, as a dictionary or a tuple, and tables from Python."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from tiny_runs import coordinate, run, run_spec, run_to_end, several_workers
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import raysim
+from raysim.api.declarations import Local
+from raysim.data.arrays import store_arrays
+from raysim.data.federated import federate
+from raysim.data.fields import pack_fields
+from raysim.data.partition import IID
+from raysim.models.packed import TakeApart, unpack_fields
+from raysim.models.split import CustomModel
+from raysim.primitives.errors import Refused
+from raysim.primitives.kinds import InputField, PackedShape
+
+FAST: dict[str, Any] = {
+    "runtime": "inprocess",
+    "tracking": "none",
+    "rounds": 2,
+    "schedule.cohort": 2,
+    "partition": "iid",
+    "partition.clients": 3,
+}
+RNG = np.random.default_rng(0)
+NUMBERS = RNG.normal(size=(60, 2, 3)).astype(np.float32)
+WORDS = RNG.integers(0, 9, (60, 4))
+LABELS = (NUMBERS[:, 0, 0] > 0).astype(int) + (WORDS[:, 0] > 4)
+INPUTS = {"numbers": NUMBERS, "words": WORDS}
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, input_shape: Any, num_classes: int):
+        super().__init__()
+        shape = input_shape["numbers"] if isinstance(input_shape, dict) else input_shape[0]
+        self.embedding = nn.Embedding(9, 3)
+        self.head = nn.Linear(shape[0] * shape[1] + 3, num_classes)
+
+    def forward(self, numbers: Tensor, words: Tensor) -> Tensor:
+        assert words.dtype == torch.int64
+        return self.head(torch.cat([numbers.flatten(1), self.embedding(words).mean(1)], 1))
+
+
+# --- rows of several inputs --------------------------------------------------------------------------
+def test_packed_inputs_are_taken_apart_exactly() -> None:
+    levels = RNG.integers(0, 256, (60, 1, 2, 2)).astype(np.uint8)
+    packed, fields = pack_fields({**INPUTS, "picture": levels}, "here")
+    numbers, words, picture = unpack_fields(torch.from_numpy(packed), fields)
+    assert torch.equal(numbers, torch.from_numpy(NUMBERS))
+    assert torch.equal(words, torch.from_numpy(WORDS))
+    assert torch.equal(picture, torch.from_numpy(levels) / 255)
+    shape = PackedShape(fields)
+    copy = pickle.loads(pickle.dumps(shape))
+    assert copy == (6 + 4 + 4,) and copy.fields == fields
+    assert shape.arguments == {"numbers": (2, 3), "words": (4,), "picture": (1, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"a": NUMBERS, "b": WORDS[:5]}, "b: 5 rows"),
+        ({"a": WORDS - 1}, "a: integers"),
+        ({"a": WORDS + 2**24}, "a: integers"),
+        ((NUMBERS, np.array(["x"] * 60)), "input 1: inputs of type"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(inputs: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        pack_fields(inputs, "here")
+
+
+def test_network_still_takes_its_own_arguments() -> None:
+    hook = TakeApart((InputField("a", (2,)), InputField("b", (1,), True)))
+    network = nn.Identity()
+    assert hook(network, (torch.ones(3, 2), torch.ones(3)), {}) is None
+    assert hook(network, (torch.ones(3, 4),), {}) is None
+    _, arguments = hook(network, (torch.ones(3, 3),), {})  # type: ignore[misc]
+    assert arguments["a"].shape == (3, 2) and arguments["b"].dtype == torch.int64
+
+
+# --- runs --------------------------------------------------------------------------------------------
+class Items(Dataset[Any]):
+    """Items as a dictionary with the label, as a pair with a dictionary, or with a tuple."""
+
+    def __init__(self, form: str):
+        self.form = form
+
+    def __len__(self) -> int:
+        return len(LABELS)
+
+    def __getitem__(self, row: int) -> Any:
+        inputs = {name: values[row] for name, values in INPUTS.items()}
+        if self.form == "dictionary":
+            return {**inputs, "label": int(LABELS[row])}
+        if self.form == "pair":
+            return inputs, int(LABELS[row])
+        return (torch.from_numpy(inputs["numbers"]), inputs["words"]), int(LABELS[row])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (INPUTS, LABELS),
+        ((NUMBERS, WORDS), LABELS),
+        {"train": (INPUTS, LABELS), "test": (INPUTS, LABELS)},
+        Items("dictionary"),
+        Items("pair"),
+        Items("tuple"),
+    ],
+    ids=["dictionary", "tuple", "halves", "items", "pairs", "tuples"],
+)
+def test_several_inputs_reach_the_network(data: Any) -> None:
+    experiment = raysim.build(**FAST, model=TwoInputs, data=data)
+    assert isinstance(experiment.spec.task.shape, PackedShape)
+    dataset = experiment.spec.data.open()
+    assert "2 inputs" in dataset.columns and dataset.num_classes == 3
+
+
+def test_network_of_several_inputs_learns_and_is_given_back(tmp_path: Path) -> None:
+    settings = {**FAST, "rounds": 12, "local.lr": 0.3, "local.epochs": 5}
+    data = ((INPUTS, LABELS), (INPUTS, LABELS))
+    result = raysim.run(**settings, model=TwoInputs, data=data, out=tmp_path / "run", quiet=True)
+    assert result.rows[-1]["accuracy_global"] > 0.6
+    network = result.model()
+    numbers, words = torch.from_numpy(NUMBERS), torch.from_numpy(WORDS)
+    with torch.no_grad():
+        outputs = network(numbers=numbers, words=words)
+    assert torch.allclose(outputs, torch.from_numpy(result.predictions().scores), atol=1e-5)
+
+
+def test_several_inputs_have_the_same_bits_on_workers() -> None:
+    data = federate(store_arrays(((INPUTS, LABELS), (INPUTS, LABELS))), IID(clients=4), 0)
+    spec = run_spec(model=CustomModel(TwoInputs), data=data, local=Local(lr=0.2, batch=8))
+    one = run(spec, rounds=3)
+    two = run_to_end(coordinate(spec, rounds=3, runtime=several_workers(spec, 2)))
+    assert one.bits == two.bits and one.history == two.history
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "text"),
+    [
+        ("", "mlp", "takes one input"),
+        ("method=mixup", TwoInputs, "mixup"),
+        ("data.mean=[0.5] data.std=[1.0]", TwoInputs, r"data\.mean"),
+    ],
+)
+def test_what_several_inputs_cannot_do_is_refused(words: str, model: Any, text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
+
+
+# --- tables from Python ------------------------------------------------------------------------------
+def frame() -> pd.DataFrame:
+    table = pd.DataFrame(NUMBERS.reshape(60, -1), columns=list("abcdef"))
+    return table.assign(kind=np.where(LABELS > 1, "high", "low"), branch=np.arange(60) % 4)
+
+
+def polars_frame() -> Any:
+    return pytest.importorskip("polars").from_pandas(frame())
+
+
+def hugging_face() -> Any:
+    return pytest.importorskip("datasets").Dataset.from_pandas(frame())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [frame, lambda: pa.Table.from_pandas(frame()), polars_frame, hugging_face],
+    ids=["pandas", "arrow", "polars", "datasets"],
+)
+def test_tables_are_data(make: Any) -> None:
+    words = "data.label=kind data.user=branch data.columns=a+b+c model=mlp partition=natural"
+    settings = {key: value for key, value in FAST.items() if not key.startswith("partition")}
+    experiment = raysim.build(words, **settings, data=make())
+    dataset = experiment.spec.data.open()
+    assert dataset.class_names == ["high", "low"] and dataset.shape == (3,)
+    assert len(experiment.spec.data.partition.train) == 4 and len(dataset) == 60
+    assert experiment.config["data"]["_target_"] == "raysim.data.parquet.Parquet"
+    again = raysim.build(experiment.config)  # the table is in the cache
+    assert again.spec.data.open().path == dataset.path
+
+
+def test_table_of_test_rows_is_the_central_test_set() -> None:
+    data = {"train": frame(), "test": frame()[:7]}
+    words = "data.label=kind data.columns=a+b model=mlp"
+    experiment = raysim.build(words, **FAST, data=data)
+    assert len(experiment.spec.data.central) == 7
