@@ -108,7 +108,8 @@ def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
     """Return the rows that have a label."""
     if not dataset.has_unlabelled:
         return rows
-    return rows[dataset.labels[rows] != IGNORED]
+    labelled: Ints = rows[dataset.labels[rows] != IGNORED]
+    return labelled
 
 
 def _score_labelled(partition: Partition, dataset: Dataset) -> Partition:

@@ -136,9 +136,7 @@ def split_network(
     return WholeNetwork(net, num_classes).train(training)
 
 
-def check_outputs(
-    name: str, model: Classifier, inputs: Tensor, output_shape: Sequence[int]
-) -> None:
+def check_outputs(name: str, model: nn.Module, inputs: Tensor, output_shape: Sequence[int]) -> None:
     """Raise ValueError unless a model's outputs have the shape that the labels need.
 
     name: the model in messages. inputs: examples. output_shape: that of one sample.

@@ -366,6 +366,10 @@ def uploads(self: Any, job: LocalJob) -> None:
     job.upload["x"] = torch.zeros(2)
 
 
+def uploads_without_name(self: Any, job: LocalJob) -> None:
+    job.context.upload["x"] = torch.ones(100_000)
+
+
 def keeps(self: Any, run: Setup) -> None:
     run.client_state("x", lambda samples: torch.zeros(1))
 
@@ -408,6 +412,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         (mine(end=writes), UNDECLARED),
         (mine(end=removes, setup=keeps), "job.state['x'] of method 'mine' was removed"),
         (mine(end=uploads), "job.upload['x'] is not declared"),
+        (mine(end=uploads_without_name), "job.upload['x'] is not declared"),
         (mine(setup=declares_upload), "job.upload['x'] is missing"),
         (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats, and 3 are"),
     ],
