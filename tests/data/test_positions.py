@@ -53,7 +53,7 @@ def data() -> FederatedData:
     return federate(source, IID(clients=4), 0)
 
 
-# --- what the labels are --------------------------------------------------------------------------
+# --- what the labels are ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("labels", "kind"),
     [
@@ -83,7 +83,7 @@ def test_labels_that_are_all_ignored_are_refused() -> None:
         read_labels(np.full((4, 3), 255), "positions", None, "data", 255)
 
 
-# --- loss and scores ------------------------------------------------------------------------------
+# --- loss and scores ----------------------------------------------------------------------
 def test_position_loss_is_pytorchs() -> None:
     outputs, labels = torch.randn(6, 3, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     objective = OBJECTIVES["positions"]
@@ -148,7 +148,7 @@ def test_values_of_any_shape_are_learned() -> None:
     assert row["mae"] is not None and np.isfinite(row["train_loss"])
 
 
-# --- samples without a label ----------------------------------------------------------------------
+# --- samples without a label --------------------------------------------------------------
 def test_unlabelled_samples_count_in_no_loss_and_no_score(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(90, 4)).astype(np.float32)
@@ -172,7 +172,7 @@ def test_losses_skip_unlabelled_samples() -> None:
     assert PARTLY_LABELLED.losses(outputs, labels)[1] == 0
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "key"),
     [

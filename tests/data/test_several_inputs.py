@@ -53,7 +53,7 @@ class TwoInputs(nn.Module):
         return self.head(torch.cat([numbers.flatten(1), self.embedding(words).mean(1)], 1))
 
 
-# --- rows of several inputs --------------------------------------------------------------------------
+# --- rows of several inputs ------------------------------------------------------------------
 def test_packed_inputs_are_taken_apart_exactly() -> None:
     levels = RNG.integers(0, 256, (60, 1, 2, 2)).astype(np.uint8)
     packed, fields = pack_fields({**INPUTS, "picture": levels}, "here")
@@ -90,7 +90,7 @@ def test_network_still_takes_its_own_arguments() -> None:
     assert arguments["a"].shape == (3, 2) and arguments["b"].dtype == torch.int64
 
 
-# --- runs --------------------------------------------------------------------------------------------
+# --- runs ------------------------------------------------------------------------------------
 class Items(Dataset[Any]):
     """Items as a dictionary with the label, as a pair with a dictionary, or with a tuple."""
 
@@ -161,7 +161,7 @@ def test_what_several_inputs_cannot_do_is_refused(words: str, model: Any, text: 
         raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
 
 
-# --- tables from Python ------------------------------------------------------------------------------
+# --- tables from Python ----------------------------------------------------------------------
 def frame() -> pd.DataFrame:
     table = pd.DataFrame(NUMBERS.reshape(60, -1), columns=list("abcdef"))
     return table.assign(kind=np.where(LABELS > 1, "high", "low"), branch=np.arange(60) % 4)

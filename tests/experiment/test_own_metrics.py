@@ -64,7 +64,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("ownmetrics.py").write_text(OWN)
 
 
-# --- scores ---------------------------------------------------------------------------------------
+# --- scores -------------------------------------------------------------------------------
 def test_own_metrics_score_central_set_and_each_client() -> None:
     result = raysim.run(**SMALL, metrics=["accuracy", LOWER, kappa])
     row = result.rows[-1]
@@ -110,7 +110,7 @@ def test_undefined_scores_are_left_out_of_means() -> None:
     assert result.rows[-1]["undefined"] == result.rows[-1]["undefined_worst"] == 0.5
 
 
-# --- names ----------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------
 def test_metric_is_named_by_its_path() -> None:
     words = "evaluate.metrics=accuracy+ownmetrics.right+ownmetrics.Entropy"
     result = raysim.run(words, **SMALL, allow=["ownmetrics"], out="run")
@@ -160,7 +160,7 @@ def test_wrong_metrics_are_refused(metrics: Any, key: str) -> None:
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
 
 
-# --- the main metric ------------------------------------------------------------------------------
+# --- the main metric ----------------------------------------------------------------------
 def test_main_metric_decides_best_rounds_and_thresholds() -> None:
     settings = {**SMALL, "rounds": 4, "thresholds": [1.5, 0.0], "evaluate.metric": "brier"}
     result = raysim.run(**settings, metrics=["accuracy", LOWER])
@@ -184,7 +184,7 @@ def test_searches_and_studies_know_thebetter_direction() -> None:
     assert better_direction("kappa_global", False, {"brier"}, {"kappa"}) == 1
 
 
-# --- the same bits --------------------------------------------------------------------------------
+# --- the same bits ------------------------------------------------------------------------
 def with_metrics(spec: RunSpec) -> RunSpec:
     evaluate = replace(spec.settings.evaluate, metrics=["accuracy", "brier", "kappa", "auroc"])
     own = {"brier": LOWER, "kappa": Metric(kappa)}
