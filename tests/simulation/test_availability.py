@@ -136,7 +136,7 @@ presences = st.one_of(
 
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_next_change_is_the_first_change(presence: Availability, now: int, parts: int) -> None:
     until = now + 200_000.0
     there, change = presence.available(0, now), presence.next_change(0, now, until)
@@ -160,7 +160,7 @@ def test_next_change_is_the_first_change(presence: Availability, now: int, parts
     now=st.floats(0, 1e6),
     period=st.floats(0.1, 1e4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_next_change_is_later_despite_rounding(row: list[float], now: float, period: float) -> None:
     scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
     presence = intervals(scaled, period=max(period, scaled[-1]))
@@ -207,7 +207,7 @@ class ByHand(Availability):
 
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_answers_for_many_clients_are_those_for_one(
     presence: Availability, now: list[float]
 ) -> None:
@@ -224,7 +224,7 @@ def test_answers_for_many_clients_are_those_for_one(
 
 
 @given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_changes_lists_every_change_of_every_client(
     presence: Availability, now: float, members: set[int]
 ) -> None:
@@ -252,7 +252,7 @@ def test_changes_lists_every_change_of_every_client(
     events=st.lists(st.tuples(st.floats(0, 3_000), st.integers(0, 8)), max_size=30),
     members=st.sets(st.integers(0, 8), min_size=1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_idle_clients_do_not_depend_on_their_start(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
