@@ -38,6 +38,8 @@ DRAWERS = {
     "conformance/parts.py": {"np.random.seed"},
     # Of a generator of its own, on the device.
     "commands/bench/gpu.py": {"torch.randperm"},
+    # Outputs for trying a metric out, of a generator of their own.
+    "api/metrics.py": {"torch.randn"},
     # The seed of the initial values, from torch's generator as those of any model.
     "api/learner.py": {"np.random.default_rng", "torch.randint"},
     # The user's own training may draw from global generators; they are seeded and restored.
