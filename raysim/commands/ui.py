@@ -23,7 +23,11 @@ from raysim.primitives.files import user_path
 from raysim.results.tracking import MLFLOW_ENVIRONMENT, find_experiment_id
 
 HOST = "127.0.0.1"
-CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+# The filter leaves out studies and sweeps, below which MLflow hides their runs.
+CHARTS = (
+    "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    "&searchFilter=tags.kind%20!%3D%20%27study%27%20and%20tags.kind%20!%3D%20%27sweep%27"
+)
 # Seen from the folder around runs, from the folder of runs or of a study, and from one run.
 DATABASES = ("mlflow.db", "runs/mlflow.db", "../mlflow.db")
 START_TIMEOUT_S = 600.0  # generous, because a server that fails ends at once

@@ -479,7 +479,7 @@ def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
 def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Column]:
     factor = share_factor(runs, percent)
     unit = PERCENT if percent else ""
-    show = _format_percent if percent else _format_score
+    show: FormatNumber = _format_percent if percent else _format_score
 
     def numbers(key: str) -> list[float | None]:
         return [_number(run, key) for run in runs]

@@ -324,20 +324,18 @@ class Mlflow:
         self._last = max(metric.step for metric in batch)
 
     def close(self, record: Record, folder: Path) -> None:
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import RunTag
 
+        # Not as metrics: MLflow would draw a bar for each of them above the curves.
         flat = flatten(_mapping(record.get("summary")))
-        end = self._time(flat)
-        metrics = [
-            Metric(_key(f"summary/{key}"), value, end, 0) for key, value in _numbers(flat).items()
-        ]
         tags = []
         for key, value in flat.items():
             if isinstance(value, str):
                 tags.append(RunTag(_key(key), _text(value, TAG_LENGTH)))
-        self._client.log_batch(
-            self._run, metrics=metrics[:METRICS_PER_BATCH], tags=tags[:PARAMS_PER_BATCH]
-        )
+            elif isinstance(value, Real):
+                tags.append(RunTag(_key(key), f"{float(value):.6g}"))
+        for start in range(0, len(tags), PARAMS_PER_BATCH):
+            self._client.log_batch(self._run, tags=tags[start : start + PARAMS_PER_BATCH])
         for name in _names(record.get("artifacts")):
             path = folder / name
             if path.is_file():
