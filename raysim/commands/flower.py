@@ -121,7 +121,8 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     Return the exit status. Raise `Refused` for what cannot run.
     """
     request = read_request(words, run_configs)
-    import_optional("flwr", "raysim flower run")
+    with errors_as_refusals():
+        import_optional("flwr", "raysim flower run")
     from raysim.flower.session import AppRun, run_app, warn_on_stderr
 
     project, node = request.project, request.node

@@ -13,7 +13,6 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(autouse=True)
 def quiet_flower(monkeypatch):
-    pytest.importorskip("flwr")
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     monkeypatch.setattr(sys, "path", [str(PROJECT), *sys.path])
 

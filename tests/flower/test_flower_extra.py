@@ -1,0 +1,21 @@
+import sys
+
+import pytest
+
+from raysim.primitives.errors import Refused
+
+
+def test_missing_flwr_names_the_extra(monkeypatch):
+    from raysim.flower.learner import FlowerLearner
+
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    with pytest.raises(ValueError, match=r"learner=flower .*\[flower\]"):
+        FlowerLearner(app="package.module:app")
+
+
+def test_command_without_flwr_names_the_extra(monkeypatch, tmp_path):
+    from raysim.commands.flower import run_flower
+
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    with pytest.raises(Refused, match=r"\[flower\]"):
+        run_flower([str(tmp_path)], [])
