@@ -251,6 +251,7 @@ def _build_experiment(
         observers,
         (*changes, *user_objects.notes()),
         tuple(round_warnings),
+        network,
     )
 
 

@@ -25,7 +25,7 @@ from raysim.primitives.version import __version__
 from raysim.simulation.best_model import best_criterion
 from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
-from raysim.simulation.network import describe_network, make_network
+from raysim.simulation.network import describe_network
 from raysim.training.run_spec import RunSpec, declare_run, evaluation_of
 from raysim.vectors.layout import Layout
 
@@ -60,7 +60,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "selection": _selection(spec.selection),
-        "topology": describe_network(make_network(spec, declarations, experiment.fleet)),
+        "topology": describe_network(experiment.network),
         "init": _init(experiment, networks, layout),
         "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, personal),
@@ -155,7 +155,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     if concurrency < 2:
         return ""
     workers = runtime.workers or 1
-    network = make_network(spec, declarations, experiment.fleet)
+    network = experiment.network
     planner = make_planner(spec, declarations, schedule, experiment.fleet, network)
     if network.own_schedules:
         concurrency *= network.replicas

@@ -209,13 +209,13 @@ def run_observers(
     def show_activity(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
-    pictures = [] if is_trial else [Pictures(show_activity)]
+    pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
     return [
         ProgressLine(console, quiet, experiment.spec.data),
         HistoryFile(),
         JobFiles(),
-        ClientFiles(experiment.spec.data),
+        ClientFiles(experiment.spec.data, experiment.network),
         FailureFile(print_warning, experiment.spec.data),
         WorkerDeaths(print_unless_quiet),
         RemovalFailures(print_unless_quiet),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from raysim.api.setup import RoundWarning
+from raysim.api.topology import Network, one_replica
 from raysim.experiment.config_files import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
@@ -84,7 +86,7 @@ class Experiment:
     config: as the run's folder stores it. spec: the final settings; `method=centralized`, for
     example, has already changed its data and its local steps. observers: the observers of the
     configuration. changes: a sentence for each setting that methods changed. round_warnings: checks
-    of methods, made after each round.
+    of methods, made after each round. network: the models of the server, and who uses them.
     """
 
     config: Node
@@ -96,6 +98,7 @@ class Experiment:
     observers: tuple[Observer, ...] = ()
     changes: tuple[str, ...] = ()
     round_warnings: tuple[RoundWarning, ...] = ()
+    network: Network = field(default_factory=functools.partial(one_replica, 1))
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds

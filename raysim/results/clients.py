@@ -3,7 +3,8 @@
 split.parquet     a row for each client and class that it has: client, label, training samples
 clients.parquet   a row for each client: its user's name if it has one, training samples, test
                   samples, and the accuracies of the last evaluation; `unseen` marks clients that
-                  are never trained (`evaluate.unseen`)
+                  are never trained (`evaluate.unseen`), `replica` is the model of the server that
+                  serves the client if there are several (`topology`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raysim.api.topology import Network
 from raysim.data.federated import FederatedData
 from raysim.data.partition import Ints
 from raysim.primitives.files import open_draft, parse_json, regular_file
@@ -90,7 +92,9 @@ def _is_within(values: Ints, end: int) -> bool:
 
 
 # --- the clients ----------------------------------------------------------------------------------
-def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path) -> None:
+def write_clients(
+    data: FederatedData, scores: ClientScores | None, folder: Path, network: Network | None = None
+) -> None:
     """Write clients.parquet; an accuracy is null if the client was not scored."""
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     count = max(len(train), len(tests))  # a pooled run trains one client and scores all
@@ -101,6 +105,8 @@ def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path
     columns["tests"] = np.pad(tests, (0, count - len(tests)))
     if data.partition.unseen is not None:
         columns["unseen"] = np.isin(columns["client"], data.partition.unseen)
+    if network is not None and network.replicas > 1:
+        columns["replica"] = np.asarray(network.replica_of)
     if scores is not None:
         for name, values in scores.columns.items():
             column = np.full(count, np.nan)

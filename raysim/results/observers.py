@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from raysim.api.messages import Failure
 from raysim.api.setup import RoundWarning
+from raysim.api.topology import Network
 from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
 from raysim.results import profile
-from raysim.results.clients import client_labels, write_clients, write_split
+from raysim.results.clients import client_labels, read_clients, write_clients, write_split
 from raysim.results.curves import draw_run
 from raysim.results.figures import (
     draw_bias,
@@ -39,6 +40,7 @@ from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
 from raysim.results.shared_model import load_shared_model
 from raysim.results.timeline import draw_timeline
+from raysim.results.topology_picture import draw_topology
 from raysim.results.tracking import Tracker, save_model
 from raysim.simulation.events import (
     ClientScores,
@@ -320,11 +322,11 @@ class JobFiles(Observer):
 class ClientFiles(Observer):
     """An observer that writes each client's samples and last scores.
 
-    The files are split.parquet and clients.parquet.
+    The files are split.parquet and clients.parquet. network: the models of the server.
     """
 
-    def __init__(self, data: FederatedData):
-        self._data = data
+    def __init__(self, data: FederatedData, network: Network):
+        self._data, self._network = data, network
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
@@ -337,11 +339,11 @@ class ClientFiles(Observer):
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Write the last scores."""
-        write_clients(self._data, self._scores, run.folder)
+        write_clients(self._data, self._scores, run.folder, self._network)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Write the last scores."""
-        write_clients(self._data, self._scores, run.folder)
+        write_clients(self._data, self._scores, run.folder, self._network)
 
 
 class FailureFile(Observer):
@@ -411,10 +413,13 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """An observer that draws the history, the jobs, the reports of methods and the probes."""
+    """An observer that draws the history, the jobs, the reports of methods and the probes.
 
-    def __init__(self, activity: ShowActivity):
-        self._activity = activity
+    network: the models of the server, which are drawn if there are several.
+    """
+
+    def __init__(self, activity: ShowActivity, network: Network):
+        self._activity, self._network = activity, network
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Draw the pictures for which there are numbers."""
@@ -427,6 +432,9 @@ class Pictures(Observer):
         jobs = read_jobs(run.folder)
         path = run.folder / "timeline.png"
         if jobs is not None and draw_timeline(jobs, run.rows, path, run.title):
+            run.pictures.append(path)
+        path, clients = run.folder / "topology.png", read_clients(run.folder)
+        if clients and draw_topology(self._network, clients, run.rows, path, run.title):
             run.pictures.append(path)
         for name, draw in (
             ("methods", draw_reports),

@@ -94,7 +94,8 @@ class RowWriter:
         self._deaths = self.calls.deaths
         row |= _mean_reports(updates) | replicas.report
         if not replicas.is_single:
-            row |= {"floats_links": aggregation.between}
+            row["floats_links"] = aggregation.between
+            row |= _replica_columns(replicas, aggregation)
         probes = [update.probe for update in updates if update.probe is not None]
         if probes:
             row |= summarise_probes(probes)
@@ -137,6 +138,17 @@ class RowWriter:
         if device_use:
             row["device_busy"] = _mean(device_use)
         return row
+
+
+def _replica_columns(replicas: Replicas, aggregation: PlannedAggregation) -> Row:
+    """Return the replica that aggregated, and its traffic, if each has its own schedule."""
+    if not replicas.network.own_schedules:
+        return {}
+    return {
+        "replica": aggregation.site,
+        "replica_floats_down": aggregation.site_down,
+        "replica_floats_up": aggregation.site_up,
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

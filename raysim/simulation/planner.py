@@ -68,7 +68,10 @@ class PlannedAggregation:
     """A planned aggregation, and all events between the aggregation before and this one."""
 
     version: int = 0  # aggregations of the run before this one
+    site: int = 0  # the place of its site among all sites
     site_version: int = 0  # aggregations of its site before this one
+    site_down: int = 0  # floats sent to the clients of its site since the start of the run
+    site_up: int = 0  # floats sent by the clients of its site since the start of the run
     meets: bool = False  # True: the replicas of the topology exchange after it
     now: float = 0.0  # virtual seconds of the aggregation
     # Since the aggregation before.
@@ -128,6 +131,7 @@ class Site:
         self.busy = 0  # clients whose jobs have not ended
         self.in_pool = [0] * pools
         self.sent, self.since = 0, 0.0  # jobs of this version, and when the first was dispatched
+        self.down, self.up = 0, 0  # floats that its clients received and sent
         self.since_meeting = 0  # aggregations since the replicas exchanged
         self.waits = False  # for the other sites, to exchange
 
@@ -346,6 +350,7 @@ class Planner:
                 idle_clients.add_finished(job.client)
         if job.arrives:
             self._next.up += job.up
+            site.up += job.up
         if site.running.pop(job.number, None) is None:
             return  # it was discarded
         _leave_pool(site, job)
@@ -409,7 +414,8 @@ class Planner:
             jobs = self._take_arrived(site, numbers)
         aggregation = self._next
         aggregation.now, aggregation.aggregated = self.now, jobs
-        aggregation.site_version = site.version
+        aggregation.site, aggregation.site_version = max(0, site.pool), site.version
+        aggregation.site_down, aggregation.site_up = site.down, site.up
         if self._costs is not None:
             aggregation.costs = self._costs.totals(self.now)
         for job in jobs:
@@ -504,6 +510,7 @@ class Planner:
             )  # fmt: skip
             self.dispatched += 1
             self._next.down += down
+            site.down += down
             self._next.dispatched.append(job)
             self._start(site, job)
         if clients and not site.sent:
@@ -678,6 +685,8 @@ class Planner:
                     "version": site.version,
                     "sent": site.sent,
                     "since": site.since,
+                    "down": site.down,
+                    "up": site.up,
                     "since_meeting": site.since_meeting,
                     "waits": site.waits,
                     "arrived": site.arrived,
@@ -718,6 +727,7 @@ class Planner:
             site.running.clear()
             site.running.update(running)
             site.version, site.sent, site.since = values["version"], values["sent"], values["since"]
+            site.down, site.up = values["down"], values["up"]
             site.since_meeting, site.waits = values["since_meeting"], values["waits"]
             site.arrived = [Job(*job) for job in values["arrived"]]
         if self._costs is not None and state.get("costs"):  # older checkpoints have none

@@ -161,6 +161,18 @@ class TestHierarchical:
             meetings * 4 * size // 4 for meetings in (0, 1, 1, 2)
         ]
 
+    def test_rows_have_the_traffic_of_the_edge(self) -> None:
+        found = run(spec(Hierarchical(2, every=2, **FAST)), Synchronous(2), rounds=8)
+        size = found.coordinator.layout.shared
+        edge_of = found.coordinator.replicas.network.replica_of
+        rounds = [0, 0]
+        for row, aggregation in zip(found.rows, found.aggregations, strict=False):
+            edge = int(edge_of[aggregation.aggregated[0].client])
+            rounds[edge] += 1
+            assert row["replica"] == edge
+            assert row["replica_floats_up"] == 2 * rounds[edge] * size
+            assert row["replica_floats_down"] == row["replica_floats_up"]
+
     def test_edges_meet_at_multiples_of_seconds(self) -> None:
         found = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
         meetings = [step.now for step in found.aggregations[:24] if step.meets]

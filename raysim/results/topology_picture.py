@@ -1,0 +1,155 @@
+"""Draw the replicas of a run and their links, coloured by accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raysim.api.topology import Network
+from raysim.results.figures import figure_file
+from raysim.results.history import Row, metric_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_CLIENTS = 400  # drawn; with more, points would cover each other
+_LINK = "#9aa1a7"
+_FLOAT_MB = 4e-6  # megabytes of one float
+_ARC = 1.3 * math.pi  # that the clients of a replica take up around it
+
+
+def draw_topology(
+    network: Network,
+    clients: Mapping[str, np.ndarray],
+    rows: Sequence[Row],
+    path: Path,
+    title: str,
+) -> bool:
+    """Write a picture of the clients, the replicas and their links.
+
+    clients: the columns of clients.parquet. rows: the history. Returns False, and writes nothing,
+    for one replica, for more than `MAX_CLIENTS` clients, and if no client was scored.
+    """
+    metric = metric_of(rows)
+    scores = clients.get(metric)
+    is_single = network.replicas == 1 and not network.exchanges
+    if is_single or scores is None or np.isnan(scores).all() or len(scores) > MAX_CLIENTS:
+        return False
+    with figure_file(path, title, (7.6, 6.6)) as figure:
+        ax = figure.subplots()
+        if network.on_clients:
+            positions = _circle(len(scores), 1.0)
+            _draw_neighbours(ax, network, positions)
+            means, sizes = np.empty(0), 60.0
+        else:
+            replicas = _circle(network.replicas, 1.0)
+            positions = _around(replicas, network.replica_of)
+            means = _mean_scores(scores, network)
+            _draw_servers(ax, network, replicas, positions, rows)
+            positions, scores = np.concatenate([positions, replicas]), np.append(scores, means)
+            sizes = np.where(np.arange(len(scores)) < len(scores) - len(means), 40.0, 220.0)
+        points = ax.scatter(*positions.T, c=scores, s=sizes, cmap="viridis", zorder=3)
+        figure.colorbar(points, ax=ax, label=f"{metric} of the clients", shrink=0.75)
+        ax.set_aspect("equal")
+        ax.set_axis_off()
+    return True
+
+
+def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
+    """Return the megabytes between each replica and its clients, [replicas, down and up].
+
+    The values are those of the last aggregation of each replica.
+    """
+    megabytes = np.zeros((replicas, 2))
+    for row in rows:
+        replica = row.get("replica")
+        if replica is None:
+            continue
+        floats = row["replica_floats_down"], row["replica_floats_up"]
+        megabytes[int(replica)] = [_FLOAT_MB * (number or 0) for number in floats]
+    return megabytes
+
+
+def _circle(count: int, radius: float) -> np.ndarray:
+    """Return positions on a circle, [count, 2]; the first one is at the top."""
+    angles = math.pi / 2 - 2 * math.pi * np.arange(count) / max(1, count)
+    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """Return positions of the members of groups on arcs outside of the centers, [members, 2]."""
+    positions = np.zeros((len(group_of), 2))
+    radius = min(0.5, 2.2 / max(4, len(centers)))
+    for group, center in enumerate(centers):
+        members = np.flatnonzero(group_of == group)
+        outwards = math.atan2(center[1], center[0])
+        spread = _ARC * (np.arange(len(members)) + 0.5) / max(1, len(members)) - _ARC / 2
+        angles = outwards + spread
+        positions[members] = center + radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return positions
+
+
+def _mean_scores(scores: np.ndarray, network: Network) -> np.ndarray:
+    """Return the mean score of each replica's scored clients; nan if none was scored."""
+    is_scored = ~np.isnan(scores)
+    replica_of = network.replica_of[is_scored]
+    counts = np.bincount(replica_of, minlength=network.replicas)
+    totals = np.bincount(replica_of, scores[is_scored], minlength=network.replicas)
+    return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
+
+
+def _draw_neighbours(ax: Axes, network: Network, positions: np.ndarray) -> None:
+    from matplotlib.collections import LineCollection
+
+    assert network.mixing is not None, "clients with replicas exchange"
+    lines = []
+    for replica in range(network.replicas):
+        for source in network.mixing.row(replica)[0]:
+            if source > replica:
+                lines.append(positions[[replica, source]])
+    alpha = max(0.08, min(0.8, 40 / max(1, len(lines))))
+    ax.add_collection(LineCollection(lines, colors=_LINK, linewidths=1.0, alpha=alpha))
+
+
+def _draw_servers(
+    ax: Axes,
+    network: Network,
+    replicas: np.ndarray,
+    positions: np.ndarray,
+    rows: Sequence[Row],
+) -> None:
+    """Draw the links of clients and replicas, and their traffic in megabytes."""
+    from matplotlib.collections import LineCollection
+
+    lines = [
+        [position, replicas[network.replica_of[client]]]
+        for client, position in enumerate(positions)
+    ]
+    ax.add_collection(LineCollection(lines, colors=_LINK, linewidths=0.6, alpha=0.5))
+    megabytes = traffic(rows, network.replicas)
+    for replica, place in enumerate(replicas):
+        down, up = megabytes[replica]
+        text = f"{network.name} {replica}\n{down:.3g} MB down\n{up:.3g} MB up"
+        # On the link to the cloud, which no client is near.
+        box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        ax.annotate(
+            text, 0.58 * place, ha="center", va="center", fontsize=7, color="black", bbox=box
+        )
+    if not network.exchanges:
+        return
+    links = [[place, (0.0, 0.0)] for place in replicas]
+    ax.add_collection(LineCollection(links, colors=_LINK, linewidths=2.0))
+    total = _FLOAT_MB * float(rows[-1].get("floats_links") or 0)
+    ax.annotate(
+        f"exchanges\n{total:.3g} MB",
+        (0.0, 0.0),
+        ha="center",
+        va="center",
+        fontsize=8,
+        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": _LINK},
+        color="black",
+    )
