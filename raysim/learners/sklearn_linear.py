@@ -1,23 +1,31 @@
 """Federated averaging of scikit-learn's linear models.
 
-Each client continues the training of an estimator with `partial_fit` from the received
-coefficients; the server averages `coef_` and `intercept_` as it averages the weights of a network.
+Each client continues the training of an estimator from the received coefficients; the server
+averages `coef_` and `intercept_` as it averages the weights of a network.
 
 Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), for the
 estimators; the aggregation is that of FedAvg (McMahan et al., AISTATS 2017).
 
 Choices
-- An epoch of a job is one call of `partial_fit` over the client's samples (`local.epochs`).
-  `local.lr`, `local.batch` and the optimizer are not used: the estimator has settings of its own.
-- The estimator's count of updates, on which its learning-rate schedule depends, starts anew with
+- An estimator with `partial_fit` makes one call of it over the client's samples for each epoch of
+  a job (`local.epochs`). `local.lr`, `local.batch` and the optimizer are not used: the estimator
+  has settings of its own.
+- Any other estimator is trained once for each job by `fit`. If it has the argument `warm_start`
+  (LogisticRegression), `fit` starts from the received coefficients, and `options.max_iter` is the
+  length of local training. Otherwise (Ridge, LinearSVC) a client's coefficients do not depend on
+  the received ones, so that the server averages independent models.
+- The estimator's count of updates, on which its learning-rate schedule depends, starts at zero in
   each job.
 - For two classes scikit-learn keeps one row of coefficients; its decision value s becomes the
-  logits (0, s).
+  logits (0, s). A client with samples of two classes of several, trained by `fit`, gives half of
+  the difference to each of the two rows. A client with samples of one class cannot be trained by
+  `fit` and returns the received coefficients.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,16 +35,37 @@ from raysim.api.declarations import Task
 from raysim.api.learner import Learner, Parameters
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
-from raysim.primitives.checks import one_of
+from raysim.primitives.errors import suggest
 
-ESTIMATORS = ("SGDClassifier", "Perceptron", "PassiveAggressiveClassifier", "SGDRegressor")
+EXAMPLES = ("SGDClassifier", "LogisticRegression", "Perceptron", "SGDRegressor", "Ridge")
+
+
+def import_estimator(name: str) -> Any:
+    """Return a class of scikit-learn, by its name in `sklearn.linear_model` or by its full path.
+
+    Raises ValueError if there is no such class.
+    """
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name or "sklearn.linear_model")
+    except ImportError:
+        module = None
+    estimator = getattr(module, class_name, None)
+    is_inside = (module_name or "sklearn").partition(".")[0] == "sklearn"
+    if isinstance(estimator, type) and is_inside:
+        return estimator
+    raise ValueError(
+        f"learner.estimator={name} is no class of scikit-learn: {suggest(name, EXAMPLES)}. Give a "
+        "class of sklearn.linear_model, or a full path such as sklearn.svm.LinearSVC."
+    )
 
 
 @dataclass(frozen=True, repr=False)
 class SklearnLinear(Learner):
     """A learner that trains a linear model of scikit-learn.
 
-    estimator: a class of `sklearn.linear_model`. options: the arguments of the class. Raises
+    estimator: a class of `sklearn.linear_model`, or the full path of another class of scikit-learn
+    that has `coef_` and `intercept_` after training. options: the arguments of the class. Raises
     ValueError for another estimator, and for arguments that it does not have.
     """
 
@@ -47,19 +76,32 @@ class SklearnLinear(Learner):
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("learner.estimator", self.estimator, ESTIMATORS)
+        import_estimator(self.estimator)
         try:
-            self._make(0)
-        except TypeError as error:
+            model = self._make(0)
+            _fit(model, np.eye(6), np.arange(6) % 2)
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"learner.options={self.options}: {error}. Use arguments of {self.estimator}."
+                f"learner.options={self.options}: {str(error).rstrip('.')}. "
+                f"Use arguments of {self.estimator}."
             ) from None
+        if not (hasattr(model, "coef_") and hasattr(model, "intercept_")):
+            raise ValueError(
+                f"learner.estimator={self.estimator}: has no coef_ after training. Use a linear "
+                "model, or a learner of your own."
+            )
+
+    @property
+    def is_classifier(self) -> bool:
+        """True if the estimator predicts classes."""
+        from sklearn.base import is_classifier
+
+        return bool(is_classifier(self._make(0)))
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return zeros: coef_ [rows, features] and intercept_ [rows]."""
-        is_regression = self.estimator.endswith("Regressor")
-        kind = "regression" if is_regression else "classification"
-        if task.kind != kind or (is_regression and task.num_classes != 1):
+        kind = "classification" if self.is_classifier else "regression"
+        if task.kind != kind or (kind == "regression" and task.num_classes != 1):
             raise ValueError(
                 f"learner.estimator={self.estimator}: needs data for {kind} with "
                 f"one target, and this data is for {task.kind}. Choose another estimator."
@@ -71,32 +113,88 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Call `partial_fit` once for each epoch."""
-        seed = int(job.stream("estimator").integers(2**31 - 1))
-        model = self._make(seed)
+        """Call `partial_fit` once for each epoch, or `fit` once."""
+        model = self._make(int(job.stream("estimator").integers(2**31 - 1)))
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
-        is_classifier = not self.estimator.endswith("Regressor")
-        targets = labels if is_classifier else labels.reshape(len(labels)).astype(np.float64)
-        arguments = {"classes": np.arange(job.task.num_classes)} if is_classifier else {}
         coef, intercept = parameters["coef"], parameters["intercept"]
+        is_classifier = self.is_classifier
+        targets = labels if is_classifier else labels.reshape(len(labels)).astype(np.float64)
+        if not hasattr(model, "partial_fit"):
+            present = np.unique(targets) if is_classifier else np.arange(1)
+            passes = _fit_present(model, rows, targets, present, coef, intercept)
+            return parameters, LocalResult(samples=len(rows) * passes)
+        arguments = {"classes": np.arange(job.task.num_classes)} if is_classifier else {}
         model.coef_ = coef if is_classifier else coef[0]
         model.intercept_ = intercept
-        for _ in range(job.local.epochs or 1):
+        epochs = job.local.epochs or 1
+        for _ in range(epochs):
             model.partial_fit(rows, targets, **arguments)
         trained = {
             "coef": np.reshape(model.coef_, coef.shape),
             "intercept": np.reshape(model.intercept_, intercept.shape),
         }
-        return trained, LocalResult(samples=len(rows) * (job.local.epochs or 1))
+        return trained, LocalResult(samples=len(rows) * epochs)
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
         """Return decision values as logits [n, C], or predictions [n, 1] of a regression."""
         rows = inputs.reshape(len(inputs), -1)
         values = rows @ parameters["coef"].T + parameters["intercept"]
-        if self.estimator.endswith("Regressor") or values.shape[1] > 1:
+        if values.shape[1] > 1 or not self.is_classifier:
             return np.asarray(values)
         return np.concatenate([np.zeros_like(values), values], axis=1)
 
     def _make(self, seed: int) -> Any:
-        module = importlib.import_module("sklearn.linear_model")
-        return getattr(module, self.estimator)(random_state=seed, **self.options)
+        estimator = import_estimator(self.estimator)
+        model = estimator(**self.options)
+        if "random_state" in model.get_params() and "random_state" not in self.options:
+            model.set_params(random_state=seed)
+        return model
+
+
+def _fit(model: Any, rows: np.ndarray, targets: np.ndarray) -> None:
+    """Call `fit` without scikit-learn's warnings that a few iterations are not enough."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(rows, targets)
+
+
+def _fit_present(
+    model: Any,
+    rows: np.ndarray,
+    targets: np.ndarray,
+    present: np.ndarray,
+    coef: np.ndarray,
+    intercept: np.ndarray,
+) -> int:
+    """Train by `fit` and write the result into `coef` and `intercept`; return the passes made.
+
+    present: the classes of the client's samples, ascending; for a regression one row.
+    """
+    is_regression = len(present) == 1 and not hasattr(model, "decision_function")
+    if len(present) == 1 and not is_regression:
+        return 0
+    if len(coef) == 1:
+        places = np.zeros(1, np.int64)
+        start, start_intercept = coef, intercept
+    elif len(present) == 2:
+        places = present
+        start = coef[present[1:]] - coef[present[:1]]
+        start_intercept = intercept[present[1:]] - intercept[present[:1]]
+    else:
+        places = present
+        start, start_intercept = coef[present], intercept[present]
+    if "warm_start" in model.get_params():
+        model.set_params(warm_start=True)
+        model.classes_ = present
+        model.coef_, model.intercept_ = start.copy(), start_intercept.copy()
+    _fit(model, rows, targets)
+    trained = np.reshape(model.coef_, (-1, coef.shape[1]))
+    trained_intercept = np.broadcast_to(np.reshape(model.intercept_, -1), len(trained))
+    if len(trained) < len(places):  # one row for two classes of several
+        trained = coef[places].mean(axis=0) + np.outer([-0.5, 0.5], trained[0])
+        trained_intercept = intercept[places].mean() + np.array([-0.5, 0.5]) * trained_intercept[0]
+    coef[places], intercept[places] = trained, trained_intercept
+    iterations = getattr(model, "n_iter_", None)
+    return 1 if iterations is None else int(np.max(iterations))

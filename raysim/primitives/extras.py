@@ -16,6 +16,9 @@ EXTRAS = {
     "dp_accounting": "privacy",
     "flwr": "flower",
     "torchmetrics": "metrics",
+    "xgboost": "boosting",
+    "lightning": "lightning",
+    "accelerate": "huggingface",
 }
 
 

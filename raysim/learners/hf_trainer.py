@@ -1,0 +1,154 @@
+"""Local training by the `Trainer` of Hugging Face's transformers.
+
+The run's model stays what `model` says, of any kind; each job trains it with a `Trainer`, so that
+its optimizers, schedules, gradient accumulation and callbacks can be used.
+
+Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020), for
+the Trainer; the aggregation is that of the run.
+
+Choices
+- The loss is the run's (`loss`). Learning rate, batch size, epochs or steps and weight decay come
+  from `local.*`; `options` are more arguments of `TrainingArguments` and replace these.
+- The optimizer is the Trainer's, AdamW unless `options.optim` says otherwise. It is a new one in
+  each job, and its weight decay leaves out biases and normalization layers.
+- The Trainer writes no files and reports nowhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
+from raysim.api.setup import Setup
+from raysim.primitives.extras import import_optional
+
+
+@dataclass(frozen=True, repr=False)
+class HFTrainer(Method):
+    """A method that trains each client with a `transformers.Trainer`.
+
+    options: arguments of `transformers.TrainingArguments`, such as lr_scheduler_type. Derive a
+    class and override `callbacks` for callbacks of your own. Raises ValueError for unknown
+    arguments and if a package is missing.
+    """
+
+    name = "hf_trainer"
+    paper = "Wolf et al., EMNLP 2020"
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import_optional("accelerate", "learner=hf_trainer")
+        transformers = import_optional("transformers", "learner=hf_trainer")
+        try:
+            transformers.TrainingArguments("unused", **self._quiet(), **self.options)
+        except TypeError as error:
+            raise ValueError(
+                f"learner.options={self.options}: {error}. "
+                "Use arguments of transformers.TrainingArguments."
+            ) from None
+
+    def setup(self, run: Setup) -> None:
+        """Train clients with `train_client`."""
+        run.train(self.train_client)
+
+    def callbacks(self, job: LocalJob) -> list[Any]:
+        """Return callbacks for the Trainer of a job; the default has none."""
+        return []
+
+    def train_client(self, job: LocalJob) -> LocalResult:
+        """Train the model of a job with a new Trainer."""
+        import transformers
+
+        inputs, labels = job.tensors()
+        samples = _Samples(inputs, labels)
+        with tempfile.TemporaryDirectory(prefix="raysim-trainer-") as folder:
+            arguments = transformers.TrainingArguments(folder, **self._arguments(job))
+            trainer = transformers.Trainer(
+                model=_WithLoss(job.model, job.task.objective.loss),
+                args=arguments,
+                train_dataset=samples,
+                callbacks=self.callbacks(job),
+            )
+            trainer.remove_callback(transformers.PrinterCallback)
+            with _few_collected_objects():
+                output = trainer.train()
+        steps = int(output.global_step)
+        batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        passed = min(steps * batch, round((output.metrics.get("epoch") or 0) * len(labels)))
+        return LocalResult(loss=float(output.training_loss), samples=passed, steps=steps)
+
+    def _arguments(self, job: LocalJob) -> dict[str, Any]:
+        local = job.local
+        seed = int(job.stream("trainer").integers(2**31 - 1))
+        values: dict[str, Any] = {
+            "learning_rate": job.rate,
+            "per_device_train_batch_size": local.batch,
+            "weight_decay": local.weight_decay,
+            "lr_scheduler_type": "constant",
+            "seed": seed,
+            "data_seed": seed,
+            "use_cpu": job.params.device.type == "cpu",
+            "max_grad_norm": local.clip or 0.0,
+        }
+        values |= {"max_steps": local.steps} if local.steps else {"num_train_epochs": local.epochs}
+        return values | self._quiet() | self.options
+
+    def _quiet(self) -> Mapping[str, Any]:
+        """Return the arguments that keep the Trainer from writing and printing."""
+        return {
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
+
+
+@contextmanager
+def _few_collected_objects() -> Iterator[None]:
+    """Keep the present objects out of garbage collections.
+
+    The Trainer collects all objects of the process at its end: 1.9 of 2.2 seconds of a small job.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _WithLoss(nn.Module):
+    """A model in the form that a Trainer expects: it returns its loss and its outputs."""
+
+    def __init__(self, model: nn.Module, loss: Any):
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = self.model(inputs)
+        return {"loss": self.loss(outputs, labels), "logits": outputs}
+
+
+class _Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples as dictionaries."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor):
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[index], "labels": self.labels[index]}

@@ -1,0 +1,134 @@
+"""k-means over clients: each client moves the centers, the server averages them by counts.
+
+A client starts scikit-learn's `MiniBatchKMeans` from the received centers and sends its centers
+with the number of its samples in each cluster. The server takes the mean of the clients' centers,
+weighted by these counts. With `epochs=0` a client sends the means of its samples in each received
+cluster, and a round is exactly one step of Lloyd's algorithm on all samples.
+
+Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local training; Lloyd, "Least
+squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
+
+Choices
+- Counts are multiplied by the weight of the update and divided by the client's samples. With the
+  usual weights they are the counts themselves; methods such as fedbuff lower those of stale
+  updates.
+- A cluster without samples keeps its center.
+- scikit-learn needs as many samples as clusters in a batch: batches are enlarged to that, and a
+  client with fewer samples makes the step of Lloyd's algorithm.
+- The initial centers are drawn from a normal distribution, or `spread` times that.
+- Labels are used for the score `purity` only: the share of samples whose label is the commonest one
+  of their cluster, in the scored set. `inertia_error` is the mean squared distance to the nearest
+  center.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysim.api.declarations import Task
+from raysim.api.learner import EvaluationData, Learner, LearnerUpdate
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.primitives.checks import above, at_least
+
+
+@dataclass(frozen=True, repr=False)
+class SklearnKMeans(Learner):
+    """A learner that finds clusters with scikit-learn's `MiniBatchKMeans`.
+
+    clusters: the number of clusters. epochs: passes of `partial_fit` over the client's samples in a
+    job; 0 makes a step of Lloyd's algorithm. spread: the deviation of the initial centers. Raises
+    ValueError for values out of range.
+    """
+
+    name = "sklearn_kmeans"
+    paper = "Sculley, WWW 2010"
+
+    clusters: int = 10
+    epochs: int = 1
+    spread: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("learner.clusters", self.clusters, 1)
+        at_least("learner.epochs", self.epochs, 0)
+        above("learner.spread", self.spread, 0.0)
+
+    def initial(self, task: Task, rng: np.random.Generator) -> bytes:
+        """Return random centers with counts of 0."""
+        centers = rng.normal(0.0, self.spread, (self.clusters, int(np.prod(task.shape))))
+        return self._to_bytes(centers, np.zeros(self.clusters))
+
+    def fit(
+        self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[bytes, LocalResult]:
+        """Move the centers; return them with the counts of the client's samples."""
+        rows = inputs.reshape(len(inputs), -1).astype(np.float64)
+        received, _ = self.centers(parameters)
+        seed = int(job.stream("estimator").integers(2**31 - 1))
+        moved = self._train(received, rows, job.local.batch, seed)
+        nearest = _distances(rows, moved).argmin(axis=1)
+        counts = np.bincount(nearest, minlength=self.clusters)
+        if self.epochs == 0 or len(rows) < self.clusters:
+            sums = np.zeros_like(received)
+            np.add.at(sums, nearest, rows)
+            moved = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], received)
+        metrics = {"inertia": float(_distances(rows, received).min(axis=1).mean())}
+        result = LocalResult(samples=len(rows) * max(1, self.epochs), metrics=metrics)
+        return self._to_bytes(moved, counts), result
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        """Return the means of the clients' centers, weighted by counts."""
+        received, _ = self.centers(parameters)
+        sums, totals = np.zeros_like(received), np.zeros(self.clusters)
+        for update in updates:
+            centers, counts = self.centers(update.parameters)
+            weights = counts * (update.weight / update.samples)
+            sums += weights[:, None] * centers
+            totals += weights
+        has_samples = totals > 0
+        received[has_samples] = sums[has_samples] / totals[has_samples][:, None]
+        return self._to_bytes(received, totals)
+
+    def evaluate(self, parameters: bytes, data: EvaluationData) -> Mapping[str, float]:
+        """Return inertia and purity."""
+        inputs, labels = data.arrays()
+        distances = _distances(inputs.reshape(len(inputs), -1), self.centers(parameters)[0])
+        nearest = distances.argmin(axis=1)
+        commonest = 0
+        for cluster in np.unique(nearest):
+            _, counts = np.unique(labels[nearest == cluster], return_counts=True)
+            commonest += int(counts.max())
+        inertia = float(distances.min(axis=1).mean())
+        return {"inertia_error": inertia, "purity": commonest / len(labels)}
+
+    def centers(self, parameters: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """Return the centers [clusters, features] and the counts [clusters] of parameters."""
+        table = np.frombuffer(parameters, np.float64).reshape(self.clusters, -1)
+        return table[:, 1:].copy(), table[:, 0].copy()
+
+    def _to_bytes(self, centers: np.ndarray, counts: np.ndarray) -> bytes:
+        return np.column_stack([counts, centers]).astype(np.float64).tobytes()
+
+    def _train(self, start: np.ndarray, rows: np.ndarray, batch: int, seed: int) -> np.ndarray:
+        if self.epochs == 0 or len(rows) < self.clusters:
+            return start
+        from sklearn.cluster import MiniBatchKMeans
+
+        model: Any = MiniBatchKMeans(self.clusters, init=start, n_init=1, random_state=seed)
+        batch = max(batch, self.clusters)
+        order = np.random.default_rng(seed)
+        for _ in range(self.epochs):
+            shuffled = rows[order.permutation(len(rows))]
+            for first in range(0, len(rows), batch):
+                model.partial_fit(shuffled[first : first + batch])
+        return np.asarray(model.cluster_centers_)
+
+
+def _distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Return the squared distances [n, k] of rows [n, d] to points [k, d]."""
+    squares = (rows**2).sum(axis=1)[:, None] + (points**2).sum(axis=1)[None]
+    return np.maximum(squares - 2 * rows @ points.T, 0.0)

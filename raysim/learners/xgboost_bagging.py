@@ -1,0 +1,157 @@
+"""Gradient boosting over clients: each client adds trees, the server joins them.
+
+A client receives the ensemble, continues boosting on its samples and returns the new trees. The
+server appends the trees of all clients and multiplies their leaves by the weight, so that a
+round adds the mean of what the clients add.
+
+Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
+The aggregation by bagging is that of the XGBoost examples of Flower and NVFlare.
+
+Departures from these examples
+- Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, which
+  makes the step of a round as many times longer as there are clients; NVFlare divides the learning
+  rate by the number of clients. Weights follow the samples, and methods such as fedbuff lower those
+  of stale updates.
+
+Choices
+- `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used. A job adds `trees` trees
+  for each class.
+- The initial prediction is `base_score`, 0.5 unless `options` gives it, because a value estimated
+  from samples would differ from client to client.
+- One thread, and a seed for each job, so that a run has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raysim.api.declarations import Task
+from raysim.api.learner import Learner, LearnerUpdate
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.primitives.checks import above, at_least
+from raysim.primitives.extras import import_optional
+
+NODE_BYTES = 90  # of a node in a model that XGBoost saves as JSON, measured on depth 4
+
+
+@dataclass(frozen=True, repr=False)
+class XGBoostBagging(Learner):
+    """A learner that trains boosted trees with XGBoost.
+
+    trees: trees for each class that a job adds. depth: largest depth of a tree. rate: shrinkage of
+    the leaves (XGBoost's eta). options: more parameters of XGBoost, such as subsample. Raises
+    ValueError for values out of range and if the package is missing.
+    """
+
+    name = "xgboost"
+    paper = "Chen and Guestrin, KDD 2016"
+
+    trees: int = 1
+    depth: int = 4
+    rate: float = 0.3
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("learner.trees", self.trees, 1)
+        at_least("learner.depth", self.depth, 1)
+        above("learner.rate", self.rate, 0.0)
+        import_optional("xgboost", "learner=xgboost")
+
+    def initial(self, task: Task, rng: np.random.Generator) -> bytes:
+        """Return an ensemble without trees, as XGBoost's JSON."""
+        import xgboost
+
+        if task.kind == "multilabel" or (task.kind == "regression" and task.num_classes > 1):
+            raise ValueError(
+                f"learner=xgboost needs one target, and this data is for {task.kind} with "
+                f"{task.num_classes}. Choose other data or another learner."
+            )
+        rows = np.zeros((2, int(np.prod(task.shape))), np.float32)
+        samples = xgboost.DMatrix(rows, label=np.arange(2), nthread=1)
+        return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
+
+    def message_bytes(self, task: Task) -> int:
+        """Return the planned size of the trees of a job, if all of them are full."""
+        classes = task.num_classes if task.num_classes > 2 else 1
+        return self.trees * classes * 2 ** (self.depth + 1) * NODE_BYTES
+
+    def fit(
+        self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[bytes, LocalResult]:
+        """Continue boosting; return the new trees alone."""
+        import xgboost
+
+        seed = int(job.stream("trees").integers(2**31 - 1))
+        booster = xgboost.Booster(self._parameters(job.task, seed))
+        booster.load_model(bytearray(parameters))
+        booster.set_param(self._parameters(job.task, seed))
+        rows = inputs.reshape(len(inputs), -1)
+        samples = xgboost.DMatrix(rows, label=labels.reshape(len(labels)), nthread=1)
+        first = booster.num_boosted_rounds()
+        for iteration in range(first, first + self.trees):
+            booster.update(samples, iteration)
+        return _save(booster[first:]), LocalResult(samples=len(rows) * self.trees, steps=self.trees)
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        """Append the trees of all clients, with their leaves multiplied by the weights."""
+        ensemble = json.loads(parameters)
+        model = _model(ensemble)
+        for update in updates:
+            added = _model(json.loads(update.parameters))
+            first = len(model["trees"])
+            for number, tree in enumerate(added["trees"]):
+                _scale_leaves(tree, update.weight)
+                tree["id"] = first + number
+                model["trees"].append(tree)
+            model["tree_info"] += added["tree_info"]
+            model["iteration_indptr"] += [first + end for end in added["iteration_indptr"][1:]]
+        model["gbtree_model_param"]["num_trees"] = str(len(model["trees"]))
+        return json.dumps(ensemble, separators=(",", ":")).encode()
+
+    def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
+        """Return margins as logits [n, C], or predictions [n, 1] of a regression."""
+        import xgboost
+
+        booster = xgboost.Booster({"nthread": 1})
+        booster.load_model(bytearray(parameters))
+        samples = xgboost.DMatrix(inputs.reshape(len(inputs), -1), nthread=1)
+        margins = booster.predict(samples, output_margin=True)
+        if margins.ndim == 2:
+            return np.asarray(margins)
+        objective = json.loads(parameters)["learner"]["objective"]["name"]
+        if objective == "binary:logistic":
+            return np.stack([np.zeros_like(margins), margins], axis=1)
+        return np.asarray(margins[:, None])
+
+    def _parameters(self, task: Task, seed: int) -> dict[str, Any]:
+        values: dict[str, Any] = {"objective": "reg:squarederror"}
+        if task.kind == "classification" and task.num_classes == 2:
+            values = {"objective": "binary:logistic"}
+        elif task.kind == "classification":
+            values = {"objective": "multi:softprob", "num_class": task.num_classes}
+        values |= {"max_depth": self.depth, "eta": self.rate, "base_score": 0.5}
+        return values | {"seed": seed, "nthread": 1, "verbosity": 0} | self.options
+
+
+def _save(booster: Any) -> bytes:
+    return bytes(booster.save_raw("json"))
+
+
+def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of XGBoost's JSON that holds the trees."""
+    model: dict[str, Any] = saved["learner"]["gradient_booster"]["model"]
+    return model
+
+
+def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
+    """Multiply the leaves of a tree; a leaf's value is in the place of its split condition."""
+    for node, child in enumerate(tree["left_children"]):
+        if child == -1:
+            tree["split_conditions"][node] *= factor
+        tree["base_weights"][node] *= factor
