@@ -25,6 +25,8 @@ FREE = (
 )
 # Preset values that the methods decide; a run's configuration has the decided value.
 OPEN = (("weighting", "None"),)
+# Keys that have the number of rounds if they are not set.
+ROUNDS = ("local.schedule_rounds", "method.fraug.rounds")
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
 FEDAVG_FINAL = "fedavg_final"  # the threshold that is FedAvg's last accuracy, not a number
 CHANGED = "*"  # after each of our numbers that is not at the paper's setting
@@ -322,6 +324,8 @@ def _different(
     different = {}
     for key, value in expected.items():
         if _is_free(key) or (key, value) in OPEN:
+            continue
+        if key in ROUNDS and present.get(key) == present.get("rounds"):
             continue
         if key in present and not is_equal(present[key], value):
             different[key] = shorten_numbers(f"{key}={present[key]} instead of {value}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from jobs.command import run as run_program
-from jobs.papers.comparison import OPEN
+from jobs.papers.comparison import OPEN, ROUNDS
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.instantiate import format_value
@@ -128,6 +128,8 @@ def command(config: Mapping[str, object]) -> str:
     changed = []
     for key, value in settings.items():
         if key not in defaults or value == defaults[key] or (key, defaults[key]) in OPEN:
+            continue
+        if key in ROUNDS and value == settings["rounds"]:
             continue
         if key.partition(".")[0] in PLACES or _is_place(key):
             continue

@@ -102,6 +102,7 @@ def test_command_of_stored_run_gives_its_configuration(tmp_path: Path, store: Pa
         said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"]
         and said[-1] == "data.root=DIR"
     )
+    assert not any("schedule_rounds" in word for word in said), "it follows from rounds"
     again, before = (
         flat_settings(to_dict(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
     )
