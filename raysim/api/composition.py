@@ -349,8 +349,9 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
     """
     missing = _missing(task, has_features)
     for declared in all_declared:
-        if declared.targets == "soft" and task.objective.has_ignored:
-            problem = "labels of this data belong to positions"
+        has_whole_labels = task.kind not in ("positions", "structure") and not task.has_unlabelled
+        if declared.targets == "soft" and not has_whole_labels:
+            problem = f"this data is for {task.kind}"
             if task.has_unlabelled:
                 problem = "some samples of this data have no class"
             raise ValueError(

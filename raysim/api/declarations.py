@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 from raysim.api.losses import RowLoss
 from raysim.api.metrics import Metric, resolve_metrics
-from raysim.api.objectives import OBJECTIVES, PARTLY_LABELLED, MetricRule, Objective
+from raysim.api.objectives import (
+    OBJECTIVES,
+    PARTLY_LABELLED,
+    MetricRule,
+    Objective,
+    structure_objective,
+)
 from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.primitives.kinds import Kind, Tokens
+from raysim.primitives.kinds import Kind, TargetField, Tokens
 from raysim.vectors.layout import Layout
 from raysim.vectors.optimizer import OptimizerSettings
 
@@ -34,7 +40,8 @@ class Task:
     are never trained. scores: the metrics that are computed, names and metrics of the user. lower:
     the names of metrics for which a lower score is better, in addition to those that say so.
     label_shape: the shape of one label: () for a class, the positions for a class at each.
-    has_unlabelled: True if some samples have no class.
+    has_unlabelled: True if some samples have no class. targets: the arrays of a target that is a
+    structure, else ().
     """
 
     shape: tuple[int, ...]
@@ -50,6 +57,7 @@ class Task:
     lower: Collection[str] = ()
     label_shape: tuple[int, ...] = ()
     has_unlabelled: bool = False
+    targets: tuple[TargetField, ...] = ()
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -66,6 +74,8 @@ class Task:
     @property
     def objective(self) -> Objective:
         """The loss and the metrics of the task."""
+        if self.kind == "structure":
+            return structure_objective(self.loss, self.targets)
         usual = PARTLY_LABELLED if self.has_unlabelled else OBJECTIVES[self.kind]
         return usual if self.loss is None else usual.with_loss(self.loss)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.objectives import MetricRule
+from raysim.api.structures import OnStructures
 from raysim.primitives.checks import one_of
 from raysim.primitives.errors import first_line, nearest
 from raysim.primitives.extras import import_optional
@@ -42,7 +43,8 @@ class Metric:
     each sample [n], whose mean is the score, or the score of all samples as one number. name: its
     name in columns of the history; None takes the function's name. higher: True if a higher score
     is better; None reads the function's attribute `higher_is_better`, and takes True if it has
-    none. per: "sample" or "set", which of the two the function returns; None tries it.
+    none. per: "sample" or "set", which of the two the function returns; None tries it (for targets
+    that are structures it is "sample").
 
     A function per sample is called on the workers with batches of samples. A function per set is
     called on the coordinator, once for each set (the central test set, a client, a domain), with
@@ -212,11 +214,14 @@ def _own_rule(metric: Metric, task: Task) -> MetricRule:
             f"evaluate.metrics: {name!r} cannot name a column. Give another name, "
             'raysim.Metric(function, name="mine").'
         )
-    per = metric.per or _find_per(metric, task)
+    function, per = metric.function, metric.per
+    if task.kind == "structure":
+        function, per = OnStructures(function, task.targets), per or "sample"
+    per = per or _find_per(metric, task)
     if per == "sample":
-        rows = SampleScores(metric.function, name)
+        rows = SampleScores(function, name)
         return MetricRule(name, rows, higher=metric.is_higher_better)
-    summarise = SetScore(metric.function, name)
+    summarise = SetScore(function, name)
     return MetricRule(name, None, summarise, metric.is_higher_better)
 
 
@@ -262,6 +267,10 @@ def example_scores(task: Task) -> tuple[Tensor, Tensor]:
 def _torch_rule(name: str, task: Task, key: str) -> MetricRule:
     """Return the metric that torchmetrics has under this name."""
     usual = [metric.name for metric in task.objective.metrics]
+    if task.kind == "structure":
+        raise ValueError(
+            f"{key}={name} does not score structures. Give a metric of your own, or leave it out."
+        )
     classes = _torch_classes(task.kind, f"{key}={name} is none of {', '.join(usual)}, and")
     wanted = _SHORT_NAMES.get(name, name).replace("_", "").lower()
     cls = classes.get(wanted)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from raysim.api.losses import RowLoss
-from raysim.primitives.kinds import IGNORED, Kind
+from raysim.api.structures import OnStructures
+from raysim.primitives.kinds import IGNORED, Kind, TargetField
 
 
 def mean(values: np.ndarray) -> float:
@@ -323,4 +324,22 @@ OBJECTIVES: Mapping[Kind, Objective] = {
 PARTLY_LABELLED = Objective(
     counted_loss, counted_losses, OBJECTIVES["classification"].metrics, has_ignored=True
 )
+
+
+def structure_objective(loss: RowLoss | None, targets: tuple[TargetField, ...]) -> Objective:
+    """Return the objective of targets that are structures, from a loss of the user's own.
+
+    Raise ValueError without one.
+    """
+    if loss is None:
+        raise ValueError(
+            "loss=usual does not fit: the targets of this data are structures "
+            f"({', '.join(field.name for field in targets)}). Give a loss of your own, a function "
+            "of outputs and a list of targets that returns a value for each sample."
+        )
+    empty = Objective(mse_loss, squared_error, ())
+    objective = empty.with_loss(OnStructures(loss, targets))
+    return replace(objective, metrics=(MetricRule("sample_loss", objective.losses, higher=False),))
+
+
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysim.data.columns import USER_NAMES, assemble, find_column, find_label
-from raysim.data.fields import pack_fields
-from raysim.data.labels import read_labels
+from raysim.data.fields import pack_fields, pack_targets
+from raysim.data.labels import LabelSet, read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
 from raysim.primitives.kinds import InputField, Kind
@@ -31,7 +31,7 @@ class StoredArrays:
     """A source that writes a user's arrays into the cache; test rows come last."""
 
     inputs: NDArray[Any]
-    labels: NDArray[Any] | LabelLists
+    labels: NDArray[Any] | LabelLists | LabelSet
     users: NDArray[Any] | None
     is_test: NDArray[np.bool_]
     fields: tuple[InputField, ...] = ()
@@ -53,8 +53,11 @@ class Arrays(Source):
                 f"data.digest={self.digest}: these arrays came from Python, and the cache of this "
                 "machine does not have them. Give them again, raysim.run(data=...)."
             )
-        labels = read_labels(arrays.labels, self.kind, None, "data", self.ignore)
-        label_type = "lists"
+        if isinstance(arrays.labels, LabelSet):
+            labels, label_type = arrays.labels, "dictionaries"
+        else:
+            labels = read_labels(arrays.labels, self.kind, None, "data", self.ignore)
+            label_type = "lists"
         if isinstance(arrays.labels, np.ndarray):
             label_type = type_name(arrays.labels)
         origin = Origin(
@@ -108,12 +111,18 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
         columns.append(_concatenate([half[number] for half in halves], name))
     inputs, labels, *users = columns
     is_test = np.arange(len(labels)) >= len(halves[0][1])
+    targets: LabelSet | None = None
+    if isinstance(labels, list) and labels and isinstance(labels[0], Mapping):
+        targets = pack_targets(labels, "data: the targets")
+        columns[1] = targets.values
     digest = _digest(columns, int((~is_test).sum()), fields[0])
     source = Arrays(digest=digest, **(settings or {}))
     assert isinstance(inputs, np.ndarray), "labels alone may be lists"
     user_column = users[0] if users else None
     assert not isinstance(user_column, list), "labels alone may be lists"
-    _arrays_by_digest[source.digest] = StoredArrays(inputs, labels, user_column, is_test, fields[0])
+    _arrays_by_digest[source.digest] = StoredArrays(
+        inputs, labels if targets is None else targets, user_column, is_test, fields[0]
+    )
     try:
         source.build()
     finally:
@@ -245,11 +254,15 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return labels that are lists of different lengths or of text; None for other columns.
 
+    The same holds for targets that are dictionaries.
     kind: with "multilabel" integers that are not all 0 or 1 are lists of labels as well, and with
     "positions" nothing is.
     """
     if kind == "positions":
         return None
+    is_list = isinstance(column, (list, tuple)) and len(column) > 0
+    if is_list and all(isinstance(row, Mapping) for row in column):
+        return list(column)
     if isinstance(column, pd.Series) and column.dtype == object:
         column = column.tolist()
     if not isinstance(column, (list, tuple)) or not column:

@@ -349,6 +349,7 @@ def assemble(
         tokens,
         origin or Origin(),
         fields,
+        labels.targets,
     )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from raysim.data.csr import Ints
 from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
-from raysim.primitives.kinds import IGNORED, InputField, Kind, PackedShape, Tokens
+from raysim.primitives.kinds import IGNORED, InputField, Kind, PackedShape, TargetField, Tokens
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
 # classes [n], or a class for each position [n, ...]; or values, or several labels that are there
@@ -37,7 +37,8 @@ class Samples:
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width). class_names: the
     names of the model's outputs. tokens: None if inputs are not token sequences. columns: which
     columns became inputs, labels and users, for the plan of a run. fields: the parts of a row of
-    inputs, if samples have several inputs.
+    inputs, if samples have several inputs. targets: the parts of a row of labels, if they are
+    structures.
     """
 
     inputs: Inputs
@@ -50,6 +51,7 @@ class Samples:
     tokens: Tokens | None = None
     columns: str = ""
     fields: tuple[InputField, ...] = ()
+    targets: tuple[TargetField, ...] = ()
 
 
 class Dataset:
@@ -81,7 +83,7 @@ class Dataset:
         self.shape: tuple[int, ...] = samples.inputs.shape[1:]
         if samples.fields:
             self.shape = PackedShape(samples.fields)
-        self.kind, self.tokens = samples.kind, samples.tokens
+        self.kind, self.tokens, self.targets = samples.kind, samples.tokens, samples.targets
         self.class_names, self.domain_names = samples.class_names, samples.domain_names
         self.train_rows, self.columns = samples.train_rows, samples.columns
         self.inputs, self.labels, self.domains = samples.inputs, samples.labels, samples.domains
@@ -174,7 +176,9 @@ def _write(path: Path, samples: Samples) -> None:
         "train_rows": samples.train_rows,
         "columns": samples.columns,
     }
-    if samples.kind == "positions" or samples.labels.ndim > 2:
+    if samples.targets:
+        header["targets"] = samples.targets
+    if samples.kind in ("positions", "structure") or samples.labels.ndim > 2:
         header["label_shape"] = samples.labels.shape[1:]
     if samples.fields:
         header["fields"] = samples.fields
@@ -246,6 +250,9 @@ def _map_file(path: Path) -> Samples:
         header["tokens"] and Tokens(*header["tokens"]),
         header["columns"],
         tuple(InputField(name, tuple(shape), has) for name, shape, has in header.get("fields", ())),
+        tuple(
+            TargetField(name, tuple(shape), has) for name, shape, has in header.get("targets", ())
+        ),
     )
 
 

@@ -1,15 +1,17 @@
-"""Several inputs of a sample, stored as one row of floats."""
+"""Several inputs of a sample, and targets that are structures, stored as one row of floats."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.values import as_float32
-from raysim.primitives.kinds import InputField
+from raysim.data.labels import LabelSet
+from raysim.data.values import as_float32, plain_array
+from raysim.primitives.kinds import InputField, TargetField
 
 LARGEST_TOKEN = 2**24  # above it float32 does not have every integer
 
@@ -51,3 +53,64 @@ def pack_fields(
         field_name = name if isinstance(columns, Mapping) else ""
         fields.append(InputField(field_name, tuple(values.shape[1:]), bool(has_tokens)))
     return np.concatenate(parts, axis=1), tuple(fields)
+
+
+# ---- targets -------------------------------------------------------------------------------------
+def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
+    """Return the targets of all samples as rows [n, floats], and what each part of a row is.
+
+    targets: for each sample a dictionary of arrays. All samples have the same names, and the shapes
+    of an array may differ in the first axis only, such as boxes [k, 4]. Each part of a row starts
+    with the length of the first axis and is filled up with zeros. Raise ValueError for targets that
+    differ otherwise.
+    """
+    names = list(targets[0])
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+    for row, target in enumerate(targets):
+        if list(target) != names:
+            raise ValueError(
+                f"{place}: the target of row {row} has {', '.join(map(str, target))}, and that of "
+                f"row 0 has {', '.join(names)}. Give all samples the same names in one order."
+            )
+        for name in names:
+            columns[name].append(np.atleast_1d(_target_array(target[name], f"{place}, {name}")))
+    parts: list[NDArray[np.float32]] = []
+    fields: list[TargetField] = []
+    for name, arrays in columns.items():
+        field, part = _pack_column(name, arrays, f"{place}, {name}")
+        fields.append(field)
+        parts.append(part)
+    return LabelSet(np.concatenate(parts, axis=1), [], "structure", tuple(fields))
+
+
+def _target_array(value: Any, place: str) -> NDArray[Any]:
+    is_number = isinstance(value, (int, float, np.number))
+    return np.asarray(value) if is_number else plain_array(value, place)
+
+
+def _pack_column(
+    name: str, arrays: Sequence[NDArray[Any]], place: str
+) -> tuple[TargetField, NDArray[np.float32]]:
+    """Return one array of all targets as rows, and its field."""
+    filled = [array for array in arrays if array.size] or arrays[:1]
+    inner = filled[0].shape[1:]
+    has_integers = all(array.dtype.kind in "iub" for array in filled)
+    for row, array in enumerate(arrays):
+        if array.size and array.shape[1:] != inner:
+            raise ValueError(
+                f"{place}: row {row} has the shape {list(array.shape)}, and others end in "
+                f"{list(inner)}. Only the first axis may differ."
+            )
+        if array.dtype.kind not in "iufb":
+            raise ValueError(f"{place}: values of type {array.dtype}. Give numbers.")
+        if has_integers and array.size and np.abs(array).max() >= LARGEST_TOKEN:
+            raise ValueError(
+                f"{place}: integers of {LARGEST_TOKEN} and above are not stored. Give floats."
+            )
+    longest = max(len(array) for array in arrays)
+    size = math.prod(inner)
+    rows = np.zeros((len(arrays), 1 + longest * size), np.float32)
+    for row, array in zip(rows, arrays, strict=True):
+        row[0] = len(array) if array.size else 0
+        row[1 : 1 + array.size] = as_float32(array, place).reshape(-1)
+    return TargetField(name, (longest, *inner), has_integers), rows

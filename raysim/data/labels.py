@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raysim.data.rows import number_labels
 from raysim.data.values import refuse_nan, type_name
-from raysim.primitives.kinds import IGNORED, Kind
+from raysim.primitives.kinds import IGNORED, Kind, TargetField
 from raysim.primitives.memory import check_memory
 
 MAX_CLASSES_OF_FLOATS = 100  # more different whole floats are values
@@ -24,6 +24,7 @@ class LabelSet(NamedTuple):
     values: NDArray[Any]
     names: list[str]
     kind: Kind
+    targets: tuple[TargetField, ...] = ()  # the parts of a row of values, for kind="structure"
 
 
 def read_labels(

@@ -24,7 +24,7 @@ from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
-from raysim.primitives.kinds import IGNORED, KINDS, InputField, Kind, Tokens
+from raysim.primitives.kinds import IGNORED, KINDS, InputField, Kind, TargetField, Tokens
 from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -55,7 +55,8 @@ class Raw:
     with 1 for labels that are present and 0 for others. class_names: the names of the outputs.
     domains: the domain of each row; None for one domain. tokens: the set of token numbers; with
     None its size follows from the largest number. fields: the parts of a row of inputs, if samples
-    have several inputs (`pack_fields`).
+    have several inputs (`pack_fields`). targets: the parts of a row of labels, if
+    they are structures (`pack_targets`).
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -68,6 +69,7 @@ class Raw:
     tokens: Tokens | None = None
     origin: Origin = NO_ORIGIN
     fields: tuple[InputField, ...] = ()
+    targets: tuple[TargetField, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +220,7 @@ class Source:
             tokens,
             _describe_columns(raw, inputs, tokens),
             raw.fields,
+            raw.targets,
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
@@ -290,6 +293,8 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
     """Return labels in their stored type. Raise ValueError if they do not fit `kind`."""
     if kind in ("classification", "positions"):
         return labels.astype(np.int64)
+    if kind == "structure":
+        return labels.astype(np.float32)
     values = np.asarray(labels[:, None] if labels.ndim == 1 else labels, np.float32)
     if values.shape[1] != outputs:
         raise ValueError(
@@ -312,6 +317,11 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     """Return the samples with labels of `data.kind`. Raise ValueError if that is impossible."""
     if kind in (None, raw.kind):
         return raw
+    if "structure" in (kind, raw.kind):
+        raise ValueError(
+            f"data.kind={kind}: {place} has labels of kind {raw.kind}. Structures come from "
+            "Python, as a list of dictionaries; set data.kind=null."
+        )
     labels: NDArray[Any] = raw.labels
     names: list[str] | None = raw.class_names
     if raw.kind == "classification":
@@ -338,12 +348,16 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
         form = "numbers"
     outputs = len(raw.class_names)
     meanings = {
+        "structure": "",
         "classification": "class" if outputs == 1 else "classes",
         "multilabel": "label, there or not" if outputs == 1 else "labels, each there or not",
         "regression": "value" if outputs == 1 else "values",
         "positions": f"classes at each of {_format_shape(raw.labels.shape[1:])} positions",
     }
     labels = f"{outputs} {meanings[raw.kind]} (data.kind={raw.kind})"
+    if raw.kind == "structure":
+        shapes = [f"{part.name} (up to {_format_shape(part.shape)})" for part in raw.targets]
+        labels = f"structures of {', '.join(shapes)} (data.kind=structure)"
     if raw.kind == "regression" and raw.labels.ndim > 2:
         labels = f"values of shape {_format_shape(raw.labels.shape[1:])} (data.kind=regression)"
     ignored = np.count_nonzero(raw.labels == IGNORED) if raw.labels.dtype.kind in "iu" else 0

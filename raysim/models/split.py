@@ -109,7 +109,8 @@ def split_network(
     training = net.training
     net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
     outputs = _compute_outputs(net, inputs)
-    if outputs.ndim > 2 and head is None:  # an output for each position; see `check_outputs`
+    # An output for each position (see `check_outputs`), or targets that are structures.
+    if head is None and (outputs.ndim > 2 or not num_classes):
         return WholeNetwork(net, num_classes).train(training)
     if outputs.shape != (len(inputs), num_classes):
         raise _wrong_outputs(type(net).__name__, (num_classes,), inputs, outputs)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 # Labels: one class of several; any number of labels, each present or not; numbers; one class for
-# each position of a sample, such as a pixel or a token.
-Kind: TypeAlias = Literal["classification", "multilabel", "regression", "positions"]
-KINDS: tuple[Kind, ...] = ("classification", "multilabel", "regression", "positions")
+# each position of a sample, such as a pixel or a token; a dictionary of arrays.
+Kind: TypeAlias = Literal["classification", "multilabel", "regression", "positions", "structure"]
+KINDS: tuple[Kind, ...] = ("classification", "multilabel", "regression", "positions", "structure")
 
 # The stored label of positions and of samples that count neither in a loss nor in a score. It is
 # the default of PyTorch's losses.
@@ -42,6 +42,18 @@ class InputField(NamedTuple):
     has_tokens: bool = False
 
 
+class TargetField(NamedTuple):
+    """One array of the target of a sample, such as its boxes [k, 4].
+
+    shape: the largest shape; the first axis may be shorter. has_integers: True for int64, else the
+    values are floats.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    has_integers: bool = False
+
+
 class PackedShape(tuple[int, ...]):
     """The shape of a sample with several inputs, which is stored as one row of floats.
 
@@ -69,6 +81,6 @@ class PackedShape(tuple[int, ...]):
 
 
 # Metrics that are errors.
-LOWER_IS_BETTER = frozenset(("mae", "mse"))
+LOWER_IS_BETTER = frozenset(("mae", "mse", "sample_loss"))
 # Metrics between 0 and 1, which can be shown in percent.
 SHARES = frozenset(("accuracy", "auroc", "f1", "f1_samples", "iou"))

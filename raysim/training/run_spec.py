@@ -204,6 +204,7 @@ class RunSpec:
             lower=evaluate.lower,
             label_shape=dataset.label_shape,
             has_unlabelled=dataset.has_unlabelled,
+            targets=dataset.targets,
         )
 
     @cached_property
@@ -236,7 +237,12 @@ def build_model(spec: RunSpec) -> nn.Module:
     if not is_split(model) and not isinstance(model, Classifier):
         # A user's recipe may make any module.
         model = split_network(model, task.num_classes, task.example(2))
-    if len(task.output_shape) > 1 or not is_split(model):
+    if task.kind == "structure" and is_split(model):
+        raise ValueError(
+            f"the model {type(spec.model).__name__} makes outputs for classes or values, and the "
+            "targets of this data are structures. Give a network of your own."
+        )
+    if task.kind != "structure" and (len(task.output_shape) > 1 or not is_split(model)):
         author = model.net if isinstance(model, WholeNetwork) else spec.model
         check_outputs(type(author).__name__, model, task.example(2), task.output_shape)
     return model
@@ -282,9 +288,12 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
 
 def _check_loss(task: Task, declarations: Declarations) -> None:
     """Raise ValueError for a loss that does not fit the data, or that a method would replace."""
+    if task.kind == "structure":
+        _ = task.objective  # raises an error without a loss
     if task.loss is None:
         return
-    check_loss(task.loss, task.kind, task.output_shape, task.label_shape)
+    if task.kind != "structure":
+        check_loss(task.loss, task.kind, task.output_shape, task.label_shape)
     owner = declarations.owner("loss")
     if owner is not None:
         raise ValueError(

@@ -1,0 +1,47 @@
+"""Targets that are structures: taken apart in front of the user's loss and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from raysim.primitives.kinds import TargetField
+
+
+def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
+    """Return for each sample the dictionary of arrays that its row [floats] holds."""
+    targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
+    start = 0
+    for field in fields:
+        inner = field.shape[1:]
+        size = math.prod(inner)
+        lengths = rows[:, start].long().tolist()
+        stop = start + 1 + field.shape[0] * size
+        for target, row, length in zip(targets, rows, lengths, strict=True):
+            values = row[start + 1 : start + 1 + length * size].reshape(length, *inner)
+            target[field.name] = values.long() if field.has_integers else values
+        start = stop
+    return targets
+
+
+@dataclass(frozen=True)
+class OnStructures:
+    """A user's loss or metric, which gets the targets as a list of dictionaries.
+
+    If the function has an attribute `collate`, it gets what `collate(targets)` returns instead.
+    """
+
+    function: Callable[..., Any]
+    fields: tuple[TargetField, ...]
+
+    def __call__(self, outputs: Tensor, rows: Tensor) -> Any:
+        """Return what the function makes of the outputs and the list of targets."""
+        targets: Any = unpack_targets(rows, self.fields)
+        collate = getattr(self.function, "collate", None)
+        if collate is not None:
+            targets = collate(targets)
+        return self.function(outputs, targets)
