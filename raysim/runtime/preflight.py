@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from raysim.api.selection import Random
 from raysim.api.topology import Star
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
@@ -71,7 +72,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
         state=StateBudget(),  # client states stay in memory, where they are counted
     )
     data = only(spec.data, clients, spec.score_batch)
-    trial = replace(spec, data=data, settings=settings, topology=Star())
+    trial = replace(spec, data=data, settings=settings, topology=Star(), selection=Random())
     runtime = InProcess(Worker(trial))
     trial_on_cpu = replace(trial, device="cpu")
     coordinator = Coordinator(trial_on_cpu, Synchronous(len(clients)), Ideal(), runtime)

@@ -18,6 +18,7 @@ from tiny_runs import TimedFleet, coordinate, run, run_spec, run_to_end
 
 from raysim.api.messages import Update
 from raysim.api.selection import Random, Selection, SelectionView, draw_weighted
+from raysim.api.topology import Topology
 from raysim.conformance import agreement
 from raysim.primitives.streams import stream
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
@@ -32,6 +33,8 @@ from raysim.simulation.selection_rules import (
     Weighted,
 )
 from raysim.simulation.selector import SelectionError
+from raysim.simulation.topologies import Gossip, Hierarchical
+from raysim.training.run_spec import RunSpec
 
 RULES: dict[str, Selection] = {
     "weighted": Weighted(),
@@ -148,6 +151,17 @@ def test_rules_have_the_same_bits_on_ray(name: str, workers: Workers) -> None:
     expected = run(spec, schedule, rounds=4)
     actual = run_to_end(coordinate(spec, schedule, runtime=workers.runtime(spec, 2), rounds=4))
     assert actual.bits == expected.bits and actual.history == expected.history
+
+
+@pytest.mark.parametrize("name", ["round_robin", *SEEING])
+@pytest.mark.parametrize(
+    "topology", [Hierarchical(edges=2), Gossip(graph="ring")], ids=["hierarchical", "gossip"]
+)
+def test_rules_choose_for_several_replicas(name: str, topology: Topology) -> None:
+    def make() -> RunSpec:
+        return run_spec(selection=RULES[name], topology=topology)
+
+    agreement.check_resumed(make, Buffered(2, 1))
 
 
 @dataclass(frozen=True)
