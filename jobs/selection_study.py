@@ -2,7 +2,7 @@
 
 It makes the page docs/studies/selection.md:
 
-    python -m jobs.selection_study run runs/selection          18 runs; continues if it was stopped
+    python -m jobs.selection_study run runs/selection          15 runs; continues if it was stopped
     python -m jobs.selection_study collect runs/selection      docs/studies/selection.json
     python -m jobs.selection_study page                        docs/studies/selection.md and .png
 
@@ -49,7 +49,6 @@ RULES: dict[str, list[str]] = {
         "selection=fedcs", "selection.candidates=20", "selection.deadline=1",
         "selection.uplink=own",
     ],
-    "fair by participation": ["selection=participation"],
 }  # fmt: skip
 
 
