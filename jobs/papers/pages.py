@@ -43,6 +43,10 @@ ABOUT_CLAIMS = (
     f"*undecided*. It is also undecided at a scale where the method that is compared with has less than "
     f"{100 * TRAINED:.0f} % of the accuracy that the paper prints for it. It holds for its scale only."
 )
+ABOUT_FIGURES = (
+    "Each command draws what a figure of the paper shows, from small runs that take minutes. The "
+    "paper's own pictures are not stored here; which panel shows what is our reading of its text."
+)
 SPLIT = ("label_entropy", "largest_share", "divergence")  # shown with every result
 
 
@@ -68,7 +72,7 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     ]
     if explanations["remarks"]:
         parts.append("\n".join(f"- {text}" for text in explanations["remarks"]))
-    parts += ["## Figures", *figures_section(paper)]
+    parts += ["## Figures", ABOUT_FIGURES, *figures_section(paper)]
     parts += [
         "## Scores",
         f"**Which score.** {paper_runs.scored}",

@@ -6,7 +6,7 @@ averaged, on balanced rows of the central test set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,7 @@ def run_with_probes(runs: Runs, *overrides: str, rounds: int = ROUNDS) -> Result
     return runs.run(*SMALL, f"rounds={rounds}", *words, *overrides)
 
 
-def feature_panels(models: dict[str, np.ndarray], labels: np.ndarray) -> list[Panel]:
+def feature_panels(models: Mapping[str, np.ndarray], labels: np.ndarray) -> list[Panel]:
     """Return a t-SNE of each model's features, by class."""
     return [
         panel("points", title, "", "", points_by_class(embed(features), labels))
@@ -112,7 +112,7 @@ def _class_counts(result: Result, client: int) -> np.ndarray:
 
 
 # --- ablations ------------------------------------------------------------------------------------
-def ablation(runs: Runs, words: dict[str, tuple[str, ...]]) -> Sequence[Panel]:
+def ablation(runs: Runs, words: Mapping[str, tuple[str, ...]]) -> Sequence[Panel]:
     """Return the central accuracy of FedBR with each of several settings, and of FedAvg."""
     lines = [curve("FedAvg", runs.run(*SMALL, "method=fedavg"), "accuracy_global", 100)]
     for label, overrides in words.items():

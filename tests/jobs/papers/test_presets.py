@@ -475,6 +475,26 @@ def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
 
 
+def test_fraug_preset_of_the_text_differs_from_the_code() -> None:
+    code, text = (
+        composed(f"experiment=fraug/{name}")["method"]["fraug"]
+        for name in ("digits", "digits_text")
+    )
+    different = {key: (code[key], text[key]) for key in code if code[key] != text[key]}
+    assert different == {
+        "generator_metric": ("mse", "mmd_classes"),
+        "rtnet_metric": ("mmd", "mse"),
+        "gamma": (0.002, 0.01),
+        "residual": (1.0, None),
+        "prototype_ramp": (False, True),
+    }
+
+
+def test_pools_of_fedbss_may_step_by_three() -> None:
+    model = composed("experiment=fedbss/fashion_mnist", "model.stride=3")["model"]
+    assert (model["pool"], model["stride"]) == (3, 3)
+
+
 # --- FedLD ----------------------------------------------------------------------------------------
 FEDLD = tables("fedld")
 
