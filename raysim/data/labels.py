@@ -42,6 +42,8 @@ def read_labels(
     no label; it is stored as `IGNORED`.
     """
     if not isinstance(values, np.ndarray):
+        if kind == "positions":
+            return _read_positions(_pad_lists(values, place, ignore), names, place, ignore)
         return _read_lists(values, kind, names, place)
     refuse_nan(values, f"{place}: the labels")
     if values.ndim > 1 and math.prod(values.shape[1:]) == 1:
@@ -143,6 +145,18 @@ def _read_positions(
     classes = _to_classes(values.reshape(-1), place)
     numbers, class_names = _number_counted(classes, names, place, ignore)
     return LabelSet(numbers.reshape(values.shape), class_names, "positions")
+
+
+def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> NDArray[Any]:
+    """Return lists of labels as an array; short ones are filled up with the ignored label."""
+    width = max(map(len, rows), default=0)
+    has_text = any(isinstance(label, str) for row in rows for label in row)
+    if not has_text and isinstance(ignore, str):
+        raise ValueError(
+            f"{place} has numbers as labels, and data.ignore={ignore} is text. Give a number."
+        )
+    filler = str(ignore) if has_text else ignore
+    return np.array([[*row, *[filler] * (width - len(row))] for row in rows])
 
 
 def _number_counted(

@@ -238,6 +238,13 @@ def test_lists_of_one_length_are_labels_if_kind_says_so() -> None:
     assert store_arrays((INPUTS, lists)).build().kind == "positions"
 
 
+def test_lists_of_labels_per_position_are_padded() -> None:
+    labels = read_labels([[0, 2], [1], [2, 2]], "positions", None, "place")
+    assert labels.values.tolist() == [[0, 2], [1, -100], [2, 2]]
+    tags = read_labels([["noun", "verb"], ["verb"]], "positions", None, "place")
+    assert tags.values.tolist() == [[0, 1], [1, -100]] and tags.names == ["noun", "verb"]
+
+
 def test_labels_per_position_are_stored_with_their_shape() -> None:
     labels = np.arange(36).reshape(12, 3) % 4
     dataset = store_arrays((INPUTS, labels)).build()
