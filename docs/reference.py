@@ -57,6 +57,7 @@ def write(docs: Path) -> None:
     folder = docs / "reference"
     shutil.rmtree(folder, ignore_errors=True)
     pages = {"configuration": configuration(), "cluster": cluster(), "method_list": method_list()}
+    pages |= {"api": api_page()}
     pages |= {"methods/fedavg": fedavg_page()}
     pages |= {f"methods/{option}": method_page(option) for option in groups().files["method"]}
     for name, text in pages.items():
@@ -65,11 +66,47 @@ def write(docs: Path) -> None:
 
 
 # --- text -----------------------------------------------------------------------------------------
-def prose(text: str) -> str:
-    """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped."""
+GREEK = {
+    **{"alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eps": "ε"},
+    **{"zeta": "ζ", "eta": "η", "theta": "θ", "kappa": "κ", "lambda": "λ", "mu": "μ", "nu": "ν"},
+    **{"xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ", "psi": "ψ"},
+    **{"omega": "ω", "Delta": "Δ", "Sigma": "Σ", "Theta": "Θ"},
+    **{"sum": "∑", "prod": "∏", "grad": "∇", "sqrt": "√"},
+}
+SIGNS = {"<-": "←", ">=": "≥", "<=": "≤", "->": "→", "+-": "±", "!=": "≠"}
+_SYMBOL = re.compile(
+    rf"(?<![A-Za-z.`=])({'|'.join(GREEK)})(?![a-z=])|({'|'.join(map(re.escape, SIGNS))})"
+)
+
+
+def formula(line: str) -> str:
+    """Return a line of a formula with Greek letters and mathematical signs.
+
+    Columns keep their places: the letters that a word loses are added to the next wide gap.
+    """
+    cells = re.split(r"( {2,})", line)
+    lost = 0
+    for index, cell in enumerate(cells):
+        if index % 2:
+            cells[index] = cell + " " * lost
+            lost = 0
+            continue
+        written = _SYMBOL.sub(lambda match: GREEK.get(match[0]) or SIGNS[match[0]], cell)
+        lost += len(cell) - len(written)
+        cells[index] = written
+    return "".join(cells)
+
+
+def prose(text: str, write_code: Callable[[str], str] = str) -> str:
+    """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped.
+
+    write_code: function that changes the lines of code.
+    """
     lines = inspect.cleandoc(text).split("\n")
     plain = (
-        line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;")
+        write_code(line)
+        if line.startswith("    ")
+        else line.replace("``", "`").replace("<", "&lt;")
         for line in lines
     )
     return "\n".join(
@@ -183,7 +220,7 @@ def method_list() -> str:
 def fedavg_page() -> str:
     """Return the page of FedAvg, the empty list of methods."""
     about = f"*{fedavg.PAPER}*. FedAvg is the empty list of methods, `method=fedavg`.\n\n"
-    return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '')}\n"
+    return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '', formula)}\n"
 
 
 def method_page(option: str) -> str:
@@ -195,7 +232,7 @@ def method_page(option: str) -> str:
     module = importlib.import_module(type(method).__module__)
     sections = [
         f"# {option}\n\n*{method.paper}*. Use it with `method={option}`, or combined: `method={option}+OTHER`.\n",
-        prose(module.__doc__ or ""),
+        prose(module.__doc__ or "", formula),
         _options(method),
         _hooks(method),
         _traffic(method),
@@ -210,18 +247,32 @@ def _several_parts(option: str, names: list[str]) -> str:
     files = groups().files["method"]
     links = ", ".join(f"[{name}]({name}.md)" if name in files else f"`{name}`" for name in names)
     intro = f"# {option}\n\n`method={option}` stands for a list of the methods {links}.\n"
-    return "\n\n".join([intro, prose(module.__doc__ or ""), _published(option)]) + "\n"
+    text = prose(module.__doc__ or "", formula)
+    return "\n\n".join([intro, text, _published(option)]) + "\n"
 
 
 def _options(method: Method) -> str:
     values = {key: value for key, value in parts(method.name)[method.name].items() if key != TARGET}
-    rows = [
-        (f"`method.{method.name}.{name}`", *rest) for name, *rest in options(type(method), values)
-    ]
+    rows = []
+    comments = _comments(method.name)
+    for name, *rest in options(type(method), values):
+        meaning = comments.get(name) or described(type(method), name)
+        rows.append((f"`method.{method.name}.{name}`", *rest, meaning.replace("<", "&lt;")))
     about = prose(type(method).__doc__ or "")
     if not rows:
         return f"## Options\n\n{about}\n\nThis method has no options."
-    return f"## Options\n\n{about}\n\n{table(('key', 'default', 'allowed'), rows)}"
+    return f"## Options\n\n{about}\n\n{table(('key', 'default', 'allowed', 'meaning'), rows)}"
+
+
+def _comments(name: str) -> dict[str, str]:
+    """Return the comment of each option in the file of a method."""
+    path = groups().files["method"][name]
+    comments = {}
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        match = _LINE.match(line)
+        if match and match[4]:
+            comments[match[2]] = match[4]
+    return comments
 
 
 def _hooks(method: Method) -> str:
@@ -480,10 +531,25 @@ def _keys(path: Path, group: str, heir: Path | None = None) -> str:
                 if leaf in {f.name for f in dataclasses.fields(RunSettings)}
                 else ExecutionOptions
             )
+        meaning = comment or described(make, leaf)
         rows.append(
-            (f"`{full}`", f"`{value}`", _allowed_values(make, leaf), comment.replace("<", "&lt;"))
+            (f"`{full}`", f"`{value}`", _allowed_values(make, leaf), meaning.replace("<", "&lt;"))
         )
     return table(("key", "default", "allowed", "meaning"), rows)
+
+
+def described(cls: type | None, option: str) -> str:
+    """Return what the docstring of a class says about an option: "name: meaning."; or ""."""
+    if cls is None or not option:
+        return ""
+    several = r"(?:\w+, )*"
+    for paragraph in re.split(r"\n\s*\n", inspect.getdoc(cls) or ""):
+        text = " ".join(paragraph.split())
+        start = rf"(?:^|[.;)] ){several}{option}(?:, \w+)*: "
+        match = re.search(rf"{start}(.*?)(?=\.? {several}\w+: |\.?$)", text)
+        if match:
+            return match[1]
+    return ""
 
 
 def _allowed_values(cls: type | None, option: str) -> str:
@@ -508,9 +574,90 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
         above = [parent for parent in above if parent[0] < indent]
         names = [name for _, name in above] + [key]
         above.append((indent, key))
-        if names[0] in ("defaults", TARGET, "method") or (value == "" and not comment):
+        if names[0] in ("defaults", "method") or TARGET in names or (value == "" and not comment):
             continue
         yield ".".join(names), value or "...", comment
+
+
+# --- Python ----------------------------------------------------------------------------------------------------------
+API = {
+    "Runs and results": (
+        "Start runs and read their results.",
+        "raysim: run build load study sweep report Result StudyResult SweepResult Report",
+        "raysim.results.report: Run RunGroup",
+    ),
+    "Methods": (
+        "What a method of your own extends, and what its hooks get.",
+        "raysim: Method Learner LocalResult",
+        "raysim.api.setup: Setup",
+        "raysim.api.local_job: LocalJob PersonalModel",
+        "raysim.api.context: Context Batch Outputs Stage Plan",
+        "raysim.api.server_view: Aggregation ServerView",
+        "raysim.simulation.server: Server",
+        "raysim.api.declarations: Task Local Evaluation Participation",
+    ),
+    "Data and models": (
+        "What data, partitions and models of your own extend.",
+        "raysim: Source Raw Partitioner Partition CSR ModelRecipe Classifier",
+    ),
+    "Simulation": (
+        "What schedules, fleets and observers of your own extend.",
+        "raysim: Schedule Fleet Observer",
+    ),
+    "Errors": (
+        "What raysim raises.",
+        "raysim: Refused Interrupted TooManyFailuresError ObserverError",
+    ),
+}
+
+
+def api_page() -> str:
+    """Return the page about the classes and functions for Python, from their docstrings."""
+    texts = [
+        "# Python interface\n",
+        "The classes and functions that your code uses, in the words of their docstrings. "
+        "`help(raysim.Method)` shows the same. [From Python](../python.md) explains them by examples.\n",
+    ]
+    for title, (about, *places) in API.items():
+        texts.append(f"## {title}\n\n{about}\n")
+        for place in places:
+            module, _, names = place.partition(": ")
+            owner = importlib.import_module(module)
+            texts += [_api_entry(module, name, getattr(owner, name)) for name in names.split()]
+    return "\n".join(texts)
+
+
+def _api_entry(module: str, name: str, value: Any) -> str:
+    """Return the documentation of a class with its public members, or of a function."""
+    lines = [f"### {name}\n", f"```python\n{module}.{name}{_signature(value)}\n```\n"]
+    lines.append(prose(inspect.getdoc(value) or "") + "\n")
+    if inspect.isclass(value):
+        for member_name, member in _members(value):
+            kind_of = "property" if _is_property(member) else ""
+            head = kind_of or _signature(member)
+            text = prose(inspect.getdoc(member) or "")
+            lines.append(f"**`{member_name}`** `{head}`\n\n{text}\n")
+    return "\n".join(lines)
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public functions and properties that a class defines and documents."""
+    for name, member in vars(cls).items():
+        is_documented = callable(member) or _is_property(member)
+        if not name.startswith("_") and is_documented and inspect.getdoc(member):
+            yield name, member
+
+
+def _is_property(member: object) -> bool:
+    return isinstance(member, (property, functools.cached_property))
+
+
+def _signature(value: Any) -> str:
+    try:
+        signature = str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return ""
+    return re.sub(r"'(\w[\w\[\], .|]*)'(?=[,)\s]|$)", r"\1", signature)
 
 
 # --- the guide to clusters ------------------------------------------------------------------------

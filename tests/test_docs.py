@@ -76,6 +76,16 @@ def test_configuration_page_lists_every_key(from_docs: Any) -> None:
             assert f"### {group}={option}\n" in page
 
 
+def test_every_option_has_a_meaning(from_docs: Any) -> None:
+    reference: ModuleType = from_docs("reference")
+    pages = [reference.configuration()]
+    for name, method in reference.instances().items():
+        if name in find_groups().files["method"]:
+            pages.append(reference._options(method))
+    lacking = re.findall(r"^\| `([\w.]+)` \|.*\|  ?\|$", "\n".join(pages), re.MULTILINE)
+    assert lacking == []
+
+
 def test_many_nodes_tables_are_current(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
