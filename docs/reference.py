@@ -629,7 +629,7 @@ def api_page() -> str:
 
 def _api_entry(module: str, name: str, value: Any) -> str:
     """Return the documentation of a class with its public members, or of a function."""
-    lines = [f"### {name}\n", f"```python\n{module}.{name}{_signature(value)}\n```\n"]
+    lines = [f"### {name}\n", f"```text\n{module}.{name}{_signature(value)}\n```\n"]
     lines.append(prose(inspect.getdoc(value) or "") + "\n")
     if inspect.isclass(value):
         for member_name, member in _members(value):
