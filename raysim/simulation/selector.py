@@ -164,7 +164,7 @@ class Selector:
             return []
 
         def measure(clients: Sequence[int], samples: int | None) -> Floats:
-            self._check(clients, len(clients), mask, "measure")
+            self._check(clients, len(clients), mask, "view.measure got")
             return self._measure(clients, samples, version)
 
         visible_mask = mask.view()
@@ -184,42 +184,44 @@ class Selector:
             estimate_sending=self._sending_seconds,
         )
         chosen = self.rule.select(view)
-        return sorted(self._check(chosen, count, mask, "select"))
+        return sorted(self._check(chosen, count, mask, "select returned"))
 
     def _check(
-        self, chosen: Iterable[int] | np.ndarray, count: int, mask: np.ndarray, function: str
+        self, chosen: Iterable[int] | np.ndarray, count: int, mask: np.ndarray, start: str
     ) -> list[int]:
-        """Return the numbers of clients that a rule returned, or raise SelectionError."""
-        clients = np.asarray(chosen)
+        """Return the numbers of clients that a rule chose, or raise SelectionError.
+
+        start: the first words of the error, after the rule's name.
+        """
+        text = f"{self.name}: {start}"
+        try:
+            clients = np.asarray(chosen)
+        except ValueError:  # lists of different lengths
+            clients = np.array(None)
         if not clients.size:
             return []
-        text = f"{self.name}: {function}"
         if clients.ndim != 1 or clients.dtype.kind not in "iu":
-            raise SelectionError(
-                f"{text} returned {chosen!r}. Return a sequence of the numbers of clients."
-            )
+            raise SelectionError(f"{text} {chosen!r}. Return a sequence of the numbers of clients.")
         numbers: list[int] = clients.tolist()
         if len(numbers) > count:
             raise SelectionError(
-                f"{text} returned {len(numbers)} clients. Return at most view.count={count}."
+                f"{text} {len(numbers)} clients. Return at most view.count={count}."
             )
         unknown = [client for client in numbers if not 0 <= client < len(mask)]
         if unknown:
             raise SelectionError(
-                f"{text} returned client {unknown[0]}, and clients have the numbers 0 to "
+                f"{text} client {unknown[0]}, and clients have the numbers 0 to "
                 f"{len(mask) - 1}. Return clients of view.clients."
             )
         if not mask[clients].all():
             client = next(client for client in numbers if not mask[client])
             raise SelectionError(
-                f"{text} returned client {client}, which {self._why_not_idle(client)}. Return "
+                f"{text} client {client}, which {self._why_not_idle(client)}. Return "
                 "clients of view.clients."
             )
         if len(set(numbers)) < len(numbers):
             client = next(client for client in numbers if numbers.count(client) > 1)
-            raise SelectionError(
-                f"{text} returned client {client} more than once. Return each client once."
-            )
+            raise SelectionError(f"{text} client {client} more than once. Return each client once.")
         return numbers
 
     def _why_not_idle(self, client: int) -> str:

@@ -337,6 +337,8 @@ WRONG: dict[str, tuple[Callable[[SelectionView], Any], str]] = {
     "floats": (lambda view: [0.5], "numbers"),
     "names": (lambda view: ["a"], "numbers"),
     "nested": (lambda view: [[0, 1]], "numbers"),
+    "ragged": (lambda view: [[0], [1, 2]], "numbers"),
+    "nothing": (lambda view: None, "numbers"),
     "none": (lambda view: [], "no client"),
     "pass": (lambda view: view.measure([0]), "measures = True"),
 }
