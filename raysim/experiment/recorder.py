@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from raysim.experiment.describe import identity, split_facts
 from raysim.experiment.result import Result
@@ -18,6 +21,7 @@ from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
     SUMMARY,
+    AbsentClients,
     ClientFiles,
     ClosingLine,
     CurrentRun,
@@ -41,7 +45,9 @@ from raysim.results.observers import (
 )
 from raysim.results.progress import activity_line
 from raysim.results.tracking import Tracker, flatten, read_record, replay, source_tags
+from raysim.simulation.availability import Availability
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
+from raysim.training.run_spec import sample_flops
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -220,6 +226,11 @@ def run_observers(
         WorkerDeaths(print_unless_quiet),
         RemovalFailures(print_unless_quiet),
         MethodWarnings(experiment.round_warnings, print_warning),
+        AbsentClients(
+            functools.partial(_find_presence, experiment),
+            np.flatnonzero(experiment.spec.data.partition.train.counts),
+            print_warning,
+        ),
         ProbeFiles(),
         *pictures,
         ProfileFiles(print_table),
@@ -227,6 +238,14 @@ def run_observers(
         *tracking,  # sends these files
         ClosingLine(print_line),
     ]
+
+
+def _find_presence(experiment: Experiment) -> Availability | None:
+    """Return when the clients of a run are available; None if they always are."""
+    spec = experiment.spec
+    clients = len(spec.data.partition.train.counts)
+    flops = functools.partial(sample_flops, spec)
+    return experiment.fleet.devices(spec.settings.seed, clients, flops).presence
 
 
 def _tracking(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import numpy as np
+
 from raysim.api.messages import Failure
 from raysim.api.setup import RoundWarning
 from raysim.api.topology import Network
@@ -42,6 +44,7 @@ from raysim.results.shared_model import load_shared_model
 from raysim.results.timeline import draw_timeline
 from raysim.results.topology_picture import draw_topology
 from raysim.results.tracking import Tracker, save_model
+from raysim.simulation.availability import Availability
 from raysim.simulation.events import (
     ClientScores,
     Finished,
@@ -222,6 +225,45 @@ class MethodWarnings(Observer):
             else:
                 pending.append(warning)
         self._pending = pending
+
+
+class AbsentClients(Observer):
+    """An observer that warns at the end if clients were not available at any time of the run.
+
+    find_presence: function that returns the clients' availability; None if all are always there.
+    clients: the numbers of the clients that have training samples.
+    """
+
+    MAX_CLIENTS = 100_000  # with more, looking at each of them would take seconds
+
+    def __init__(
+        self,
+        find_presence: Callable[[], Availability | None],
+        clients: np.ndarray,
+        note: PrintLine,
+    ):
+        self._find_presence = find_presence
+        self._clients = clients
+        self._note = note
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Print the number of clients that were never available."""
+        if not run.rows or len(self._clients) > self.MAX_CLIENTS:
+            return
+        presence = self._find_presence()
+        if presence is None:
+            return
+        end = float(run.rows[-1].get("virtual_seconds") or 0.0)
+        start = np.zeros(len(self._clients))
+        is_absent = ~presence.are_available(self._clients, start)
+        is_absent &= presence.next_changes(self._clients, start) > end
+        count = int(is_absent.sum())
+        if count:
+            self._note(
+                f"fleet: {count:,} of {len(self._clients):,} clients were not available in the "
+                f"{end:,.0f} virtual seconds of the run, so they were never trained. "
+                "Use more rounds or longer jobs, or set fleet.availability=always."
+            )
 
 
 class ClosingLine(Observer):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -22,6 +24,7 @@ from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import (
+    AbsentClients,
     CurrentRun,
     HistoryFile,
     MethodWarnings,
@@ -30,6 +33,7 @@ from raysim.results.observers import (
     RemovalFailures,
     WorkerDeaths,
 )
+from raysim.simulation.availability import Diurnal
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
 from raysim.training.run_spec import declare_run
 
@@ -332,6 +336,30 @@ def test_round_warning_is_shown_once(tmp_path: Path) -> None:
     for number in range(1, 5):
         observer.on_round(CurrentRun(tmp_path, 4), Round({"round": number}, ()))
     assert said == ["round 2: too far"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "absent"),
+    [(100.0, 2), (7 * 3600.0, 1), (12 * 3600.0, 0)],
+)
+def test_clients_that_are_never_available_are_counted(
+    seconds: float, absent: int, tmp_path: Path
+) -> None:
+    # Available for four hours from the hours 0, 5 and 10 on; client 1 has no samples.
+    presence = Diurnal(np.array([0, 20, 5, 10]), 4.0)
+    said: list[str] = []
+    observer = AbsentClients(lambda: presence, np.array([0, 2, 3]), said.append)
+    run = CurrentRun(tmp_path, 4)
+    run.rows.append({"round": 1, "virtual_seconds": seconds})
+    observer.on_finish(run, Finished.__new__(Finished))
+    counts = [re.findall(r"\d+ of \d+", text) for text in said]
+    assert counts == ([[f"{absent} of 3"]] if absent else [])
+
+
+def test_run_warns_of_absent_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fleet=lognormal", "fleet.availability=diurnal", "fleet.hours=3"]
+    raysim.run([*QUICK, *words, "out=a"], quiet=True)
+    assert "were not available" in capsys.readouterr().err
 
 
 def test_summary_has_heterogeneity() -> None:
