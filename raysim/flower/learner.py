@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysim.api.declarations import Task
-from raysim.api.learner import Learner, LearnerNetwork, Parameters
+from raysim.api.learner import EvaluationData, Learner, LearnerNetwork, Parameters
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.setup import Setup
@@ -29,7 +29,6 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.extras import import_optional
 
 if TYPE_CHECKING:
-    from raysim.api.learner import EvaluationData
     from raysim.flower.client import AppRunner
     from raysim.flower.initial import InitialModel
 
