@@ -201,7 +201,12 @@ python -m jobs.selection_study page
 ```
 """
 # What the stored numbers show.
-CONCLUSIONS = ""
+CONCLUSIONS = """FedCS reaches 75 % and 80 % first, and 75 % with the least energy, because it leaves out slow
+clients: less than half of the clients ever take part, and the final accuracy and the worst client
+suffer. Oort needs
+about half of random's time to 80 % although all clients take part, and its worst client is better
+than random's. Power-of-choice by the last loss has the best final accuracy and helps the worst
+client at about random's cost; its extra pass adds traffic and energy and buys no time here."""
 
 
 def write_page() -> None:
