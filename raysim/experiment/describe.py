@@ -56,7 +56,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
         "rounds": f"{_count(settings.rounds, 'round')} of {experiment.schedule!r}, "
-        f"{settings.weighting} weights; {_local(settings.local)}",
+        f"{settings.weighting} weights; {_local(settings.local, declarations)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "selection": _selection(spec.selection),
@@ -136,8 +136,11 @@ def _attackers(experiment: Experiment) -> str:
     return f"{len(attackers.clients)} of {_count(len(counts), 'client')}: {kind}"
 
 
-def _local(local: Local) -> str:
+def _local(local: Local, declarations: Declarations) -> str:
     amount = _count(local.epochs, "epoch") if local.epochs else _count(local.steps or 0, "step")
+    owner = declarations.declarer("train")
+    if owner is not None and not owner.has_gradients:
+        return f"{amount} of '{owner.method}'"
     rate = f"lr {local.lr:g}"
     if local.warmup_rounds:
         rate += f" after a warm-up of {_count(local.warmup_rounds, 'round')}"

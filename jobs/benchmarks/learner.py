@@ -1,0 +1,124 @@
+"""Measure what a learner costs a job, apart from its own training.
+
+    uv run python -m jobs.benchmarks.learner
+
+One process trains clients with a `Learner` whose `fit` returns the parameters unchanged, in turn with
+a method whose `run.train` does nothing. The difference is what raysim does for a learner: it gathers
+the samples as arrays, copies the parameters out of the vector and back, and checks them. The
+time of two plain copies of the parameters is printed next to it. All times are CPU times.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from jobs.benchmarks.arguments import parser, read
+from jobs.command import run
+from raysim.api.declarations import Task
+from raysim.api.learner import Learner, Parameters
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
+from raysim.api.setup import Setup
+from raysim.experiment.build import build
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.training.run_spec import RunSpec
+from raysim.training.worker import Worker
+
+CLIENTS, SAMPLES, ROUNDS = 200, 60, 3
+LIMIT_MS = 2.0  # of a job, beside the copies
+
+
+class Idle(Learner):
+    """A learner that returns what it received. arrays, floats: the parameters in total."""
+
+    name = "idle"
+
+    def __init__(self, arrays: int, floats: int):
+        self.arrays = arrays
+        self.floats = floats
+
+    def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
+        """Return arrays of zeros."""
+        size = self.floats // self.arrays
+        return {f"array{index}": np.zeros(size, np.float32) for index in range(self.arrays)}
+
+    def fit(
+        self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[Parameters, LocalResult | None]:
+        """Return the parameters."""
+        return parameters, None
+
+    def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
+        """Return zeros."""
+        return np.zeros((len(inputs), 10))
+
+
+class Nothing(Idle):
+    """The same parameters, with a training function that touches nothing."""
+
+    name = "nothing"
+
+    def setup(self, run: Setup) -> None:
+        """Train by doing nothing."""
+        run.train(lambda job: None)
+        run.without_gradients()
+        run.skip("absorb")
+
+
+def job_ms(method: Method) -> float:
+    """Return the CPU time of a job in milliseconds, over rounds of all clients."""
+    words = f"data=synthetic data.samples={CLIENTS * SAMPLES} data.test_samples=10"
+    words += f" partition=iid partition.clients={CLIENTS} partition.test_fraction=0"
+    words += f" schedule.cohort={CLIENTS} runtime=inprocess checkpoint.every=0 rounds={ROUNDS}"
+    experiment = build(words, learner=method)
+    spec: RunSpec = replace(experiment.spec, lanes=1)
+    coordinator = Coordinator(spec, experiment.schedule, experiment.fleet, InProcess(Worker(spec)))
+    before = time.process_time()
+    for _ in coordinator.run():
+        pass
+    return 1000 * (time.process_time() - before) / (ROUNDS * CLIENTS)
+
+
+def copies_ms(floats: int) -> float:
+    """Return the CPU time of two copies of the parameters in milliseconds."""
+    values = np.zeros(floats, np.float32)
+    times = []
+    for _ in range(20):
+        before = time.process_time()
+        values.copy()
+        values.copy()
+        times.append(time.process_time() - before)
+    return 1000 * min(times)
+
+
+def main() -> None:
+    """Print a line for each size. Raise ValueError if a job costs more than the limit."""
+    values = read(parser(__doc__))
+    results = []
+    for arrays, floats in ((2, 650), (20, 100_000), (4, 1_000_000)):
+        costs = []
+        for _ in range(values.blocks):
+            costs.append(job_ms(Idle(arrays, floats)) - job_ms(Nothing(arrays, floats)))
+        cost, copies = statistics.median(costs), copies_ms(floats)
+        beside = cost - copies
+        results.append({"arrays": arrays, "floats": floats, "ms": cost, "copies_ms": copies})
+        print(
+            f"{arrays:3} arrays, {floats:9,} floats: {cost:6.3f} ms a job, of which copies "
+            f"{copies:6.3f}; the rest {beside:6.3f} ms (at most {LIMIT_MS})",
+            flush=True,
+        )
+    values.out.write_text(json.dumps(results, indent=1))
+    worst = max(result["ms"] - result["copies_ms"] for result in results)
+    if worst > LIMIT_MS:
+        raise ValueError(f"a learner costs {worst:.2f} ms a job, and {LIMIT_MS} are allowed")
+
+
+if __name__ == "__main__":
+    run(main)
