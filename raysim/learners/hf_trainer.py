@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,7 @@ class HFTrainer(Method):
         values |= {"max_steps": local.steps} if local.steps else {"num_train_epochs": local.epochs}
         return values | self._quiet() | self.options
 
-    def _quiet(self) -> Mapping[str, Any]:
+    def _quiet(self) -> dict[str, Any]:
         """Return the arguments that keep the Trainer from writing and printing."""
         return {
             "report_to": "none",

@@ -131,4 +131,4 @@ class SklearnKMeans(Learner):
 def _distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return the squared distances [n, k] of rows [n, d] to points [k, d]."""
     squares = (rows**2).sum(axis=1)[:, None] + (points**2).sum(axis=1)[None]
-    return np.maximum(squares - 2 * rows @ points.T, 0.0)
+    return np.asarray(np.maximum(squares - 2 * rows @ points.T, 0.0))
