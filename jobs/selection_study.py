@@ -149,6 +149,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
     """Draw accuracy against each cost: the mean over seeds, a band from lowest to highest."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     from raysim.results.theme import LIGHT, page_theme
 
@@ -166,9 +167,10 @@ def draw(store: dict[str, Any], path: Path) -> None:
                 ax.plot(x, y.mean(0), color=colour, label=rule)
                 ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
             ax.set(xscale="log", xlabel=titles[cost])
+            ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             ax.grid(True)
         axes[0].set_ylabel("accuracy on the central test set")
-        axes[0].set_ylim(0.4, None)
+        axes[0].set_ylim(0.6, None)
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.savefig(path)
@@ -203,10 +205,10 @@ python -m jobs.selection_study page
 # What the stored numbers show.
 CONCLUSIONS = """FedCS reaches 75 % and 80 % first, and 75 % with the least energy, because it leaves out slow
 clients: less than half of the clients ever take part, and the final accuracy and the worst client
-suffer. Oort needs
-about half of random's time to 80 % although all clients take part, and its worst client is better
-than random's. Power-of-choice by the last loss has the best final accuracy and helps the worst
-client at about random's cost; its extra pass adds traffic and energy and buys no time here."""
+suffer. Oort needs about half of random's time to 80 % although all clients take part, and its worst
+client is better than random's. Power-of-choice by the last loss has the best final accuracy and
+helps the worst client at about random's cost; its extra pass adds traffic and energy and buys no
+time here."""
 
 
 def write_page() -> None:
