@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raysim.data import partition as partition_module
+from raysim.data.federated import federate
 from raysim.data.listed import Listed
 from raysim.data.partition import (
     CSR,
@@ -39,6 +40,7 @@ from raysim.data.splits import (
     share_counts,
     subsample,
 )
+from raysim.data.tabular import Tabular
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 200))
 DOMAINS = np.random.default_rng(1).integers(0, 4, len(LABELS))
@@ -294,6 +296,11 @@ def test_partition_pickles_and_rows_are_views() -> None:
         (lambda: Domain(0), "partition.clients_per_domain=0"),
         (lambda: IID(3, fraction=0.0), "partition.fraction=0.0"),
         (lambda: IID(3, fraction=1.01), "partition.fraction=1.01"),
+        (lambda: Dirichlet(3, 0.1, per="row"), "partition.per='row'"),
+        (
+            lambda: DirichletClient(3, 0.1, concentration="row"),
+            "partition.concentration='row'",
+        ),
         (lambda: IID(3, test_fraction=1.0), "partition.test_fraction=1.0"),
         (lambda: IID(3, test_fraction=-0.1), "partition.test_fraction=-0.1"),
         (lambda: IID(3, validation_fraction=1.0), "partition.validation_fraction=1.0"),
@@ -408,6 +415,20 @@ def test_domain_tests_leave_out_untrained_domains() -> None:
     domains = np.array([0, 2, 1, 0, 2])
     tests = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
+
+
+def test_domain_class_tests_leave_out_untrained_domains() -> None:
+    labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
+    tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
+    assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]
+
+
+@pytest.mark.parametrize(
+    "partitioner", [Dirichlet(3, 0.1), DirichletClient(3, 0.1), Shards(3, 2), DomainClass([[0]])]
+)
+def test_rule_that_needs_classes_refuses_data_without(partitioner: Partitioner) -> None:
+    with pytest.raises(ValueError, match=type(partitioner).__name__):
+        federate(Tabular("diabetes"), partitioner, 0)
 
 
 def test_share_counts_give_rest_to_last_share() -> None:

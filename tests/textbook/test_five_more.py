@@ -108,6 +108,9 @@ ROWS = {
     "ditto, no pull": Row(partial(ditto, lam=0.0), lambda: [Ditto(0.0)], NORMED),
     "ditto, fixed steps": Row(partial(ditto, lam=1.0), lambda: [Ditto()], STEPS),
     "ditto, clipped": Row(partial(ditto, lam=1.0), lambda: [Ditto()], CLIPPED),
+    "ditto, clipped now and then": Row(
+        partial(ditto, lam=1.0), lambda: [Ditto()], {"local": replace(LOCAL, clip=1.6)}
+    ),
     "ditto, some never train": Row(partial(ditto, lam=1.0), lambda: [Ditto()], NORMED, **FEW),
     "fedrep": phases(2, 1),
     "fedrep with BatchNorm": phases(1, 2, **NORMED),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, tiny_data
+from tiny_runs import NORMED_MLP, run_spec, tiny_data
 from torch import Tensor
 
 from raysim.methods.coordinate_median import CoordinateMedian, coordinate_median
@@ -16,6 +16,7 @@ from raysim.methods.krum import Krum, least_scores, squared_distances
 from raysim.methods.norm_clipping import NormClipping, clip_factor
 from raysim.methods.trimmed_mean import TrimmedMean, num_trimmed, trimmed_mean
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.run_spec import declare_run
 from textbook import robust
 from textbook.check import Row, check
 
@@ -130,3 +131,9 @@ def test_rules_of_five_numbers() -> None:
 def test_trimmed_share_is_not_rounded_down_by_floats() -> None:
     assert [num_trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2]
     assert num_trimmed(100, 0.29) == 29
+
+
+@pytest.mark.parametrize(("max_updates", "count"), [(1, 1), (2, 1), (3, 0)])
+def test_coordinate_median_warns_of_at_most_two_updates(max_updates: int, count: int) -> None:
+    declarations = declare_run(run_spec(CoordinateMedian(), size=max_updates))
+    assert len([*declarations.warnings]) == count
