@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED_MLP
+from tiny_runs import NORMED_MLP, run, run_spec
 
 from raysim.methods.afl import AFL, project_onto_simplex
 from raysim.methods.apfl import APFL
@@ -120,3 +120,8 @@ def test_projection_is_the_nearest_point_of_the_simplex(scale: float) -> None:
         projected = project_onto_simplex(values)
         assert float(projected.sum()) == pytest.approx(1)
         torch.testing.assert_close(projected, nearest_on_simplex(values))
+
+
+def test_fedbabu_without_epochs_does_not_fine_tune() -> None:
+    assert run(run_spec(FedBABU(0))).rows[-1].get("accuracy_finetuned") is None
+    assert run(run_spec(FedBABU(1))).rows[-1]["accuracy_finetuned"] is not None
