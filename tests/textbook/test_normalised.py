@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, run, run_spec
+from tiny_runs import NORMED_MLP, BiasFreeMlp, check_composition, run, run_spec
 
 from raysim.methods.afl import AFL, project_onto_simplex
 from raysim.methods.apfl import APFL
 from raysim.methods.fedbabu import FedBABU
 from raysim.methods.fednova import FedNova, effective_steps, normalising_factors
+from raysim.methods.fedproto import FedProto
 from raysim.methods.fedprox import FedProx
 from raysim.methods.qfedavg import QFedAvg
 from raysim.simulation.schedule import Synchronous
@@ -125,3 +126,9 @@ def test_projection_is_the_nearest_point_of_the_simplex(scale: float) -> None:
 def test_fedbabu_without_epochs_does_not_fine_tune() -> None:
     assert run(run_spec(FedBABU(0))).rows[-1].get("accuracy_finetuned") is None
     assert run(run_spec(FedBABU(1))).rows[-1]["accuracy_finetuned"] is not None
+
+
+def test_fedproto_refuses_prototypes_of_a_head_without_bias() -> None:
+    check_composition([FedProto(predict="prototype")], NORMED_MLP)
+    with pytest.raises(ValueError, match=r"method\.fedproto\.predict"):
+        check_composition([FedProto(predict="prototype")], BiasFreeMlp())
