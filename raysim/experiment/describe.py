@@ -17,6 +17,7 @@ from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
 from raysim.api.selection import Random, Selection
+from raysim.api.setup import number_of_floats
 from raysim.data.federated import FederatedData
 from raysim.data.heterogeneity import format_heterogeneity
 from raysim.data.split_statistics import statistics
@@ -48,7 +49,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     personal = {entry.name for entry in layout.entries if entry.personal}
     lines = {
         "methods": _methods(spec.methods),
-        "model": _model(experiment, networks, layout),
+        "model": _model(experiment, declarations),
         "data": _data(spec),
         "columns": spec.data.open().columns,
         "clients": _clients(spec.data, numbers),
@@ -82,11 +83,16 @@ def hook_names(cls: type[Method]) -> list[str]:
     return [hook for hook in names if getattr(cls, hook) is not getattr(Method, hook)]
 
 
-def _model(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
+def _model(experiment: Experiment, declarations: Declarations) -> str:
+    networks, layout = declarations.networks, declarations.layout
     option = experiment.config["choices"]["model"]
     for method in experiment.spec.methods:
         if fills(method, "model"):  # the run's own model is not used
             option = method.name
+    for declared in declarations.methods:
+        if not declared.has_parameters:
+            sizes = [number_of_floats(size, layout) for size in declared.uploads.values()]
+            return f"{option}: bytes; a message counts as {sum(sizes):,} floats"
     travels = f"{layout.shared:,} floats travel in each direction"
     personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
     return f"{option}: {_parameters(networks)}; {travels}{personal}"
@@ -140,7 +146,7 @@ def _local(local: Local, declarations: Declarations) -> str:
     amount = _count(local.epochs, "epoch") if local.epochs else _count(local.steps or 0, "step")
     owner = declarations.declarer("train")
     if owner is not None and not owner.has_gradients:
-        return f"{amount} of '{owner.method}'"
+        return f"training by '{owner.method}', which takes {amount} on virtual time"
     rate = f"lr {local.lr:g}"
     if local.warmup_rounds:
         rate += f" after a warm-up of {_count(local.warmup_rounds, 'round')}"

@@ -17,6 +17,7 @@ from raysim.api.learner import EvaluationData, Learner, LearnerUpdate, Parameter
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
+from raysim.experiment.describe import overview
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
@@ -193,6 +194,13 @@ def test_bytes_have_no_module(tmp_path: Path) -> None:
     result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
     with pytest.raises(Refused, match="parameters"):
         result.model()
+
+
+def test_plan_describes_a_learner() -> None:
+    experiment = raysim.build(QUICK, learner=Means())
+    lines = dict(line.split(maxsplit=1) for line in overview(experiment, Path("x")).splitlines())
+    assert lines["model"].startswith("means: bytes; a message counts as ")
+    assert "'means'" in lines["rounds"] and "lr" not in lines["rounds"]
 
 
 def test_planned_size_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
