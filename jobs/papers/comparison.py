@@ -255,16 +255,17 @@ def _match(
 ) -> Iterator[str]:
     """Add the runs to their entries and yield a note for each run."""
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
-    presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+    presets: dict[tuple[str, ...], dict[str, str]] = {}
     for run in runs:
         labels: dict[str, list[str]] = {}
         for entry in entries:
             command = entry.command
             if not _same_choices(run, command):
                 continue
-            key = command.experiment, command.methods
+            preset = _with_options(command)
+            key = tuple(preset.arguments())
             if key not in presets:
-                presets[key] = _preset(command)
+                presets[key] = _settings_of(preset)
             different = _different(run, presets[key], command, row_keys)
             if not row_keys & set(different):
                 match = _as_match(run, different)
@@ -299,12 +300,18 @@ def _same_choices(run: Run, command: Command) -> bool:
     )
 
 
-def _preset(command: Command) -> dict[str, str]:
-    """Map each dotted key of the preset to its value, and each group to its option."""
+def _with_options(command: Command) -> Command:
+    """Return a command with its preset, methods and options of groups, such as partition=iid."""
+    options = {key: value for key, value in command.overrides.items() if "." not in key}
+    return replace(command, overrides=options, places=())
+
+
+def _settings_of(command: Command) -> dict[str, str]:
+    """Map each dotted key of a command to its value, and each group to its option."""
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict
 
-    return _flat(to_dict(compose(replace(command, overrides={}, places=()).arguments())))
+    return _flat(to_dict(compose(command.arguments())))
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:

@@ -299,3 +299,12 @@ def test_command_refuses_in_one_sentence(
 def test_tables_can_be_read_as_json() -> None:
     path = Path(report.__file__).parent / "fedbr.json"
     assert len(json.loads(path.read_text())["tables"]) == 14
+
+
+def test_run_of_another_split_belongs_to_its_columns(tmp_path: Path) -> None:
+    words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition=iid"]
+    run = make(tmp_path / "a", [*words, "data.label_noise=0.3", "rounds=5"], rows([0.5]))
+    text = compare("fedbss/table2", [run], WIDE)
+    assert "50.00*" in line(text, "FedAvg ") or "50.00*" in "".join(lines(text, "FedAvg "))
+    assert "rounds=5 instead of 200" in text and "partition.alpha" not in text
+    assert "ours" not in compare("fedbss/table1", [run], WIDE)
