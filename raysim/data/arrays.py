@@ -23,7 +23,7 @@ from raysim.data.values import plain_array, type_name
 from raysim.primitives.kinds import InputField, Kind
 
 COLUMNS = ("inputs", "labels", "users")
-LabelLists: TypeAlias = list[list[Any]]  # for each sample the labels that it has
+LabelLists: TypeAlias = list[Any]  # for each sample its labels, or the dictionary of its target
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,13 +260,12 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """
     if kind == "positions":
         return None
-    is_list = isinstance(column, (list, tuple)) and len(column) > 0
-    if is_list and all(isinstance(row, Mapping) for row in column):
-        return list(column)
     if isinstance(column, pd.Series) and column.dtype == object:
         column = column.tolist()
     if not isinstance(column, (list, tuple)) or not column:
         return None
+    if all(isinstance(row, Mapping) for row in column):
+        return list(column)
     if not all(isinstance(row, (list, tuple)) for row in column):
         return None
     rows = [list(row) for row in column]

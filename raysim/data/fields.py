@@ -110,7 +110,7 @@ def _pack_column(
     longest = max(len(array) for array in arrays)
     size = math.prod(inner)
     rows = np.zeros((len(arrays), 1 + longest * size), np.float32)
-    for row, array in zip(rows, arrays, strict=True):
-        row[0] = len(array) if array.size else 0
-        row[1 : 1 + array.size] = as_float32(array, place).reshape(-1)
+    for stored, array in zip(rows, arrays, strict=True):
+        stored[0] = len(array) if array.size else 0
+        stored[1 : 1 + array.size] = as_float32(array, place).reshape(-1)
     return TargetField(name, (longest, *inner), has_integers), rows
