@@ -44,14 +44,15 @@ def draw_topology(
         if network.on_clients:
             positions = _circle(len(scores), 1.0)
             _draw_neighbours(ax, network, positions)
-            means, sizes = np.empty(0), 60.0
+            sizes = np.full(len(scores), 60.0)
         else:
             replicas = _circle(network.replicas, 1.0)
             positions = _around(replicas, network.replica_of)
             means = _mean_scores(scores, network)
             _draw_servers(ax, network, replicas, positions, rows)
-            positions, scores = np.concatenate([positions, replicas]), np.append(scores, means)
-            sizes = np.where(np.arange(len(scores)) < len(scores) - len(means), 40.0, 220.0)
+            sizes = np.repeat([40.0, 220.0], [len(scores), len(means)])
+            positions = np.concatenate([positions, replicas])
+            scores = np.concatenate([scores, means])
         points = ax.scatter(*positions.T, c=scores, s=sizes, cmap="viridis", zorder=3)
         figure.colorbar(points, ax=ax, label=f"{metric} of the clients", shrink=0.75)
         ax.set_aspect("equal")

@@ -469,6 +469,40 @@ class TestGraphs:
         assert found.mean_weights[1] == 0
 
 
+class Cities(Topology):
+    """Two servers for clients of even and odd numbers, with one schedule for all clients."""
+
+    def connect(self, federation: Federation) -> Network:
+        weights = np.array([[0.8, 0.2], [0.2, 0.8]])
+        servers = np.arange(federation.clients) % 2
+        return Network(servers, mixing_matrix(weights, "topology"), every=2)
+
+
+class TestOwnTopology:
+    def test_two_servers_follow_independent_arithmetic(self) -> None:
+        spy, found = spied(Cities(), Synchronous(5), rounds=5, summation=20)
+        delta_of = {update.job: update.delta for update in spy.updates}
+        counts = found.coordinator.counts
+        models = np.stack([found.coordinator.initial.shared.numpy()] * 2).astype(np.float64)
+        for number, aggregation in enumerate(found.aggregations[:5]):
+            for server in range(2):
+                jobs = [job for job in aggregation.aggregated if job.client % 2 == server]
+                weights = np.array([counts[job.client] for job in jobs], np.float64)
+                deltas = [delta_of[job.number] for job in jobs]
+                if jobs:
+                    models[server] += weights @ np.stack(deltas) / weights.sum()
+            if number % 2:
+                models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
+        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+
+    def test_runs_agree_on_workers_and_resumed(self) -> None:
+        def make() -> Any:
+            return spec(Cities(), Scaffold(), FedBN())
+
+        check_workers(make, Synchronous(5))
+        check_resumed(make, Synchronous(5))
+
+
 def test_k_means_leaves_no_group_empty() -> None:
     points = np.zeros((6, 2))
     groups = k_means(points, np.ones(6, bool), 4, np.random.default_rng(0))
