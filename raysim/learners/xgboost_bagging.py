@@ -79,7 +79,8 @@ class XGBoostBagging(Learner):
     def message_bytes(self, task: Task) -> int:
         """Return the planned size of the trees of a job, if all of them are full."""
         classes = task.num_classes if task.num_classes > 2 else 1
-        return self.trees * classes * 2 ** (self.depth + 1) * NODE_BYTES
+        nodes: int = 2 ** (self.depth + 1)
+        return self.trees * classes * nodes * NODE_BYTES
 
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
