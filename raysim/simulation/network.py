@@ -96,6 +96,11 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
                 f"topology: '{declared.method}' scores its models by itself (run.evaluate), which "
                 "is possible with one model only. Set topology=star."
             )
+        if not declared.has_parameters:
+            raise ValueError(
+                f"topology: the parameters of '{declared.method}' are bytes, which replicas cannot "
+                "exchange. Set topology=star."
+            )
         if declared.pools:
             raise ValueError(
                 f"topology: method '{declared.method}' trains one model on the data of all "

@@ -169,6 +169,7 @@ def test_bytes_refuse_rules_for_parameters(other: Method) -> None:
     [
         ("faults.norm=1", "faults.norm"),
         ("evaluate.decompose=1", "evaluate.decompose"),
+        ("topology=gossip", "topology.*bytes"),
         ("evaluate.finetune.epochs=1", "evaluate.finetune.epochs"),
         ("attack.kind=sign_flip attack.share=0.5", "attackers"),
     ],
