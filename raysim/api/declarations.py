@@ -103,7 +103,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Network:
+class ExtraNetwork:
     """A network next to the model; a personal one never travels."""
 
     module: nn.Module

@@ -12,7 +12,7 @@ from torch import nn
 
 from raysim.api.client_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
-from raysim.api.declarations import Local, Network, Task
+from raysim.api.declarations import ExtraNetwork, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.api.setup import MethodDeclaration, Setup
@@ -214,7 +214,7 @@ def _add_networks(
             private |= _tensor_names(name, network)
 
 
-def _tensor_names(name: str, network: Network) -> set[str]:
+def _tensor_names(name: str, network: ExtraNetwork) -> set[str]:
     module = network.module
     leaves = [leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())]
     return {f"{name}.{leaf}" for leaf in leaves}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from raysim.api.context import Contribution, Plan, Stage
 from raysim.api.declarations import (
+    ExtraNetwork,
     Finetune,
     Local,
-    Network,
     Participation,
     Task,
 )
@@ -88,7 +88,7 @@ class MethodDeclaration:
     """Everything that one method declared in `setup`; `Setup` describes each entry."""
 
     method: str
-    networks: dict[str, Network] = field(default_factory=dict)
+    networks: dict[str, ExtraNetwork] = field(default_factory=dict)
     private_parameters: list[str] = field(default_factory=list)
     late_private_parameters: list[Callable[[Mapping[str, nn.Module]], Sequence[str]]] = field(
         default_factory=list
@@ -281,7 +281,7 @@ class Setup:
 
         private: True if each client has its own copy, which is never sent.
         """
-        self.declared.networks[f"{self.method}.{name}"] = Network(module, private)
+        self.declared.networks[f"{self.method}.{name}"] = ExtraNetwork(module, private)
 
     def private_parameters(
         self, names: Sequence[str] | Callable[[Mapping[str, nn.Module]], Sequence[str]]

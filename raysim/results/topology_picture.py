@@ -53,7 +53,9 @@ def draw_topology(
             sizes = np.repeat([40.0, 220.0], [len(scores), len(means)])
             positions = np.concatenate([positions, replicas])
             scores = np.concatenate([scores, means])
-        points = ax.scatter(*positions.T, c=scores, s=sizes, cmap="viridis", zorder=3)
+        points = ax.scatter(
+            positions[:, 0], positions[:, 1], c=scores, s=sizes, cmap="viridis", zorder=3
+        )
         figure.colorbar(points, ax=ax, label=f"{metric} of the clients", shrink=0.75)
         ax.set_aspect("equal")
         ax.set_axis_off()

@@ -44,7 +44,7 @@ class RoundRobin(Selection):
 
 
 @dataclass(frozen=True)
-class Participation(Selection):
+class FewestJobs(Selection):
     """Choose the clients with the fewest jobs so far; equal ones are drawn."""
 
     def select(self, view: SelectionView) -> np.ndarray:

@@ -32,7 +32,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
-from raysim.simulation.selection_rules import Participation
+from raysim.simulation.selection_rules import FewestJobs
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
@@ -54,7 +54,7 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
         Synthetic(samples=60, test_samples=5),
         IID(clients=5),
         Buffered(3, 2),
-        Participation(),
+        FewestJobs(),
         Ideal(),
         Observer(),
     ],

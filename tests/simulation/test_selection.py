@@ -27,7 +27,7 @@ from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.simulation.selection_rules import (
     FedCS,
-    Participation,
+    FewestJobs,
     PowerOfChoice,
     RoundRobin,
     Weighted,
@@ -39,7 +39,7 @@ from raysim.training.run_spec import RunSpec
 RULES: dict[str, Selection] = {
     "weighted": Weighted(),
     "round_robin": RoundRobin(),
-    "participation": Participation(),
+    "participation": FewestJobs(),
     "power_of_choice": PowerOfChoice(40, samples=2),
     "last loss": PowerOfChoice(40, loss="last"),
     "fedcs": FedCS(0.5),
@@ -166,7 +166,7 @@ def test_rules_choose_for_several_replicas(name: str, topology: Topology) -> Non
 
 @dataclass(frozen=True)
 class Looking(Selection):
-    """Choose like `Participation`, and record what is seen."""
+    """Choose like `FewestJobs`, and record what is seen."""
 
     seen: list[dict[str, Any]]
 
@@ -175,7 +175,7 @@ class Looking(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         names = ("clients", "loss", "norm", "seconds", "staleness", "accepted", "last_finish")
         self.seen.append({name: getattr(view, name) for name in names} | {"version": view.version})
-        return Participation().select(view)
+        return FewestJobs().select(view)
 
 
 def test_rule_sees_reports_accepted_before() -> None:
@@ -255,7 +255,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_participation_is_even() -> None:
-    plan = planner(Participation(), Synchronous(5), Lognormal(), counts=[5] * 12)
+    plan = planner(FewestJobs(), Synchronous(5), Lognormal(), counts=[5] * 12)
     for _ in range(9):
         step(plan)
         assert np.ptp(plan.participations) <= 1
