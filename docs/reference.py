@@ -606,7 +606,7 @@ API = {
     ),
     "Errors": (
         "What raysim raises.",
-        "raysim: Refused Interrupted TooManyFailuresError ObserverError",
+        "raysim: RefusedError Interrupted TooManyFailuresError ObserverError",
     ),
 }
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from raysim.experiment.result import Result
     from raysim.experiment.settings import Interrupted
     from raysim.models.classifier import Classifier, ModelRecipe
-    from raysim.primitives.errors import Refused
+    from raysim.primitives.errors import RefusedError
     from raysim.results.comparison import Report, report
     from raysim.results.observers import Observer, ObserverError
     from raysim.simulation.events import TooManyFailuresError
@@ -65,7 +65,7 @@ __all__ = [
     "Partition",
     "Partitioner",
     "Raw",
-    "Refused",
+    "RefusedError",
     "Report",
     "Result",
     "Schedule",
@@ -102,7 +102,7 @@ _PLACES = {
     "raysim.experiment.result": ("Result",),
     "raysim.experiment.settings": ("Interrupted",),
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),
-    "raysim.primitives.errors": ("Refused",),
+    "raysim.primitives.errors": ("Refused", "RefusedError"),
     "raysim.results.comparison": ("Report", "report"),
     "raysim.results.observers": ("Observer", "ObserverError", "ObserverFailed"),
     "raysim.simulation.events": ("TooManyFailures", "TooManyFailuresError"),

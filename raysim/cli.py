@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from raysim.primitives.errors import Refused, errors_as_refusals, on_one_line, suggest
+from raysim.primitives.errors import RefusedError, errors_as_refusals, on_one_line, suggest
 from raysim.primitives.files import is_disk_full, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.results.tables import terminal_width
@@ -291,7 +291,7 @@ def exit_status(command: Callable[[], int]) -> int:
         status = command()
         sys.stdout.flush()
         return status
-    except Refused as error:
+    except RefusedError as error:
         return _print_error(on_one_line(error), 2)
     except KeyboardInterrupt as error:
         return _print_error(str(error) or "stopped before the run began: nothing was written", 130)
@@ -761,7 +761,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `Refused` for a new run in a used folder, and for `resume` without an existing run.
+    """Raise `RefusedError` for a new run in a used folder, and for `resume` without a run.
 
     Resuming without a run would start one with the default configuration, which was not requested.
     """
@@ -772,7 +772,7 @@ def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -
     keys = {override.partition("=")[0] for override in arguments.overrides}
     is_bare = not (arguments.auto_resume or arguments.config or keys > {"out", "resume"})
     if resume == "latest" and is_bare and not folder.exists():
-        raise Refused(
+        raise RefusedError(
             f"out={folder} does not exist, and no override says what to train. "
             "Give those of the run, or another folder"
         )
@@ -782,9 +782,9 @@ def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a run that starts or continues."""
     keys = {override.partition("=")[0] for override in overrides}
     if "resume" in keys:
-        raise Refused("--auto-resume: it has no effect with resume=.... Leave one of them out")
+        raise RefusedError("--auto-resume: it has no effect with resume=.... Leave one of them out")
     if "out" not in keys:
-        raise Refused("--auto-resume: it needs the folder of the run. Add out=DIR")
+        raise RefusedError("--auto-resume: it needs the folder of the run. Add out=DIR")
     return [*overrides, "resume=latest"]
 
 
@@ -825,7 +825,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     command = words[0] if words else "nothing"
     if command not in package.COMMANDS:
         advice = suggest(command, package.COMMANDS, "the commands that can be submitted are")
-        raise Refused(f"submit {command}: this cannot be submitted: {advice}")
+        raise RefusedError(f"submit {command}: this cannot be submitted: {advice}")
     # Where the job will find them.
     sys.path[:0] = [str(Path(path).resolve().parent) for path in arguments.extra]
     inner = _import_packages(parse_arguments(words), are_remote=True)
@@ -903,7 +903,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
     action, files = arguments.action, arguments.files
     count = {"convert": 2, "check": 1}[action]
     if len(files) != count:
-        raise Refused(
+        raise RefusedError(
             f"fleet {action}: it takes {count} files, got {len(files)}. See raysim fleet -h"
         )
     from raysim.commands.fleet.fedscale import convert
@@ -934,13 +934,15 @@ def _new(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     if not arguments.runs:
-        raise Refused("report: needs the folder of a run. Give one or several")
+        raise RefusedError("report: needs the folder of a run. Give one or several")
     from raysim.results.comparison import check_formats, report
 
     form, out = arguments.form, arguments.out
     if form and (out is not None or arguments.format):
         flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
-        raise Refused(f"{flag}: --{form} prints a table and writes nothing. Leave one of them out")
+        raise RefusedError(
+            f"{flag}: --{form} prints a table and writes nothing. Leave one of them out"
+        )
     formats = _split(arguments.format)
     check_formats(formats)
     comparison = report(
@@ -989,7 +991,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     out = user_path(arguments.out)
     with errors_as_refusals():
         if min(blocks, workers) < 1:
-            raise Refused(
+            raise RefusedError(
                 f"--blocks {blocks} --workers {workers}: both must be at least 1. Change them"
             )
         if names == ["gpu"]:
@@ -1008,20 +1010,20 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `Refused` for a workload that does not exist, or cannot be combined with others."""
+    """Raise `RefusedError` for a workload that does not exist or does not combine with others."""
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:
-            raise Refused(
+            raise RefusedError(
                 f"bench {name}: the package does not have this benchmark. "
                 f"In a checkout, run uv run python -m jobs.benchmarks.{name}"
             )
         if name not in known_names:
-            raise Refused(
+            raise RefusedError(
                 f"bench {name}: this workload does not exist. Use {', '.join(known_names)}"
             )
         if name in SEPARATE_BENCHMARKS and len(names) > 1:
-            raise Refused(f"bench {name}: this benchmark runs in one process. Give it alone")
+            raise RefusedError(f"bench {name}: this benchmark runs in one process. Give it alone")
 
 
 def _bench_gpu(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from raysim.data.dataset import Samples, open_or_build
 from raysim.experiment import execute
 from raysim.experiment.build import build
 from raysim.experiment.completion import completions
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
@@ -411,7 +411,7 @@ class TestResume:
         errors = []
 
         def run_again(row: object) -> None:
-            with pytest.raises(Refused) as error:
+            with pytest.raises(RefusedError) as error:
                 execute.run([*QUICK, "out=a", "resume=latest", "rounds=6"], quiet=True)
             errors.append(str(error.value))
 

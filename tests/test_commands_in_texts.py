@@ -27,7 +27,7 @@ from raysim.commands.sweep import plan as sweep_plan
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.plugins import conf_folders_of
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = [
@@ -210,7 +210,7 @@ def without_comment(words: list[str]) -> list[str]:
 def taken(words: list[str]) -> None:
     """raysim understands the words, as far as nothing has to run.
 
-    Raises Refused, or ends the process.
+    Raises RefusedError, or ends the process.
     """
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return
@@ -241,7 +241,7 @@ def test_raysim_accepts_the_arguments_of_a_command(
     assert words, f"{COMMANDS[command]}: nothing reaches raysim of: {command}"
     try:
         taken(words)
-    except (Refused, SystemExit) as error:
+    except (RefusedError, SystemExit) as error:
         pytest.fail(f"{COMMANDS[command]}: {command}: {error}")
 
 

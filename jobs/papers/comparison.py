@@ -155,7 +155,7 @@ def compare(
     tables. width: of a line; columns that do not fit go below the others. stored: runs that fill
     the cells for which `runs` has none.
 
-    Raise `Refused` for an unknown name.
+    Raise `RefusedError` for an unknown name.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]

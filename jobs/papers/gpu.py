@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from jobs.command import run as run_program
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.files import replace_file, user_path
 from raysim.primitives.version import __version__
 from raysim.results.history import summarise, write_history, write_json
@@ -89,7 +89,7 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
     by_name = {study.name: study for study in STUDIES}
     for name in names:
         if name not in by_name:
-            raise Refused(f"{name}: there is no such study; {suggest(name, by_name)}")
+            raise RefusedError(f"{name}: there is no such study; {suggest(name, by_name)}")
     return [study for study in STUDIES if not names or study.name in names]
 
 
@@ -138,7 +138,7 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
             if (run_folder / SUMMARY).is_file():
                 continue
             if not (run_folder / PLAN).is_file():
-                raise Refused(f"{run_folder}: this run is not prepared. Run `prepare` first.")
+                raise RefusedError(f"{run_folder}: this run is not prepared. Run `prepare` first.")
             if monotonic() >= deadline or not _make(folder, run_folder, device, deadline):
                 print("the time is over; run the same command again to continue", flush=True)
                 return
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "prepare":
         prepare(folder, overrides, names)
     elif overrides:
-        raise Refused(f"{overrides[0]}: `run` takes no settings. Give them to `prepare`.")
+        raise RefusedError(f"{overrides[0]}: `run` takes no settings. Give them to `prepare`.")
     else:
         run(folder, names, options.device, options.minutes)
 

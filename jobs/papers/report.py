@@ -17,7 +17,7 @@ from jobs.papers.comparison import compare
 from jobs.papers.results import stored_runs
 from jobs.papers.tables import listing
 from raysim.cli import warn
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.report import load_runs
 from raysim.results.tables import terminal_width
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = load_runs(options.runs, warn)
         print(compare(options.table, runs, terminal_width(), stored_runs(paper)))
     elif options.runs:
-        raise Refused(
+        raise RefusedError(
             f"{paper}: this is a paper, not a table. Name a table, such as {paper}/table1."
         )
     else:

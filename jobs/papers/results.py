@@ -20,7 +20,7 @@ from jobs.papers.comparison import OPEN, ROUNDS
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.instantiate import format_value
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import parse_json
 from raysim.results.history import column, summarise, write_json
 from raysim.results.report import Run, chosen_option, find_runs, flat_settings, load_run
@@ -81,14 +81,14 @@ def _read(path: Path) -> Run:
 def store_run(folder: Path) -> Path:
     """Write the file of a finished run of a paper's preset and return its path.
 
-    Raise `Refused` for any other run.
+    Raise `RefusedError` for any other run.
     """
     run = load_run(folder)
     experiment = chosen_option(run.config, "experiment")
     if not run.finished:
-        raise Refused(f"{folder}: this run has not finished. Name finished runs.")
+        raise RefusedError(f"{folder}: this run has not finished. Name finished runs.")
     if "/" not in experiment:
-        raise Refused(
+        raise RefusedError(
             f"{folder}: experiment={experiment} is not a paper's preset. Name runs of such presets."
         )
     identity = cast("Mapping[str, object]", run.summary.get("identity") or {})

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 
 PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 
@@ -58,10 +58,10 @@ class Table:
 def tables(paper: str) -> dict[str, Table]:
     """Return all tables of a paper by name, such as "fedbr/table1".
 
-    Raise `Refused` for an unknown paper.
+    Raise `RefusedError` for an unknown paper.
     """
     if paper not in PAPERS:
-        raise Refused(f"{paper}: there is no such paper; {suggest(paper, PAPERS)}")
+        raise RefusedError(f"{paper}: there is no such paper; {suggest(paper, PAPERS)}")
     content = json.loads(
         (Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal
     )
@@ -72,10 +72,10 @@ def tables(paper: str) -> dict[str, Table]:
 
 
 def find(name: str) -> Table:
-    """Return the table of a name such as "fedbr/table1"; raise `Refused` with the nearest name."""
+    """Return the table of a name such as "fedbr/table1"; raise `RefusedError` with the nearest name."""
     known = tables(name.partition("/")[0])
     if name not in known:
-        raise Refused(f"{name}: there is no such table; {suggest(name, known)}")
+        raise RefusedError(f"{name}: there is no such table; {suggest(name, known)}")
     return known[name]
 
 

@@ -17,7 +17,7 @@ from raysim.experiment.overrides import read_override
 from raysim.experiment.parts import build_part, build_settings, choose_device
 from raysim.experiment.run_overrides import expand_override
 from raysim.flower.project import Project, flatten, load_object, read_project
-from raysim.primitives.errors import Refused, errors_as_refusals, suggest
+from raysim.primitives.errors import RefusedError, errors_as_refusals, suggest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.files import user_path
 from raysim.results.tables import format_table, terminal_width, text_columns
@@ -47,11 +47,11 @@ class FlowerRequest:
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
     """Read a folder and overrides, and the texts of --run-config.
 
-    Raise `Refused` for wrong keys and values, and for a second folder.
+    Raise `RefusedError` for wrong keys and values, and for a second folder.
     """
     folders = [word for word in words if "=" not in word]
     if len(folders) > 1:
-        raise Refused(f"flower run: takes one folder, and got {', '.join(folders)}. Give one.")
+        raise RefusedError(f"flower run: takes one folder, and got {', '.join(folders)}. Give one.")
     project = read_project(user_path(folders[0]) if folders else ".")
     own: dict[str, int | None] = {"clients": None, "samples": DEFAULT_SAMPLES}
     seeds = ["seed=0"]
@@ -69,7 +69,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
             overrides.append(word)
         else:
             valid = suggest(root, (*OWN_KEYS, *RUN_KEYS), "raysim flower run has")
-            raise Refused(
+            raise RefusedError(
                 f"{key}: is no key of raysim flower run. {valid}. Values of the app's own run "
                 f"config go into --run-config '{word}'"
             )
@@ -87,7 +87,7 @@ def _read_count(word: str) -> int:
     override = read_override(word)
     is_number = isinstance(override.value, int) and not isinstance(override.value, bool)
     if not is_number or override.value < 0:
-        raise Refused(f"{word}: is no number. Write {override.key}=NUMBER.")
+        raise RefusedError(f"{word}: is no number. Write {override.key}=NUMBER.")
     return int(override.value)
 
 
@@ -96,20 +96,20 @@ def _read_run_config(text: str) -> dict[str, Any]:
     if text.endswith(".toml"):
         file = user_path(text)
         if not file.is_file():
-            raise Refused(f"--run-config {text}: there is no such file. Correct its path.")
+            raise RefusedError(f"--run-config {text}: there is no such file. Correct its path.")
         lines = file.read_text(encoding="utf-8")
     else:
         settings = _SETTING.findall(text)
         rest = _SETTING.sub("", text).strip()
         if rest or not settings:
-            raise Refused(
+            raise RefusedError(
                 f"--run-config '{text}': cannot be read as key=value. Separate settings by spaces."
             )
         lines = "\n".join(f"{key} = {value}" for key, value in settings)
     try:
         return flatten(tomllib.loads(lines), "--run-config")
     except tomllib.TOMLDecodeError as error:
-        raise Refused(
+        raise RefusedError(
             f"--run-config '{text}': is no valid TOML ({error}). Texts need quotes, "
             "as in --run-config \"name='value'\"."
         ) from error
@@ -118,7 +118,7 @@ def _read_run_config(text: str) -> dict[str, Any]:
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     """Run a Flower app once for each seed; print the numbers of its messages.
 
-    Return the exit status. Raise `Refused` for what cannot run.
+    Return the exit status. Raise `RefusedError` for what cannot run.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():
@@ -128,7 +128,7 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     project, node = request.project, request.node
     for name, reference in (("clientapp", project.client_app), ("serverapp", project.server_app)):
         if not reference:
-            raise Refused(
+            raise RefusedError(
                 f"{project.file}: names no {name}. Add it to [tool.flwr.app.components], "
                 "or go to the folder of a Flower app."
             )
@@ -168,7 +168,7 @@ def _load_server_app(project: Project) -> Any:
 
     server_app = load_object(project.server_app, project.folder, "serverapp")
     if not isinstance(server_app, ServerApp):
-        raise Refused(
+        raise RefusedError(
             f"serverapp={project.server_app}: is a {type(server_app).__name__}. Give a ServerApp."
         )
     return server_app

@@ -11,7 +11,7 @@ from typing import Any
 from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
 from raysim.experiment.method_sources import MethodSource, read_method, read_module
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.files import user_path
 
 INDENT = "    "
@@ -59,7 +59,7 @@ def find_methods(
     names: as in `method=`, such as "fedbr" or "fedld+fedavg". conf: the user's own folders of
     options. allow: the packages whose classes these options may use.
 
-    Raise `Refused` for a name that does not exist.
+    Raise `RefusedError` for a name that does not exist.
     """
     files = find_groups([*map(user_path, conf)]).files["method"]
     options = {option: load_option(path, "method") for option, path in files.items()}
@@ -76,7 +76,7 @@ def find_methods(
     chosen = []
     for name in "+".join(names).split("+"):
         if name not in names_of:
-            raise Refused(f"there is no method {name}: {suggest(name, names_of)}")
+            raise RefusedError(f"there is no method {name}: {suggest(name, names_of)}")
         chosen += [entries[part] for part in names_of[name]]
     return chosen
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.results.tracking import MLFLOW_ENVIRONMENT, find_experiment_id
 
@@ -37,8 +37,8 @@ POLL_INTERVAL_S = 0.2
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
     """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
 
-    place: a folder that contains runs, or a server's address. Raise `Refused` if there is nothing
-    to show.
+    place: a folder that contains runs, or a server's address. Raise `RefusedError` if there is
+    nothing to show.
     """
     os.environ.update({**MLFLOW_ENVIRONMENT, **os.environ})
     if place.startswith(("http://", "https://")):
@@ -48,7 +48,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     uri = f"sqlite:///{find_database(place)}"
     charts = CHARTS.format(find_experiment_id(uri))
     if _is_listening(port):
-        raise Refused(f"--port {port} is taken by another program. Give another one")
+        raise RefusedError(f"--port {port} is taken by another program. Give another one")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
@@ -68,12 +68,12 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
 
 
 def find_database(place: str) -> Path:
-    """Return the database that the runs in a folder write. Raise `Refused` if there is none."""
+    """Return the database that the runs in a folder write, or raise `RefusedError`."""
     folder = user_path(place)
     for name in DATABASES:
         if (folder / name).is_file():
             return (folder / name).resolve()
-    raise Refused(
+    raise RefusedError(
         f"{place} has no mlflow.db, which runs write unless tracking=none or tracking.uri is set. "
         "Give the folder that runs are in, or the address of a server"
     )
@@ -98,7 +98,7 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Wait until the server answers. Raise `Refused` if it ends before that."""
+    """Wait until the server answers. Raise `RefusedError` if it ends before that."""
     print("MLflow starts", flush=True)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
@@ -108,7 +108,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     reason = lines[-1] if lines else "it printed nothing"
-    raise Refused(f"--port {port}: MLflow's server did not start: {reason}")
+    raise RefusedError(f"--port {port}: MLflow's server did not start: {reason}")
 
 
 def _open_page(address: str, opens_browser: bool) -> None:

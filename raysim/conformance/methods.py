@@ -18,7 +18,7 @@ from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
 from raysim.conformance.runs import FinishedRun, Spy, coordinate, run_to_end
 from raysim.conformance.study import Study
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -38,7 +38,7 @@ def _call_check(check: Callable[[], object]) -> None:
     """Call the check, and turn an error that ends a run into an AssertionError."""
     try:
         check()
-    except (RunStoppedError, Refused) as error:
+    except (RunStoppedError, RefusedError) as error:
         raise AssertionError(str(error)) from None
 
 

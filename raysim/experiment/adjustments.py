@@ -15,7 +15,7 @@ from raysim.data.partition import Partitioner
 from raysim.experiment.config_files import Node, is_set
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.parts import build_settings
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.training.batch_plan import layer_needing_two_rows
@@ -35,7 +35,7 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
             section, _, name = key.rpartition(".")
             values = node.get(section) if section else node
             if not isinstance(values, Mapping) or name not in values:
-                raise Refused(
+                raise RefusedError(
                     f"method '{method.name}' requires {key}={format_value(value)}, "
                     "a key that does not exist. Correct what its function settings returns."
                 )
@@ -106,7 +106,7 @@ def pool_training(
     the name of the method that needs this.
     """
     if not isinstance(schedule, Synchronous):
-        raise Refused(
+        raise RefusedError(
             f"method '{method}' trains one model, of which nothing can be late: "
             "set schedule=synchronous"
         )

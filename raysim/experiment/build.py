@@ -46,7 +46,7 @@ from raysim.experiment.parts import (
 from raysim.experiment.plugins import allow_packages, used_packages
 from raysim.experiment.run_overrides import extract_overrides
 from raysim.experiment.settings import Experiment, RuntimeOptions
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.observers import Observer
 from raysim.simulation.fleet import Fleet
@@ -82,8 +82,8 @@ def build(
 ) -> Experiment:
     """Build and check all objects of a run; download and cache its data if necessary.
 
-    Nothing else is written. See `run` for the arguments. Raise `Refused` for a run that cannot be
-    made.
+    Nothing else is written. See `run` for the arguments. Raise `RefusedError` for a run that cannot
+    be made.
     """
     parts = {
         "model": model,
@@ -103,7 +103,7 @@ def build(
             options["evaluate.metrics"] = metric_names
         duplicates = options.keys() & settings.keys()
         if duplicates:
-            raise Refused(
+            raise RefusedError(
                 f"{next(iter(duplicates))} is given twice, by name and in methods: keep one of them"
             )
         is_whole = isinstance(config, (DictConfig, Mapping))
@@ -118,7 +118,7 @@ def build(
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
-    """Return the data of a run, split over its clients. Raise `Refused` if that is impossible."""
+    """Return the data of a run, split over its clients, or raise `RefusedError`."""
     with errors_as_refusals():
         node = _compose_node(config, allow)
         source: Source = build_part(node, "data", allow, {})
@@ -139,7 +139,7 @@ def _compose_node(
         del settings["method"]
         node |= {"method": {}, "choices": node["choices"] | {"method": []}}
     if settings:
-        raise Refused(
+        raise RefusedError(
             f"{next(iter(settings))}=... has no effect next to a whole configuration: "
             "set it in that one"
         )
@@ -274,7 +274,7 @@ def _choose_step_mode(
 ) -> RunSpec:
     """Return the spec with lanes, graph and precision, chosen unless the user set them."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
-        raise Refused(
+        raise RefusedError(
             f"runtime.precision=tf32 needs a GPU of NVIDIA, and device={spec.device}: "
             "set runtime.precision=float32, or device=cuda"
         )

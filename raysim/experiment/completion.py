@@ -9,7 +9,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import Node, to_dict
 from raysim.experiment.groups import NONE, SWEEP, config_folders, find_groups
 from raysim.experiment.instantiate import TARGET
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 
 def completions(
@@ -26,7 +26,7 @@ def completions(
         else:
             keys = [*options, *_keys(_compose_or_default(other_words, folders))]
             words = [f"{key}=" for key in dict.fromkeys(keys)]
-    except Refused:  # a shell shows no errors
+    except RefusedError:  # a shell shows no errors
         return []
     return [word for word in words if word.startswith(prefix)]
 
@@ -35,7 +35,7 @@ def _compose_or_default(words: Sequence[str], folders: Sequence[str]) -> Node:
     try:
         overrides = [word for word in words if not word.startswith(SWEEP)]
         return to_dict(compose(overrides, folders))
-    except Refused:  # some words are incomplete
+    except RefusedError:  # some words are incomplete
         return to_dict(compose((), folders))
 
 

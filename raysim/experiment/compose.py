@@ -37,7 +37,7 @@ from raysim.experiment.run_overrides import (
     full_keys,
     read_full_key,
 )
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.primitives.stores import is_remote, open_store, split_address
 
@@ -69,8 +69,8 @@ def compose(
     folders: the user's own folders, laid out like `conf`. stored: the configuration file of a run
     or of a search, whose values are used for all keys without an override; with resume=, the file
     in the run's folder. settings: more overrides, as values by their keys ("rounds", "local.lr";
-    {"local": {"lr": 0.1}} says the same). Raise `Refused` for keys, options and files that do not
-    exist.
+    {"local": {"lr": 0.1}} says the same). Raise `RefusedError` for keys, options and files that do
+    not exist.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -121,7 +121,7 @@ def _separate_options(
     texts = {override.key: override.text for override in parsed} | setting_texts
     for key, text in texts.items():
         if key.partition(".")[0] == SWEEP:
-            raise Refused(f"'{text}' is for searches. Write raysim sweep {text}.")
+            raise RefusedError(f"'{text}' is for searches. Write raysim sweep {text}.")
 
     options: dict[str, list[str]] = {}
     values: dict[str, SetValue] = {}
@@ -133,7 +133,7 @@ def _separate_options(
             values[override.key] = SetValue(override.value, override.text)
     for key, value in setting_values.items():
         if key in options or key in values:
-            raise Refused(
+            raise RefusedError(
                 f"{key} is given twice, as an override and as {setting_texts[key]}. "
                 "Keep one of them."
             )
@@ -168,7 +168,7 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     except OmegaConfBaseException as error:
         references = [f"{key}={value}" for key, value in values.items() if "${" in str(value)]
         reference = references[0] if references else "a ${...} in the configuration"
-        raise Refused(
+        raise RefusedError(
             f"{reference} refers to something that does not exist. Write the value itself."
         ) from error
     return config
@@ -180,7 +180,7 @@ def draft(
 ) -> tuple[Node, dict[str, str]]:
     """Return a configuration as plain data in which the values of some keys are still to be set.
 
-    Also return an error text for each of the keys that it does not have. Raise `Refused`.
+    Also return an error text for each of the keys that it does not have. Raise `RefusedError`.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -190,7 +190,7 @@ def draft(
     for key in keys:
         try:
             check_key(drafted.config, key, groups)
-        except Refused as error:
+        except RefusedError as error:
             missing[key] = str(error)
     return cast(Node, OmegaConf.to_container(drafted.config)), missing
 
@@ -213,10 +213,10 @@ def _load_stored(path: str | Path | None) -> Node | None:
         return None
     advice = "Give the config.yaml of a run, or the best.yaml of a search."
     if not user_path(path).is_file():
-        raise Refused(f"{path} is no file. {advice}")
+        raise RefusedError(f"{path} is no file. {advice}")
     node = load_yaml(user_path(path))
     if not _is_complete(node):
-        raise Refused(f"{path} is no complete configuration. {advice}")
+        raise RefusedError(f"{path} is no complete configuration. {advice}")
     return node | {"out": None, "resume": None}
 
 
@@ -229,7 +229,7 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
         with folder.local(CONFIG_FILE) as path:
             node = load_yaml(path)
         if not _is_complete(node):
-            raise Refused(
+            raise RefusedError(
                 f"{folder}/{CONFIG_FILE} is no complete configuration. "
                 "Restore it, or start in a new folder."
             )
@@ -300,7 +300,7 @@ def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) 
             try:
                 OmegaConf.update(result, key, value, merge=False, force_add=True)
             except (OmegaConfBaseException, ValueError, TypeError) as error:
-                raise Refused(
+                raise RefusedError(
                     f"{key}: the stored configuration has no place for it. Restore its file."
                 ) from error
         if set_key in config.choices:

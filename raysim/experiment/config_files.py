@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from omegaconf import DictConfig, OmegaConf
 from yaml import MarkedYAMLError
 
-from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.primitives.files import regular_file, without_password
 
 Node: TypeAlias = dict[str, Any]
@@ -35,7 +35,7 @@ def to_yaml(config: Node) -> str:
 def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.") -> Node:
     """Read a configuration file.
 
-    `advice` ends the error. Raise `Refused` if the file is broken, or is not a dictionary.
+    `advice` ends the error. Raise `RefusedError` if the file is broken, or is not a dictionary.
     """
     try:
         node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))
@@ -47,7 +47,7 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
                 "write the value itself"
             )
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
-        raise Refused(f"{path} cannot be read ({_describe_error(error)}). {advice}") from error
+        raise RefusedError(f"{path} cannot be read ({_describe_error(error)}). {advice}") from error
     return cast(Node, node)
 
 

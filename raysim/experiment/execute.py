@@ -33,7 +33,7 @@ from raysim.experiment.run_folder import (
 )
 from raysim.experiment.runtime_events import runtime_events
 from raysim.experiment.settings import Experiment
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.results.observers import Observer
@@ -104,8 +104,8 @@ def run(
     quiet: print nothing but warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may use.
 
-    Raise `Refused` (nothing was written), `TooManyFailuresError` (clients failed; a checkpoint was
-    written), `ObserverError` (an observer of yours raised an error; the history was written),
+    Raise `RefusedError` (nothing was written), `TooManyFailuresError` (clients failed; a checkpoint
+    was written), `ObserverError` (an observer of yours raised an error; the history was written),
     `Interrupted`.
     """
     from rich.console import Console
@@ -144,7 +144,7 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
     allow: as for `run`. parts: objects (methods, model, data, ...) that config.yaml could not
-    store. Raise `Refused` if there is no run in the folder.
+    store. Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():
         stored = load_run(user_path(folder))
@@ -160,7 +160,7 @@ def _build_once(
     if not isinstance(config, Experiment):
         return build(config, allow, **parts)
     if parts:
-        raise Refused(
+        raise RefusedError(
             f"{next(iter(parts))}=... has no effect on a run that raysim.build has returned. "
             "Pass it to raysim.build."
         )
@@ -184,7 +184,7 @@ def _run_with_restarts(
             if restarts_left == 0 or not has_begun:
                 raise ProcessLostError(f"{error}; {RESUME_ADVICE}") from error
             say(console, f"{error}. The run restarts from its last checkpoint")
-        except Refused as error:
+        except RefusedError as error:
             if not place.is_restart:
                 raise
             raise RunStoppedError(f"{error}; {RESUME_ADVICE}") from error

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from raysim.api.composition import failing_method_name
 from raysim.api.hook_checks import HookError, format_error, format_traceback
 from raysim.experiment.run_folder import CONFIG
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import is_disk_full
 from raysim.simulation.events import RunStoppedError
 
@@ -31,7 +31,7 @@ def _name_failing_method() -> Iterator[None]:
     """Raise `RunStoppedError` with the method's name if a hook fails outside a client's job."""
     try:
         yield
-    except (Refused, RunStoppedError):
+    except (RefusedError, RunStoppedError):
         raise
     except (Exception, SystemExit) as error:
         name = failing_method_name(error)

@@ -17,7 +17,7 @@ from raysim.experiment.plugins import (
     find_unallowed_package,
     installed_packages,
 )
-from raysim.primitives.errors import Refused, nearest, suggest
+from raysim.primitives.errors import RefusedError, nearest, suggest
 from raysim.primitives.files import conf_folder, user_path
 
 # Groups of which a run has any number of options.
@@ -51,8 +51,8 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    The user's folders replace `conf`, and later folders replace earlier ones. Raise `Refused` for a
-    folder that does not exist, and for two files with one name.
+    The user's folders replace `conf`, and later folders replace earlier ones. Raise `RefusedError`
+    for a folder that does not exist, and for two files with one name.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -60,7 +60,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     state = []
     for root in roots:
         if not root.is_dir():
-            raise Refused(
+            raise RefusedError(
                 f"{root}: this configuration folder does not exist. Give one that does, "
                 "or leave it out."
             )
@@ -71,7 +71,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             group, *inner = path.relative_to(root).with_suffix("").parts
             name = "/".join(inner)
             if group in NONE and path.stem == NONE[group]:
-                raise Refused(
+                raise RefusedError(
                     f"{path}: {group}={NONE[group]} means an empty list. "
                     "Give the file another name."
                 )
@@ -80,7 +80,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
                 continue
             options = files.setdefault(group, {})
             if name in options and not may_replace:
-                raise Refused(
+                raise RefusedError(
                     f"{path} has the same name as {options[name]}. "
                     "Rename it, or uninstall its package."
                 )
@@ -100,7 +100,7 @@ def yaml_files(root: Path) -> Iterator[Path]:
     _, group_names, other_names = next(os.walk(root), ("", [], []))
     for path in (root / name for name in other_names):
         if path.is_symlink() and not path.exists():
-            raise Refused(f"{path} is a broken link. Fix it, or remove it.")
+            raise RefusedError(f"{path} is a broken link. Fix it, or remove it.")
     for group in group_names:
         for folder, _, names in os.walk(root / group):
             for name in names:
@@ -119,12 +119,12 @@ def config_folders(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def load_option(path: Path, group: str) -> Node:
-    """Read the file of an option. Raise `Refused` if it is broken, or does not fit its group."""
+    """Read the file of an option; raise `RefusedError` if it is broken or misplaced."""
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
-        raise Refused(f"{path} is empty. Give a class in it, or remove it.")
+        raise RefusedError(f"{path} is empty. Give a class in it, or remove it.")
     if group in LISTS and TARGET in node:
-        raise Refused(
+        raise RefusedError(
             f"{path} begins with {TARGET}. Begin it with a name, such as {path.stem}:, "
             f"as all files of the group {group} do, and indent the rest below."
         )
@@ -156,19 +156,19 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 
 
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
-    """Return the options of a group that a value selects. Raise `Refused` for unknown ones."""
+    """Return the options of a group that a value selects. Raise `RefusedError` for unknown ones."""
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]
     names = [name for name in values if isinstance(name, str)]
     for name in values:
         if group in NONE and name == NONE[group]:
-            raise Refused(
+            raise RefusedError(
                 f"{group}={join_options(values)}: {name} means an empty list. Leave it out."
             )
         if not isinstance(name, str) or name not in options:
-            raise Refused(_unknown_option(group, name, options))
+            raise RefusedError(_unknown_option(group, name, options))
         if names.count(name) > 1:
-            raise Refused(
+            raise RefusedError(
                 f"{group}={join_options(names)} names {name} {names.count(name)} times. "
                 "Keep one of them."
             )

@@ -25,7 +25,7 @@ from raysim.experiment.groups import (
     option_names,
     yaml_files,
 )
-from raysim.primitives.errors import Refused, first_line, suggest
+from raysim.primitives.errors import RefusedError, first_line, suggest
 
 # The chosen options of each group, in a form that can be hashed.
 Options: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
@@ -58,14 +58,14 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     try:
         _check_user_files(chosen, groups, folders)
         composition = _compose_by_hydra(chosen, groups, folders)
-    except Refused:
+    except RefusedError:
         raise
     except Exception as error:
         has_only_conf = len(config_roots(folders)) == 1
         if has_only_conf and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         reason = first_line(error).rstrip(".:")
-        raise Refused(
+        raise RefusedError(
             f"the configuration files do not fit together ({reason}). Check your own files."
         ) from error
     config = OmegaConf.create(composition.values)
@@ -219,7 +219,7 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
         return
     try:
         node = load_yaml(path)
-    except Refused:
+    except RefusedError:
         node = {}
     yield path, node
     for entry in node.get("defaults") or ():
@@ -241,13 +241,13 @@ def _default_options(node: Node) -> Node:
 
 
 def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset: str) -> None:
-    """Raise `Refused` if a preset gives values to options that do not exist."""
+    """Raise `RefusedError` if a preset gives values to options that do not exist."""
     files = groups.files[group]
     for name in config[group]:
         if name in files:
             continue
         if not any(name in load_option(path, group) for path in files.values()):
-            raise Refused(
+            raise RefusedError(
                 f"experiment={preset} gives values to {group}.{name}, which does not exist: "
                 f"{suggest(name, files)}"
             )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from raysim.experiment.plugins import installed_packages
-from raysim.primitives.errors import Refused, nearest, suggest
+from raysim.primitives.errors import RefusedError, nearest, suggest
 from raysim.primitives.version import __version__
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ _TYPE_NAMES = {
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """Return the class that a `_target_` gives.
 
-    Raise `Refused` like `import_target`, and if the target is not a class.
+    Raise `RefusedError` like `import_target`, and if the target is not a class.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
-        raise Refused(
+        raise RefusedError(
             f"{path}.{TARGET}={format_value(target)} is no class. "
             "Give one, such as raysim.methods.fedprox.FedProx."
         )
@@ -53,8 +53,8 @@ def import_target(
 ) -> object:
     """Return the object that a `_target_` gives, or None if its module has no such name.
 
-    key: the end of the setting that has the name. Raise `Refused` for names outside `raysim`, the
-    allowed prefixes and the installed packages.
+    key: the end of the setting that has the name. Raise `RefusedError` for names outside `raysim`,
+    the allowed prefixes and the installed packages.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
@@ -62,11 +62,11 @@ def import_target(
     if not isinstance(target, str) or not target.startswith(prefixes):
         package = str(target).partition(".")[0]
         if package in sys.stdlib_module_names:
-            raise Refused(
+            raise RefusedError(
                 f"{setting} lies outside raysim, in Python itself. "
                 "Give a class of raysim, or of a package of your own."
             )
-        raise Refused(
+        raise RefusedError(
             f"{setting} lies outside raysim: allow its code to run with --allow {package}, "
             "if you trust it"
         )
@@ -75,10 +75,10 @@ def import_target(
         return getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         if module.startswith("raysim."):
-            raise Refused(
+            raise RefusedError(
                 f"{setting}: raysim {__version__} has no such class. Correct the name."
             ) from error
-        raise Refused(
+        raise RefusedError(
             f"{setting} cannot be imported ({error}). Correct the name, or install what is missing."
         ) from error
 
@@ -86,13 +86,13 @@ def import_target(
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
     """Call a class with the values of a node.
 
-    Raise `Refused`, with the key, for a wrong value.
+    Raise `RefusedError`, with the key, for a wrong value.
     """
     values = arguments(cls, node, path)
     try:
         return cls(**values)
     except ValueError as error:
-        raise Refused(_add_path(str(error), path)) from error
+        raise RefusedError(_add_path(str(error), path)) from error
 
 
 def arguments(
@@ -114,12 +114,12 @@ def arguments(
     for key in values:
         if key not in parameters and not takes_any_key:
             valid = suggest(str(key), parameters, f"{path or 'a run'} has")
-            raise Refused(f"{_join(path, key)} does not exist: {valid}")
+            raise RefusedError(f"{_join(path, key)} does not exist: {valid}")
     for key, param in parameters.items():
         default = MISSING if param.default is param.empty else None
         if key not in later and values.get(key, default) == MISSING:
             kind = describe_type(hints.get(key, object))
-            raise Refused(f"{_join(path, key)} has no default. Set it to {kind}.")
+            raise RefusedError(f"{_join(path, key)} has no default. Set it to {kind}.")
     return {
         key: convert(value, hints.get(key, object), _join(path, key))
         for key, value in values.items()
@@ -174,7 +174,7 @@ def _add_path(message: str, path: str) -> str:
 def convert(value: Any, kind: Any, path: str) -> Any:
     """Return the value in the type of an annotation: integer to float, dictionary to class.
 
-    Raise `Refused`, with the key and the allowed values, for a value that does not fit.
+    Raise `RefusedError`, with the key and the allowed values, for a value that does not fit.
     """
     origin = get_origin(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
@@ -191,14 +191,14 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_to_union(value, kind, path)
     if not _fits(value, kind):
-        raise Refused(_misfit(value, kind, path))
+        raise RefusedError(_misfit(value, kind, path))
     return float(value) if kind is float else value
 
 
 def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
     cls = resolve(value[TARGET], path) if TARGET in value else kind
     if not issubclass(cls, kind):
-        raise Refused(
+        raise RefusedError(
             f"{path}.{TARGET}={format_value(value[TARGET])} does not fit. Give a {kind.__name__}."
         )
     return build_object(cls, value, path)
@@ -218,7 +218,7 @@ def _convert_to_union(value: Any, union: Any, path: str) -> Any:
     for kind in kinds:
         try:
             return convert(value, kind, path)
-        except Refused:
+        except RefusedError:
             continue
     for kind in kinds:
         if get_origin(kind) in (list, tuple) and isinstance(value, (list, tuple)):
@@ -226,7 +226,7 @@ def _convert_to_union(value: Any, union: Any, path: str) -> Any:
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             return convert(value, kind, path)  # its error names the wrong key
-    raise Refused(_misfit(value, union, path))
+    raise RefusedError(_misfit(value, union, path))
 
 
 def _fits(value: Any, kind: Any) -> bool:

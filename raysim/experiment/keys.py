@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from raysim.experiment.groups import LISTS, NONE, Groups, join_options, options_with_key
 from raysim.experiment.run_overrides import read_setting
-from raysim.primitives.errors import Refused, nearest, suggest
+from raysim.primitives.errors import RefusedError, nearest, suggest
 
 # Keys below which any name may be given.
 FREE_MAPPINGS = (
@@ -41,7 +41,7 @@ _HYDRA_ADVICE = {
 
 
 def check_key(config: DictConfig, key: str, groups: Groups) -> None:
-    """Raise `Refused` for a key that the configuration does not have."""
+    """Raise `RefusedError` for a key that the configuration does not have."""
     node: Any = config
     path: list[str] = []
     for part in key.split("."):
@@ -52,7 +52,7 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
             continue
         if ".".join(path) in FREE_MAPPINGS:
             return
-        raise Refused(_unknown_key(config, node, path, part, key, groups))
+        raise RefusedError(_unknown_key(config, node, path, part, key, groups))
 
 
 def _unknown_key(
@@ -134,7 +134,7 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        raise Refused(f"'{text}' does not fit: {key} takes a single value") from error
+        raise RefusedError(f"'{text}' does not fit: {key} takes a single value") from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from raysim.experiment.groups import join_options
 from raysim.experiment.instantiate import format_value
 from raysim.primitives.checks import finite_values
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import LOCK_FILE, lock_folder
 from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
@@ -75,8 +75,8 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create and lock a folder; remove it in the end if nothing was written into it.
 
     dated: `dated_folder` chose the name. If several processes chose it in the same second, the
-    first one gets it, and each of the others a name with a number. Raise `Refused` if the folder
-    exists.
+    first one gets it, and each of the others a name with a number. Raise `RefusedError` if the
+    folder exists.
     """
     with ExitStack() as cleanup:
         path = _create_folder(folder, dated, cleanup)
@@ -99,7 +99,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
         cleanup.callback(_remove_empty, path)
         return path
     check_free(folder)
-    raise Refused(f"out={folder} was removed by another process at this moment. Start again.")
+    raise RefusedError(f"out={folder} was removed by another process at this moment. Start again.")
 
 
 def _make_with_parents(path: Path) -> None:
@@ -120,49 +120,49 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `Refused` if the folder for something new exists, or another process has it."""
+    """Raise `RefusedError` if the folder for something new exists, or another process has it."""
     lock = folder / LOCK_FILE
     if lock.is_file() and os.access(lock, os.W_OK):
         with lock_folder(folder):
             pass
     for command in ("study", "sweep"):
         if (folder / f"{command}.yaml").is_file():
-            raise Refused(
+            raise RefusedError(
                 f"out={folder}: the folder holds a {command}. "
                 f"Choose another folder; {resume_hint(command, folder)}"
             )
     if folder.exists() or folder.is_symlink():
-        raise Refused(
+        raise RefusedError(
             f"out={folder} exists already: choose another folder, or continue it with resume=latest"
         )
 
 
 def folder_to_resume(out: str | None) -> str:
-    """Return the folder of the run that resume=latest continues. Raise `Refused` without one."""
+    """Return the folder of the run that resume=latest continues, or raise `RefusedError`."""
     if not out:
-        raise Refused("resume=latest needs the folder of the run: add out=DIR")
+        raise RefusedError("resume=latest needs the folder of the run: add out=DIR")
     return out
 
 
 def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
     """Return True if a study or a sweep must be continued.
 
-    Raise `Refused` unless both or neither of out=DIR and resume=latest are given.
+    Raise `RefusedError` unless both or neither of out=DIR and resume=latest are given.
     """
     resume = [override for override in overrides if override.partition("=")[0] == "resume"]
     if not resume:
         return False
     has_folder = any(override.startswith("out=") for override in overrides)
     if resume != ["resume=latest"] or not has_folder:
-        raise Refused(
+        raise RefusedError(
             f"{' and '.join(resume)}: a {command} is continued with out=DIR resume=latest"
         )
     return True
 
 
-def wrong_folder_error(command: str, folder: Path, file: str) -> Refused:
+def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
     """Return the error for a folder that has no plan of a study or a sweep to continue."""
-    return Refused(
+    return RefusedError(
         f"out={folder} is not the folder of a {command}, it has no {file}: "
         "name another, or leave resume out"
     )

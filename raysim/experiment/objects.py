@@ -31,7 +31,7 @@ from raysim.experiment.config_files import Node
 from raysim.experiment.instantiate import TARGET, arguments, build_object
 from raysim.experiment.run_overrides import SetValue
 from raysim.models.split import CustomModel, ExternalModel
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 
 # What the user set below a place, by key.
 Overrides: TypeAlias = Mapping[str, SetValue]
@@ -74,7 +74,7 @@ class UserObjects:
                 config["choices"][group] = _title(self.parts[place])
                 continue
             if name in config[group]:
-                raise Refused(
+                raise RefusedError(
                     f"methods holds {name} twice, by its name and as an object. Keep one of them."
                 )
             config[group][name] = node
@@ -98,7 +98,7 @@ def separate_objects(
 
     parts: for each group an object, a name or (except for data) a dictionary of values; None for a
     group without one. methods: objects and names. Data, lists of rows and networks stay unchanged:
-    `describe_objects` makes parts from them. Raise `Refused` for a wrong method.
+    `describe_objects` makes parts from them. Raise `RefusedError` for a wrong method.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -115,7 +115,7 @@ def separate_objects(
     if methods is None:
         return objects, options
     if isinstance(methods, (str, Method)) or not isinstance(methods, Iterable):
-        raise Refused(f"methods={methods!r} is no list. Write methods=[...].")
+        raise RefusedError(f"methods={methods!r} is no list. Write methods=[...].")
     options["method"] = [method for method in methods if isinstance(method, str)]
     for method in methods:
         if isinstance(method, str):
@@ -125,7 +125,7 @@ def separate_objects(
         check_name(method)
         place = f"method.{method.name}"
         if place in objects:
-            raise Refused(f"methods holds {method.name} twice. Keep one of them.")
+            raise RefusedError(f"methods holds {method.name} twice. Keep one of them.")
         objects[place] = method
     return objects, options
 
@@ -134,12 +134,12 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
     """Return the names that `evaluate.metrics` stores, and the metrics that are objects, by name.
 
     metrics: names, functions and metrics. The name of a function that another process can import is
-    its path. Raise `Refused` for anything else.
+    its path. Raise `RefusedError` for anything else.
     """
     if metrics is None:
         return [], {}
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
-        raise Refused(f"metrics={metrics!r} is no list. Write metrics=[...].")
+        raise RefusedError(f"metrics={metrics!r} is no list. Write metrics=[...].")
     names: list[str] = []
     own: dict[str, Metric] = {}
     for metric in metrics:
@@ -166,8 +166,8 @@ def describe_objects(
 
     settings: for each place, the overrides of its keys. config: the configuration without the
     objects. If it stores values for the same arrays, lists or network, they are used for keys
-    without a setting. Raise `Refused` for an object that does not fit, and for a setting that it
-    cannot have.
+    without a setting. Raise `RefusedError` for an object that does not fit, and for a setting that
+    it cannot have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -191,14 +191,14 @@ def describe_objects(
     return UserObjects(parts, {place: object_node(part) for place, part in parts.items()})
 
 
-def _wrong_object(argument: str, part: object, advice: str) -> Refused:
+def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
     if isinstance(part, type):
         name = part.__name__
-        return Refused(f"{argument}={name} is a class. Give an object of it, {name}(...).")
-    return Refused(f"{argument}={part!r} does not fit: {advice}")
+        return RefusedError(f"{argument}={name} is a class. Give an object of it, {name}(...).")
+    return RefusedError(f"{argument}={part!r} does not fit: {advice}")
 
 
-def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refused:
+def _no_effect(place: str, part: object, key: str, override: SetValue) -> RefusedError:
     """Return the error for a setting that cannot change an object that was made without it."""
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -208,7 +208,7 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
         advice = f"Set it in the object, {name}({argument}=...)"
         if inspect.isfunction(part):
             advice = f"Set it in the object, functools.partial({name}, {argument}=...)"
-    return Refused(
+    return RefusedError(
         f"{place}.{key}: '{override.text}' has no effect next to {_argument(place)}={name} "
         f"from Python. {advice}"
     )
@@ -258,7 +258,7 @@ def _wrapper_settings(
         name = key.split(".")[0]
         if name not in names:
             valid = suggest(name, names, f"{place} from Python has")
-            raise Refused(f"{place}.{key}: does not exist for an object from Python. {valid}")
+            raise RefusedError(f"{place}.{key}: does not exist for an object from Python. {valid}")
     target = f"{cls.__module__}.{cls.__qualname__}"
     values = _stored_values(stored, target, identity)
     return arguments(cls, _merge(values, overrides), place, later=[identity])
@@ -278,7 +278,7 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
     for key, override in overrides.items():
         name = key.split(".")[0]
         if name in fixed:
-            raise Refused(
+            raise RefusedError(
                 f"model.{key}: '{override.text}' has no effect next to {name}={fixed[name]!r}. "
                 "Keep one of them."
             )
@@ -324,9 +324,9 @@ def _title(part: object) -> str:
 
 # --- stored objects that are missing --------------------------------------------------------------
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `Refused` for a stored node of an object that the user has not given again."""
+    """Raise `RefusedError` for a stored node of an object that the user has not given again."""
     if OBJECT in node:
-        raise Refused(f"{place}: {node[TARGET]} was {node[OBJECT]}: {_give_again(place)}")
+        raise RefusedError(f"{place}: {node[TARGET]} was {node[OBJECT]}: {_give_again(place)}")
 
 
 def _give_again(place: str) -> str:

@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 # Values that one "low..high" may stand for.
 MAX_COUNTED_VALUES = 10_000
@@ -81,7 +81,7 @@ def _advise_key_and_value(text: str) -> str:
 def read_override(
     text: str, advise: Callable[[str], str] = _advise_key_and_value
 ) -> SettingOverride:
-    """Read one override; "0..4" is 0,1,2,3,4. Raise `Refused` for text that is no override.
+    """Read one override; "0..4" is 0,1,2,3,4. Raise `RefusedError` for text that is no override.
 
     advise: function that returns what to write instead of a text without "=".
     """
@@ -93,24 +93,24 @@ def read_override(
         return _to_setting(override, text, letters)
     except (HydraException, ValueError, TypeError) as error:
         advice = _QUOTE_ADVICE if "=" in text else advise(text)
-        raise Refused(f"'{text}' cannot be read as key=value: {advice}") from error
+        raise RefusedError(f"'{text}' cannot be read as key=value: {advice}") from error
 
 
 def _check_text(text: str) -> None:
-    """Raise `Refused` for texts that would give an unclear error of the grammar."""
+    """Raise `RefusedError` for texts that would give an unclear error of the grammar."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise Refused(
+        raise RefusedError(
             f"{text!r} is no text in UTF-8. Rename the file, or set the shell's encoding (LANG)."
         )
     call = _TUNE_CALL.match(text)
     if call and call[2] in TUNE_FUNCTIONS:
-        raise Refused(
+        raise RefusedError(
             f"'{text}' is written as in Ray Tune. "
             f"Write {call[1]}={TUNE_FUNCTIONS[call[2]]} for raysim sweep."
         )
     words = text.split()
     if len(words) > 1 and all(map(_SETTING.match, words)):
-        raise Refused(
+        raise RefusedError(
             f"'{text}' cannot be read as key=value: these are {len(words)} settings. "
             "Give each as an argument of its own, without quotes around all."
         )
@@ -142,7 +142,7 @@ def _expand_counts(text: str) -> str:
     def expand(count: re.Match[str]) -> str:
         first, last = int(count[1]), int(count[2])
         if not first <= last < first + MAX_COUNTED_VALUES:
-            raise Refused(
+            raise RefusedError(
                 f"'{text}' must be an ascending range of at most {MAX_COUNTED_VALUES:,} values. "
                 "Write the lower end first, such as 0..4."
             )

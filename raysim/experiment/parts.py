@@ -28,7 +28,7 @@ from raysim.experiment.instantiate import (
 from raysim.experiment.objects import CUSTOM_MODEL_KEYS, PARTS, refuse_missing
 from raysim.experiment.settings import ExecutionOptions
 from raysim.models.split import DATA_ARGUMENTS, CustomModel, ExternalModel
-from raysim.primitives.errors import Refused, errors_as_refusals, suggest
+from raysim.primitives.errors import RefusedError, errors_as_refusals, suggest
 from raysim.training.run_spec import RunSettings
 
 T = TypeVar("T")
@@ -41,13 +41,13 @@ def build_part(
 ) -> Any:
     """Return the part of a group, such as "fleet": the user's object, or one of the node's class.
 
-    Raise `Refused` if the node gives no class, or the class of another group.
+    Raise `RefusedError` if the node gives no class, or the class of another group.
     """
     if group in objects:
         return objects[group]
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
-        raise Refused(
+        raise RefusedError(
             f"{group}={format_value(node)} names no class: choose an option of the group {group}"
         )
     refuse_missing(node, group)
@@ -61,7 +61,7 @@ def build_part(
             return function
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
-        raise Refused(
+        raise RefusedError(
             f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'"
         )
     return build_object(cls, node, group)
@@ -101,13 +101,13 @@ def build_methods(
 ) -> tuple[Method, ...]:
     """Return the learner of a configuration, if it has one, and its methods.
 
-    Raise `Refused` for names that are not allowed.
+    Raise `RefusedError` for names that are not allowed.
     """
     methods = build_list(config, "method", Method, allow, objects)
     if config.get("learner"):  # older runs have no group learner
         learner = build_part(config, "learner", allow, objects)
         if not isinstance(learner, Method):
-            raise Refused(
+            raise RefusedError(
                 f"learner={type(learner).__name__} is no learner: give a raysim.Learner, or a "
                 "raysim.Method that trains clients by run.train"
             )
@@ -122,7 +122,7 @@ def build_list(
     """Return the parts of a group that may have several, such as "observer"."""
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
-        raise Refused(
+        raise RefusedError(
             f"{group}={format_value(nodes)} must be a mapping. "
             "Give each part a name, as in {mine: ...}."
         )
@@ -139,14 +139,14 @@ def build_list(
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
     """Return the class that the node of a method or an observer gives."""
     if not isinstance(node, Mapping) or TARGET not in node:
-        raise Refused(
+        raise RefusedError(
             f"{path}={format_value(node)} names no class: give a value to one of its keys instead"
         )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)
     if not issubclass(cls, kind):
         group = path.partition(".")[0]
-        raise Refused(
+        raise RefusedError(
             f"{path}.{TARGET}={node[TARGET]} is no {group}: "
             f"give a subclass of raysim.{kind.__name__}"
         )
@@ -159,7 +159,7 @@ def build_metrics(
     """Return the user's metrics among `evaluate.metrics`, by name.
 
     A name with dots gives a function, a `raysim.Metric`, or a class whose objects are called like a
-    function. own: metrics from Python. Raise `Refused` for one that cannot be imported.
+    function. own: metrics from Python. Raise `RefusedError` for one that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -175,7 +175,7 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
     if isinstance(target, Metric):
         return target
     if not callable(target):
-        raise Refused(
+        raise RefusedError(
             f"evaluate.metrics={name} is no function: give the path of one, such as "
             "mine.metrics.brier"
         )
@@ -190,7 +190,9 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     valid_keys = run_keys | execution_keys
     for key in values:
         if key not in valid_keys:
-            raise Refused(f"{key} does not exist: {suggest(key, sorted(valid_keys), 'a run has')}")
+            raise RefusedError(
+                f"{key} does not exist: {suggest(key, sorted(valid_keys), 'a run has')}"
+            )
     run_values = {key: value for key, value in values.items() if key in run_keys}
     execution_values = {key: value for key, value in values.items() if key in execution_keys}
     settings = build_object(RunSettings, run_values, "")
@@ -198,7 +200,7 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
 
 
 def check_values(node: Node) -> None:
-    """Raise `Refused` for values that are wrong on every machine.
+    """Raise `RefusedError` for values that are wrong on every machine.
 
     Do not check whether data, devices and code outside raysim exist.
     """
@@ -221,21 +223,23 @@ def check_values(node: Node) -> None:
 def choose_device(name: str, is_remote: bool) -> str:
     """Return the device's name; choose one for "auto". is_remote: workers run on other machines.
 
-    Raise `Refused` for a device that does not exist.
+    Raise `RefusedError` for a device that does not exist.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     is_index = index.isdecimal() and len(index) < 4
     if kind not in DEVICE_KINDS or (index and not is_index):
-        raise Refused(f"device={name} does not exist: {suggest(name, ('auto', *DEVICE_KINDS))}")
+        raise RefusedError(
+            f"device={name} does not exist: {suggest(name, ('auto', *DEVICE_KINDS))}"
+        )
     if kind == "cuda" and not is_remote and int(index or 0) >= torch.cuda.device_count():
-        raise Refused(
+        raise RefusedError(
             f"device={name} needs a GPU that torch does not see "
             f"(it sees {torch.cuda.device_count()}): set device=cpu"
         )
     if kind != "cuda" and index not in ("", "0"):
-        raise Refused(f"device={name} does not exist, there is only one: set device={kind}")
+        raise RefusedError(f"device={name} does not exist, there is only one: set device={kind}")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise Refused("device=mps needs a Mac with Metal: set device=cpu")
+        raise RefusedError("device=mps needs a Mac with Metal: set device=cpu")
     return name

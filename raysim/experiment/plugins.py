@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 ENTRY_POINT_GROUP = "raysim.plugins"
 
@@ -31,10 +31,10 @@ def installed_packages() -> tuple[str, ...]:
 def allow_packages(packages: Sequence[str]) -> list[Path]:
     """Return the folders `conf` inside these packages; search the current folder, too.
 
-    Raise `Refused` for a package that does not exist, and for one text in place of a list.
+    Raise `RefusedError` for a package that does not exist, and for one text in place of a list.
     """
     if isinstance(packages, str):
-        raise Refused(
+        raise RefusedError(
             f"allow={packages!r} is one text, not a list of packages. Write allow=[{packages!r}]."
         )
     current_folder = os.getcwd()
@@ -43,7 +43,7 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
     for package in packages:
         root = package.partition(".")[0]
         if root not in sys.modules and not _find_spec(root):
-            raise Refused(
+            raise RefusedError(
                 f"allow={package}: there is no such package. "
                 "Correct its name, install it, or go to the folder where it is."
             )
@@ -87,15 +87,15 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
     """Return the folders `conf` inside these packages, of those that have one.
 
-    Raise `Refused` for a folder that only contains the package: Python takes it for a package of
-    the same name.
+    Raise `RefusedError` for a folder that only contains the package: Python takes it for a package
+    of the same name.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):
         for location in map(Path, _package_locations(name)):
             inner = location / name
             if not (location / "__init__.py").exists() and (inner / "__init__.py").is_file():
-                raise Refused(
+                raise RefusedError(
                     f"allow={name}: the package is one folder further in, {inner}. "
                     f"Go to {location} first."
                 )

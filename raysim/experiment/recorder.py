@@ -16,7 +16,7 @@ from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
 from raysim.primitives.commit import source_commit
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
@@ -281,12 +281,12 @@ def _study_of(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Return the user's own observers, wrapped so that an error says which one failed.
 
-    Raise `Refused` for an object that is not an observer.
+    Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []
     if on_round is not None:
         if not callable(on_round):
-            raise Refused(
+            raise RefusedError(
                 f"on_round={on_round!r} cannot be called. "
                 "Give a function that takes the row of a round."
             )
@@ -294,7 +294,7 @@ def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> l
         wrapped.append(UserObserver(RoundCallback(on_round), f"on_round={name}"))
     for observer in observers:
         if not isinstance(observer, Observer):
-            raise Refused(
+            raise RefusedError(
                 f"observers={observer!r} is no observer. "
                 "Give an object of a subclass of raysim.Observer."
             )

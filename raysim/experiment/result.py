@@ -19,7 +19,7 @@ from raysim.api.messages import PublishedVersion, ScoringTask
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
@@ -101,7 +101,7 @@ class Result:
 
         path = self.folder / "clients.parquet"
         if not path.is_file():
-            raise Refused(
+            raise RefusedError(
                 f"{self.folder} has no clients.parquet: "
                 "an earlier version wrote it, or it has no round yet"
             )
@@ -112,26 +112,26 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its keys are those of the user's model. best: True loads the weights of the best round, see
-        `summary["best_model"]`. Raise `Refused` if clients have personal parameters, or the run has
-        not finished.
+        `summary["best_model"]`. Raise `RefusedError` if clients have personal parameters, or the
+        run has not finished.
         """
         self._refuse_personal()
         if not self._has_parameters():
-            raise Refused("the parameters of this learner are bytes: use result.parameters()")
+            raise RefusedError("the parameters of this learner are bytes: use result.parameters()")
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
 
     def parameters(self) -> Any:
         """Return the final parameters of a learner, as its `fit` would receive them.
 
-        Raise `Refused` if the run has no learner, or no checkpoint of the last round.
+        Raise `RefusedError` if the run has no learner, or no checkpoint of the last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(None)
             network = getattr(worker.vector.networks["model"], "net", None)
             if not isinstance(network, LearnerNetwork):
-                raise Refused("this run has no learner: use result.model()")
+                raise RefusedError("this run has no learner: use result.model()")
             if network.content is not None and not final.path:
-                raise Refused(
+                raise RefusedError(
                     "checkpoint.every: no checkpoint of the last round holds the parameters. "
                     "Set it above 0."
                 )
@@ -141,8 +141,8 @@ class Result:
     def client_model(self, client: int) -> nn.Module:
         """Return the model that is scored for a client: with its personal tensors, personalised.
 
-        Raise `Refused` if there is no such client, or no checkpoint of the last round with client
-        states.
+        Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
+        client states.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -153,7 +153,7 @@ class Result:
         """Return a client's state by full name: personal tensors, and state that methods declare.
 
         A client that never trained has its initial state. The result is empty if clients have no
-        state. Raise `Refused` like `client_model`.
+        state. Raise `RefusedError` like `client_model`.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))
@@ -166,13 +166,13 @@ class Result:
 
         The shared model scores the central test set, and a client's own model the client's test
         set. Both have the weights that were evaluated last; a method (FedExP) may choose these.
-        best: True uses the shared model of the best round. Raise `Refused` if there are no such
-        samples, and like `model` and `client_model`.
+        best: True uses the shared model of the best round. Raise `RefusedError` if there are no
+        such samples, and like `model` and `client_model`.
         """
         if client is None:
             self._refuse_personal()
         elif best:
-            raise Refused(
+            raise RefusedError(
                 "best=True: the clients' own models are kept only for the last round. Remove "
                 "`client` or `best=True`."
             )
@@ -182,7 +182,9 @@ class Result:
             reason = "the data has no central test set: give a client"
             if client is not None:
                 reason = f"{data.label(client)} has none"
-            raise Refused(f"there is nothing to predict: {reason}, result.predictions(client=...)")
+            raise RefusedError(
+                f"there is nothing to predict: {reason}, result.predictions(client=...)"
+            )
         with self._final_state() as final:
             worker, task, published, state = final.scoring(client)
             if best:
@@ -193,7 +195,9 @@ class Result:
     def _client(self, client: int) -> int:
         count = len(self.experiment.spec.data.partition.test)
         if not (isinstance(client, (int, np.integer)) and 0 <= client < count):
-            raise Refused(f"client {client} does not exist: this run has clients 0 to {count - 1}")
+            raise RefusedError(
+                f"client {client} does not exist: this run has clients 0 to {count - 1}"
+            )
         return int(client)
 
     def _has_parameters(self) -> bool:
@@ -204,7 +208,7 @@ class Result:
         _, layout = build_networks(self.experiment.spec)
         entries = (*layout.entries, *layout.counters)
         if any(entry.personal and entry.network == "model" for entry in entries):
-            raise Refused(
+            raise RefusedError(
                 "every client of this run has a model of its own: ask for one, client_model(client)"
             )
 
@@ -213,10 +217,10 @@ class Result:
         if path.is_file():
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
-            raise Refused(
+            raise RefusedError(
                 f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again."
             )
-        raise Refused(
+        raise RefusedError(
             f"{self.folder} has no {name}: the run has not finished. "
             f"Continue it with out={self.folder} resume=latest."
         )
@@ -279,7 +283,7 @@ class _FinalState:
         replicas, published = self.coordinator.replicas, self.published
         has_states = client_states.stateful or self.worker.personalises
         if not self.path and (has_states or not replicas.is_single):
-            raise Refused(
+            raise RefusedError(
                 "checkpoint.every: no checkpoint of the last round holds client states and "
                 "replicas. Set it above 0."
             )

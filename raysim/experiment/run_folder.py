@@ -12,7 +12,7 @@ from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.many_runs import check_free, dated_folder, folder_to_resume
 from raysim.experiment.settings import Experiment
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import (
     LOCK_FILE,
     existing_file,
@@ -70,7 +70,7 @@ class Place:
 def choose_place(experiment: Experiment) -> Place:
     """Return a run's folder and checkpoint. Nothing is written.
 
-    Raise `Refused` for a folder that is taken or holds another run.
+    Raise `RefusedError` for a folder that is taken or holds another run.
     """
     resume = experiment.execution.resume
     if resume is None:
@@ -86,7 +86,7 @@ def _new_place(experiment: Experiment) -> Place:
     check_free(folder)
     check_writable(folder, options)
     if options.folder and {*open_store(options.folder).names()} - {LOCK_FILE}:
-        raise Refused(
+        raise RefusedError(
             f"checkpoint.folder={without_password(options.folder)} is not empty. "
             "Choose another one, or continue its run with resume=latest."
         )
@@ -99,7 +99,7 @@ def _latest_place(experiment: Experiment) -> Place:
     folder = user_path(folder_to_resume(experiment.execution.out))
     exists = folder.exists()
     if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
-        raise Refused(
+        raise RefusedError(
             f"out={folder} is not the folder of a run. Choose another one, or leave resume out."
         )
     check_writable(folder, options)
@@ -159,7 +159,7 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     if not is_remote(address):
         address = str(user_path(address))
         if not Path(address).is_dir():
-            raise Refused(
+            raise RefusedError(
                 f"resume={address} is not a folder. Give a checkpoint such as "
                 "runs/NAME/checkpoints/round-000010, or latest."
             )
@@ -170,7 +170,7 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
         run_folder = Path(checkpoints).resolve().parent
     folder = user_path(out) if out else run_folder
     if folder is None:
-        raise Refused(
+        raise RefusedError(
             f"resume={without_password(address)} is not in the folder of its run. "
             "Name that one with out=DIR."
         )
@@ -180,7 +180,7 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     if run_folder is None:
         is_same_run = (folder / CONFIG).is_file()
     if folder.exists() and not is_same_run:
-        raise Refused(
+        raise RefusedError(
             f"out={folder} exists already, and {address} does not belong to it. "
             "Choose another out, or leave it out."
         )
@@ -194,14 +194,14 @@ def _continue_checkpoint(address: str, place: Place, rounds: int) -> Place:
     text = without_password(address)
     version = checkpoint.version_of(address)
     if version > rounds:
-        raise Refused(
+        raise RefusedError(
             f"rounds={rounds} is below round {version} of {text}. Set rounds={version} or more."
         )
     return replace(place, resume=address, note=f"continuing from {text}")
 
 
 def check_writable(folder: Path, options: Checkpoint) -> None:
-    """Raise `Refused` if a run's folder, or the folder of its checkpoints, cannot be written."""
+    """Raise `RefusedError` if the folder of a run or of its checkpoints cannot be written."""
     folders = [("out", folder)]
     for checkpoint_folder in separate_checkpoint_folders(options, folder):
         folders.append(("checkpoint.folder", checkpoint_folder))
@@ -210,11 +210,11 @@ def check_writable(folder: Path, options: Checkpoint) -> None:
         while not parent.exists():
             parent = parent.parent
         if not parent.is_dir():
-            raise Refused(
+            raise RefusedError(
                 f"{key}={path} cannot be created because {parent} is a file. Choose another folder."
             )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise Refused(
+            raise RefusedError(
                 f"{key}={path} cannot be written because {parent} is read-only. "
                 "Choose another folder."
             )
@@ -231,7 +231,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
 
 def _check_run_in(address: str | None, config: Node) -> None:
-    """Raise `Refused` if an address contains results or checkpoints of another run."""
+    """Raise `RefusedError` if an address contains results or checkpoints of another run."""
     if not address:
         return
     store = open_store(address)
@@ -241,19 +241,19 @@ def _check_run_in(address: str | None, config: Node) -> None:
 
 
 def _check_same_run(stored: Node, config: Node, store: Store) -> None:
-    """Raise `Refused` if a run would be resumed with other settings than the stored ones."""
+    """Raise `RefusedError` if a run would be resumed with other settings than the stored ones."""
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
     for key in _keys_of_bits([*stored_values, *values]):
         if key not in stored_values:
-            raise Refused(
+            raise RefusedError(
                 f"{key}={format_value(values[key])} is no key of the run in {store}: it is another "
                 f"run, or an earlier version of raysim than {__version__} wrote it. "
                 "Choose another out."
             )
         if stored_values[key] != values.get(key):
             value = format_value(values[key]) if key in values else "absent"
-            raise Refused(
+            raise RefusedError(
                 f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
                 f"in {store}. Set it back, or choose another out."
             )

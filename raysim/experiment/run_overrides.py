@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from raysim.experiment.groups import LISTS, SWEEP, find_groups
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.overrides import SettingOverride, read_override
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 # Keys with several values, of which one may be set by the short name.
 SHORT_KEYS = {"init": "init.file"}
@@ -32,7 +32,7 @@ class ExtractedOverrides(NamedTuple):
 
 
 def read_setting(text: str) -> SettingOverride:
-    """Read one override with one or several values. Raise `Refused` for other texts."""
+    """Read one override with one or several values. Raise `RefusedError` for other texts."""
     return read_override(text, _suggest_key)
 
 
@@ -49,11 +49,11 @@ def _suggest_key(word: str) -> str:
 
 
 def single_override(text: str) -> SettingOverride:
-    """Read one override with a single value. Raise `Refused` for Hydra's other kinds."""
+    """Read one override with a single value. Raise `RefusedError` for Hydra's other kinds."""
     override = read_setting(text)
     key = override.key
     if override.is_delete:
-        raise Refused(
+        raise RefusedError(
             f"'{text}' would remove a setting, but every setting stays. "
             "Give it another value instead."
         )
@@ -63,9 +63,9 @@ def single_override(text: str) -> SettingOverride:
             advice += f"; {key}=a+b is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
-        raise Refused(f"'{text}' gives several values, but a run takes one: {advice}")
+        raise RefusedError(f"'{text}' gives several values, but a run takes one: {advice}")
     if override.package is not None:
-        raise Refused(
+        raise RefusedError(
             f"'{text}' moves a group with '@', but groups keep their names. Write {key}=VALUE."
         )
     return override
@@ -75,14 +75,15 @@ def expand_override(text: str) -> tuple[str, list[str]]:
     """Return the key of an override, and one override for each value that it lists.
 
     "seed=0,1", "seed=range(2)" and "seed=0..1" list two values; "method=fedavg,fedbr+mixup" lists
-    two method lists, as "method=[],[a,b]" does. Raise `Refused` if the values cannot be listed.
+    two method lists, as "method=[],[a,b]" does. Raise `RefusedError` if the values cannot be
+    listed.
     """
     override = read_setting(text)
     key = override.key
     if not override.is_sweep:
         return single_override(text).key, [text]
     if override.choices is None or override.package is not None:
-        raise Refused(
+        raise RefusedError(
             f"'{text}' does not list the values of {key}. Write {key}=VALUE,VALUE or {key}=0..4."
         )
     return key, [f"{key}={choice}" for choice in override.choice_texts]
@@ -102,9 +103,9 @@ def full_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_plus(text: str) -> None:
-    """Raise `Refused` for "+key=value": in Hydra it adds a key, but here all keys exist."""
+    """Raise `RefusedError` for "+key=value": in Hydra it adds a key, but here all keys exist."""
     if text.startswith("+"):
-        raise Refused(
+        raise RefusedError(
             f"'{text}' would add a setting that exists already. Write {text.lstrip('+')}."
         )
 
@@ -130,8 +131,8 @@ def extract_overrides(
 ) -> ExtractedOverrides:
     """Separate the overrides of some places ("data", "method.fedprox") from the others.
 
-    Raise `Refused` for an override that chooses an option of such a place, and for a key that is
-    given twice.
+    Raise `RefusedError` for an override that chooses an option of such a place, and for a key that
+    is given twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []
@@ -163,12 +164,12 @@ def _add_to_place(
 ) -> None:
     inner = key.removeprefix(place).removeprefix(".")
     if not inner:
-        raise Refused(
+        raise RefusedError(
             f"{key}: '{value.text}' has no effect next to an object from Python. Keep one of them."
         )
     if inner in by_place[place]:
         earlier = by_place[place][inner]
-        raise Refused(
+        raise RefusedError(
             f"{key}: is given twice, as '{earlier.text}' and as '{value.text}'. Keep one of them."
         )
     by_place[place][inner] = value

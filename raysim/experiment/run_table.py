@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.many_runs import is_resume_requested, wrong_folder_error
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import replace_file
 from raysim.results.progress import format_duration
 
@@ -64,11 +64,11 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read the plan of a folder. Raise `Refused` if it is broken."""
+    """Read the plan of a folder. Raise `RefusedError` if it is broken."""
     path = plan_file(folder, command)
     plan = load_yaml(path)
     if not {"overrides", "conf"} <= plan.keys():
-        raise Refused(
+        raise RefusedError(
             f"{path}: this is not the plan of a {command}. Restore it, or use a new folder"
         )
     return plan
@@ -78,7 +78,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if the overrides continue a folder that contains a plan.
 
     With out=DIR resume=latest and the overrides of a new study or sweep, a missing or empty folder
-    begins a new one. Raise `Refused` for any other folder without a plan.
+    begins a new one. Raise `RefusedError` for any other folder without a plan.
     """
     if not is_resume_requested(overrides, command):
         return False
@@ -86,7 +86,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
         return True
     old_plan = OLD_PLANS.get(command)
     if old_plan and (folder / old_plan).is_file():
-        raise Refused(
+        raise RefusedError(
             f"out={folder}: an earlier version of raysim wrote this {command} ({old_plan}), and "
             "this version cannot continue it. Start a new one in another folder"
         )

@@ -30,7 +30,7 @@ from raysim.experiment.recorder import (
 )
 from raysim.experiment.run_folder import CONFIG, begin_folder, choose_place, last_checkpoint
 from raysim.experiment.settings import Experiment
-from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+from raysim.primitives.errors import RefusedError, errors_as_refusals, first_line
 from raysim.primitives.files import lock_folder, replace_file
 from raysim.results.history import Row, read_history, write_history
 from raysim.results.observers import HISTORY
@@ -55,7 +55,7 @@ def record_failure(log: Path) -> Iterator[None]:
     """Write an error into a run's log and raise `RunFailedError` with one sentence."""
     try:
         yield
-    except (Refused, RunStoppedError) as error:
+    except (RefusedError, RunStoppedError) as error:
         text = str(error).strip()  # with the traceback of a client's error, if there is one
         _append(log, f"raysim: {text}\n")
         raise RunFailedError(first_line(error)) from error
@@ -205,7 +205,7 @@ class SteppedRun:
                 try:
                     lock.enter_context(lock_folder(self.folder))
                     break
-                except Refused:
+                except RefusedError:
                     if time.monotonic() >= deadline:
                         raise
                     time.sleep(0.1)

@@ -28,7 +28,7 @@ from raysim.flower.messages import (
 )
 from raysim.flower.project import load_object, users_line
 from raysim.flower.simple_grid import SimpleGrid
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.training.own_training import seeded_generators
 
 GET_PARAMETERS = "get_parameters"
@@ -48,7 +48,7 @@ def make_initial(
     """Return the initial parameters from a function, a ServerApp, or the clients themselves.
 
     function, server_app: references, or "". The global generators are seeded from the runner's
-    seed. Raise `Refused` if nothing provides the parameters.
+    seed. Raise `RefusedError` if nothing provides the parameters.
     """
     folder = runner.folder or Path.cwd()
     with seeded_generators(runner.seed, torch.device("cpu")):
@@ -56,19 +56,19 @@ def make_initial(
             setting = f"learner.parameters={function}"
             maker = load_object(function, folder, "learner.parameters")
             if not callable(maker):
-                raise Refused(f"{setting}: cannot be called. Give a function.")
+                raise RefusedError(f"{setting}: cannot be called. Give a function.")
             return from_object(maker(), setting)
         if server_app:
             return from_server_app(server_app, runner, folder)
         if not runner.app.uses_client_fn:
-            raise Refused(
+            raise RefusedError(
                 f"learner.app={client_app}: nothing provides the initial parameters. "
                 "Set learner.parameters=module:function, or learner.folder to the app's project."
             )
         try:
             return from_client(runner)
         except AppError as error:
-            raise Refused(
+            raise RefusedError(
                 f"learner.app={client_app}: get_parameters of client 0 fails ({error}). "
                 "Set learner.parameters=module:function."
             ) from error
@@ -119,12 +119,14 @@ class _FirstMessageGrid(SimpleGrid):
 def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialModel:
     """Return the parameters and the config in a ServerApp's first message for training.
 
-    Raise `Refused` if the app ends or fails before.
+    Raise `RefusedError` if the app ends or fails before.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, key)
     if not isinstance(app, ServerApp):
-        raise Refused(f"{key}: is a {type(app).__name__}, not a ServerApp. Set learner.parameters.")
+        raise RefusedError(
+            f"{key}: is a {type(app).__name__}, not a ServerApp. Set learner.parameters."
+        )
     grid = _FirstMessageGrid(runner)
     context = Context(
         run_id=RUN_ID,
@@ -142,12 +144,12 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     except (Exception, SystemExit) as error:
         if grid.first is None:
             place = users_line(error, folder)
-            raise Refused(
+            raise RefusedError(
                 f"{key}: fails before its first message: {type(error).__name__}: {error}{place}. "
                 "Correct it, or set learner.parameters."
             ) from error
     if grid.first is None:
-        raise Refused(f"{key}: sends no message for training. Set learner.parameters.")
+        raise RefusedError(f"{key}: sends no message for training. Set learner.parameters.")
     content = grid.first.content
     return InitialModel(_only_arrays(content, key), _config_of(content))
 
@@ -155,7 +157,7 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
 def _only_arrays(content: RecordDict, key: str) -> dict[str, np.ndarray]:
     records = list(content.array_records.values())
     if len(records) != 1:
-        raise Refused(
+        raise RefusedError(
             f"{key}: its first message has {len(records)} ArrayRecords, and one is needed. "
             "Set learner.parameters."
         )
@@ -186,7 +188,7 @@ def from_client(runner: AppRunner) -> InitialModel:
 def from_object(made: Any, key: str) -> InitialModel:
     """Return the parameters of an object: a module, a mapping or a list of arrays, a record.
 
-    Raise `Refused` for another object.
+    Raise `RefusedError` for another object.
     """
     if hasattr(made, "state_dict"):
         made = made.state_dict()
@@ -196,7 +198,7 @@ def from_object(made: Any, key: str) -> InitialModel:
         return InitialModel({str(name): _as_array(value) for name, value in made.items()})
     if isinstance(made, list | tuple):
         return InitialModel({str(name): _as_array(value) for name, value in enumerate(made)})
-    raise Refused(
+    raise RefusedError(
         f"{key}: returned a {type(made).__name__}. Return a torch.nn.Module, arrays by name, "
         "a list of arrays, or an ArrayRecord."
     )

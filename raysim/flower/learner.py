@@ -25,7 +25,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.setup import Setup
 from raysim.flower.project import LoadedClientApp, Project, flatten, load_client_app, read_project
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.extras import import_optional
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class FlowerLearner(Learner):
     project's pyproject.toml. folder: the project's folder; None is the current folder. run_config:
     overrides of the project's run config. train_config, evaluate_config: values in the config of
     each message. parameters: "module:function" that makes the initial parameters; "" takes those of
-    the project's ServerApp or of `get_parameters`. Raise `Refused` for an app that cannot be used.
+    the project's ServerApp or of `get_parameters`. Raise `RefusedError` for an app that cannot be
+    used.
     """
 
     name = "flower"
@@ -69,12 +70,12 @@ class FlowerLearner(Learner):
         self._resolved_config = project.run_config(self.run_config, "learner.run_config")
         self._reference = app or project.client_app
         if not self._reference:
-            raise Refused(
+            raise RefusedError(
                 f"{KEY}: no app is set, and {project.file} names none. Set {KEY}=module:object."
             )
         loaded = self._load()
         if not loaded.can_train:
-            raise Refused(
+            raise RefusedError(
                 f"{KEY}={self._reference}: the app has no function for training. "
                 "Add one with @app.train()."
             )
@@ -91,8 +92,8 @@ class FlowerLearner(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the app's initial parameters, arrays by name.
 
-        They are made once and travel to the workers with the learner. Raise `Refused` if nothing
-        provides them.
+        They are made once and travel to the workers with the learner. Raise `RefusedError` if
+        nothing provides them.
         """
         from raysim.flower.initial import make_initial
 

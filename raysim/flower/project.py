@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.extras import import_optional
 
 PROJECT_FILE = "pyproject.toml"
@@ -43,13 +43,13 @@ class Project:
     def run_config(self, overrides: Mapping[str, Any], key: str) -> UserConfig:
         """Return the run config with overrides.
 
-        key: the setting that has the overrides. Raise `Refused` for a key that the file lacks.
+        key: the setting that has the overrides. Raise `RefusedError` for a key that the file lacks.
         """
         changed = flatten(overrides, key)
         for name in changed:
             if self.config and name not in self.config:
                 valid = suggest(name, self.config, "the app's run config has")
-                raise Refused(f"{key}.{name}: does not exist in {self.file}. {valid}")
+                raise RefusedError(f"{key}.{name}: does not exist in {self.file}. {valid}")
         return {**self.config, **changed}
 
     @property
@@ -62,14 +62,14 @@ def read_project(folder: str | Path) -> Project:
     """Read the project in a folder. Without a pyproject.toml, only the folder is known."""
     root = Path(folder).expanduser().resolve()
     if not root.is_dir():
-        raise Refused(f"{folder}: there is no such folder. Give the folder of a Flower app.")
+        raise RefusedError(f"{folder}: there is no such folder. Give the folder of a Flower app.")
     file = root / PROJECT_FILE
     if not file.is_file():
         return Project(root)
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{file}: is no valid TOML ({error}). Correct the file.") from error
+        raise RefusedError(f"{file}: is no valid TOML ({error}). Correct the file.") from error
     flower = values.get("tool", {}).get("flwr", {})
     app = flower.get("app", {})
     components = app.get("components", {})
@@ -92,7 +92,7 @@ def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
 def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
     """Return nested values with their keys joined by dots.
 
-    key: what an error names. Raise `Refused` for a value that Flower's run config cannot hold.
+    key: what an error names. Raise `RefusedError` for a value that Flower's run config cannot hold.
     """
     flat: UserConfig = {}
     for name, value in values.items():
@@ -102,7 +102,7 @@ def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig
         elif isinstance(value, _SCALARS):
             flat[path] = value
         else:
-            raise Refused(
+            raise RefusedError(
                 f"{key}.{path}={value!r}: is a {type(value).__name__}. "
                 "Use a number, a text, true or false."
             )
@@ -113,11 +113,11 @@ def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig
 def load_object(reference: str, folder: Path, key: str) -> Any:
     """Import "module:object" with the folder on the path of imports.
 
-    key: the setting that contains the reference. Raise `Refused` if it cannot be imported.
+    key: the setting that contains the reference. Raise `RefusedError` if it cannot be imported.
     """
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
-        raise Refused(
+        raise RefusedError(
             f"{key}={reference}: is no reference to an object. Write module:object, "
             "such as mypackage.client_app:app."
         )
@@ -126,7 +126,7 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
         if not hasattr(target, name):
             public = [known for known in vars(target) if not known.startswith("_")]
             valid = suggest(name, public, f"{module_name} has")
-            raise Refused(f"{key}={reference}: there is no {name} in {module_name}. {valid}")
+            raise RefusedError(f"{key}={reference}: there is no {name} in {module_name}. {valid}")
         target = getattr(target, name)
     return target
 
@@ -143,7 +143,7 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
         advice = "Correct the app."
         if isinstance(error, ModuleNotFoundError):
             advice = "Install the missing package, or give the folder that contains the module."
-        raise Refused(
+        raise RefusedError(
             f"{setting}: cannot be imported: {type(error).__name__}: {error}{place}. {advice}"
         ) from error
 
@@ -196,7 +196,7 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Return a ClientApp from a ClientApp, a client_fn, or a class of clients.
 
-    setting: what an error names. Raise `Refused` for another object.
+    setting: what an error names. Raise `RefusedError` for another object.
     """
     from flwr.client import Client, NumPyClient
     from flwr.clientapp import ClientApp
@@ -206,7 +206,7 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     if inspect.isroutine(target) or isinstance(target, functools.partial):
         target = ClientApp(client_fn=target)
     if not isinstance(target, ClientApp):
-        raise Refused(
+        raise RefusedError(
             f"{setting}: is a {type(target).__name__}. Give a ClientApp, a client_fn, "
             "or a class of clients."
         )
@@ -230,7 +230,7 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) > 1:
-        raise Refused(
+        raise RefusedError(
             f"{setting}: the class needs {len(required)} arguments. Give a client_fn(context) "
             "that makes the client."
         )

@@ -28,7 +28,7 @@ from raysim.flower.project import LoadedClientApp, users_line
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.worker import AppSpec, AppWorker
 from raysim.primitives.checks import at_least
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder, make_folder, replace_file
 from raysim.primitives.streams import torch_seed
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
@@ -117,7 +117,8 @@ class AppResult:
 def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     """Run a ServerApp until it returns. say: gets texts for the user.
 
-    Raise `Refused` for a folder that holds another run, and RunStoppedError if the ServerApp fails.
+    Raise `RefusedError` for a folder that holds another run, and RunStoppedError if the ServerApp
+    fails.
     """
     records: list[MessageRecord] = []
     digest = _ModelDigest()
@@ -155,7 +156,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
             raise RunStoppedError(
                 f"the ServerApp called sys.exit({error.code!r}){place}"
             ) from error
-    except (ReplayError, Refused):
+    except (ReplayError, RefusedError):
         raise
     except Exception as error:
         if grid.replay_error is not None:
@@ -183,13 +184,13 @@ def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
 # --- the folder -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredReplies]:
-    """Yield the stored replies of the run's folder. Raise `Refused` if it holds another run."""
+    """Yield the stored replies of the run's folder; raise `RefusedError` if it has another run."""
     if run.out is None:
         yield StoredReplies()
         return
     settings = run.out / SETTINGS
     if run.out.is_dir() and any(run.out.iterdir()) and not run.resumes:
-        raise Refused(
+        raise RefusedError(
             f"out={run.out}: the folder is not empty. Choose another one, or continue its run "
             "with resume=latest."
         )
@@ -212,7 +213,7 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
 def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out: Path) -> None:
     for key, value in identity.items():
         if stored.get(key) != value:
-            raise Refused(
+            raise RefusedError(
                 f"{key}={value}: the run in {out} has {key}={stored.get(key)}. "
                 "Use the same settings, or another folder."
             )

@@ -23,7 +23,7 @@ from flwr.server.strategy import FedAvg, Strategy
 from raysim.experiment.settings import RuntimeOptions
 from raysim.flower.project import inspect_client_app
 from raysim.flower.session import AppRun, run_app, warn_on_stderr
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.fleet import Fleet, Ideal
 
 
@@ -62,12 +62,12 @@ def start_simulation(
     "inprocess". workers: the number of workers; None starts as many as fit. out: the run's folder.
     resume: True continues the run in `out`.
 
-    Raise `Refused` for wrong arguments, and RunStoppedError if the strategy fails.
+    Raise `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
     """
     if clients_ids is not None:
-        raise Refused("clients_ids: Flower no longer supports it. Set num_clients instead.")
+        raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")
     if runtime not in ("local", "inprocess"):
-        raise Refused(f"runtime={runtime!r}: is no runtime here. Use 'local' or 'inprocess'.")
+        raise RefusedError(f"runtime={runtime!r}: is no runtime here. Use 'local' or 'inprocess'.")
     resources = client_resources or {}
     options = RuntimeOptions(
         name="local" if runtime == "local" else "inprocess",

@@ -44,7 +44,7 @@ from raysim.methods.client_rows import (
     rows_of,
 )
 from raysim.primitives.checks import at_least, between
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.vectors.blocks import split_range
 from raysim.vectors.row_store import GIB, check_budget
 
@@ -221,7 +221,7 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise Refused for more than MAX_COMBINATIONS, with a number of batches that is enough."""
+    """Raise `RefusedError` for more than MAX_COMBINATIONS, and name enough batches."""
     clients = -(-participants // batches)
     combinations = memory**clients
     if combinations <= MAX_COMBINATIONS:
@@ -229,7 +229,7 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     largest_batch = 0
     while memory ** (largest_batch + 1) <= MAX_COMBINATIONS:
         largest_batch += 1
-    raise Refused(
+    raise RefusedError(
         f"method.fedcda.batches={batches}: {clients} clients with {memory} models each have "
         f"{combinations:.2g} combinations, more than {MAX_COMBINATIONS}. Set "
         f"method.fedcda.batches={-(-participants // largest_batch)}."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raysim.models.classifier import Shape
 from raysim.models.split import ExternalModel
-from raysim.primitives.errors import Refused, first_line, nearest
+from raysim.primitives.errors import RefusedError, first_line, nearest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 
@@ -192,9 +192,9 @@ def _cannot_be_made(name: str, error: BaseException) -> ValueError:
 if not TYPE_CHECKING:  # mypy would take every attribute of this module for one that exists
 
     def __getattr__(name: str) -> None:
-        """Raise `Refused` with the new name of a renamed class that old configurations use."""
+        """Raise `RefusedError` with the new name of a renamed class that old configurations use."""
         if name == "HuggingFace":
-            raise Refused(
+            raise RefusedError(
                 "model._target_: raysim.models.zoo.HuggingFace is now called "
                 "raysim.models.zoo.HuggingFaceModel. Write that name."
             )

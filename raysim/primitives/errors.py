@@ -12,7 +12,7 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "Storage size calculation overf
 MAX_LISTED_NAMES = 20
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """The error of a request that cannot be carried out.
 
     Its text has the key with its value, what is wrong, and what to do.
@@ -20,23 +20,26 @@ class Refused(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows in place of a traceback through raysim."""
-        return [f"Refused: {self}"]
+        return [f"RefusedError: {self}"]
+
+
+Refused = RefusedError  # the name in version 0.1
 
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Raise `Refused` for errors that a wrong setting causes; do not change other errors."""
+    """Raise `RefusedError` for errors that a wrong setting causes; do not change other errors."""
     try:
         yield
-    except Refused:
+    except RefusedError:
         raise
     except (ValueError, OSError, OverflowError) as error:
-        raise Refused(on_one_line(error)) from error
+        raise RefusedError(on_one_line(error)) from error
     except (MemoryError, RuntimeError) as error:
         is_out_of_memory = any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
         if isinstance(error, RuntimeError) and not is_out_of_memory:
             raise
-        raise Refused(
+        raise RefusedError(
             f"the run needs more memory than this machine has ({first_line(error)}): ask for less"
         ) from error
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 # The file that the process of a run locks.
 LOCK_FILE = ".held"
@@ -101,14 +101,14 @@ def conf_folder() -> Path:
 def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote; ~ is the home folder.
 
-    Raise `Refused` for a value that cannot be a path.
+    Raise `RefusedError` for a value that cannot be a path.
     """
     if "\0" in str(text):
-        raise Refused(f"{str(text)!r} is no path: it contains a NUL")
+        raise RefusedError(f"{str(text)!r} is no path: it contains a NUL")
     try:
         str(text).encode()
     except UnicodeEncodeError:
-        raise Refused(
+        raise RefusedError(
             f"{str(text)!r} is no text in UTF-8, as files that name it have to be: rename it"
         ) from None
     try:
@@ -116,17 +116,17 @@ def user_path(text: str | Path) -> Path:
         path.is_dir()
         return path
     except OSError as error:  # a name that is too long
-        raise Refused(f"{str(text)[:60]}... is no path: {error.strerror}") from None
+        raise RefusedError(f"{str(text)[:60]}... is no path: {error.strerror}") from None
     except RuntimeError:
-        raise Refused(
+        raise RefusedError(
             f"{text} names a user whose home folder is unknown. Write the path in full."
         ) from None
 
 
 def make_folder(path: Path) -> Path:
-    """Return the folder at a path; make it if it is missing. Raise `Refused` for anything else."""
+    """Return the folder at a path, after making it if it is missing, or raise `RefusedError`."""
     if path.exists() and not path.is_dir():
-        raise Refused(f"{path} is not a folder. Choose another place.")
+        raise RefusedError(f"{path} is not a folder. Choose another place.")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -148,17 +148,17 @@ def without_password(text: str) -> str:
 def regular_file(path: Path) -> Path:
     """Return the path of a file that can be read to its end.
 
-    Raise `Refused` for a missing file, a folder, a pipe or a device, and for links to these.
+    Raise `RefusedError` for a missing file, a folder, a pipe or a device, and for links to these.
     """
     if not path.is_file():
-        raise Refused(f"{path} is no regular file: remove it, or put the file there.")
+        raise RefusedError(f"{path} is no regular file: remove it, or put the file there.")
     return path
 
 
 def existing_file(path: Path) -> list[Path]:
     """Return a list with the path of a regular file; empty if there is no file.
 
-    Raise `Refused` for anything but a regular file.
+    Raise `RefusedError` for anything but a regular file.
     """
     return [regular_file(path)] if os.path.lexists(path) else []
 
@@ -200,13 +200,13 @@ def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder of a run. Raise `Refused` if another process has locked it."""
+    """Lock the folder of a run. Raise `RefusedError` if another process has locked it."""
     path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
-        raise Refused(f"{path} is no file that can be locked. Remove it.")
+        raise RefusedError(f"{path} is no file that can be locked. Remove it.")
     with path.open("a+") as handle:
         if not _lock(handle):
-            raise Refused(
+            raise RefusedError(
                 f"{folder} is in use by {_owner(handle)}. "
                 "Wait until it ends, or choose another folder."
             )

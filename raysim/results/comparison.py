@@ -188,7 +188,7 @@ def report(
     between 0 and 1 for the table of costs; () takes the highest ones that were reached. width: of
     the figures, in inches. warn: function that gets a sentence about skipped folders.
 
-    Raise `Refused` if a folder has no run or a choice does not exist.
+    Raise `RefusedError` if a folder has no run or a choice does not exist.
     """
     paths = [runs] if isinstance(runs, (str, Path)) else list(runs)
     with errors_as_refusals():
@@ -206,7 +206,7 @@ def report(
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raise `Refused` for a format that figures cannot be written in."""
+    """Raise `RefusedError` for a format that figures cannot be written in."""
     with errors_as_refusals():
         for name in formats:
             one_of("--format", name, FORMATS)

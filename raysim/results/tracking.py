@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from raysim.primitives.commit import source_commit
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import (
     parse_json,
     regular_file,
@@ -76,7 +76,7 @@ def default_uri(root: Path) -> str:
 
 
 def expand_uri(uri: str) -> str:
-    """Replace ~ in an address by the home folder; raise `Refused` if it cannot be a path."""
+    """Replace ~ in an address by the home folder; raise `RefusedError` if it cannot be a path."""
     path = uri.removeprefix("sqlite:///")
     return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
 
@@ -689,7 +689,7 @@ def _names(value: object) -> list[str]:
 
 
 def find_experiment_id(uri: str) -> str:
-    """Return the id of raysim's experiment on a server; raise `Refused` if there is none."""
+    """Return the id of raysim's experiment on a server; raise `RefusedError` if there is none."""
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
@@ -697,9 +697,9 @@ def find_experiment_id(uri: str) -> str:
         experiment = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
     except MlflowException as error:
         problem = str(error).splitlines()[0][:120]
-        raise Refused(
+        raise RefusedError(
             f"{uri} gives no answer ({problem}). Set a database or a server of MLflow."
         ) from error
     if experiment is None:
-        raise Refused(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")
+        raise RefusedError(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")
     return str(experiment.experiment_id)

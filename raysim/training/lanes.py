@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from raysim.api.context import Batch, Context, Stage
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.training.job_loop import JobHandler
 from raysim.training.trainer import RunningJob, Trainer
 from raysim.vectors.layout import VectorStorage
 
 
-class LanesError(Refused):
+class LanesError(RefusedError):
     """A step cannot be computed for several clients at once, or not recorded as a CUDA graph."""
 
 

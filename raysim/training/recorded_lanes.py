@@ -24,7 +24,7 @@ from torch import Tensor
 from raysim.api.composition import failing_method_name
 from raysim.api.context import Batch, Stage
 from raysim.api.hook_checks import HookError
-from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.training.cuda_graph import Branches, Compute, recorder
 from raysim.training.gpu_kernels import GpuKernels, NoReading
 from raysim.training.lanes import LaneLoop, LanesError
@@ -321,7 +321,7 @@ def _name_method_in_errors() -> Iterator[None]:
     except LanesError:
         raise
     except HookError as error:  # the hook fails without a recording, too
-        raise Refused(str(error)) from error
+        raise RefusedError(str(error)) from error
     except Exception as error:
         name = failing_method_name(error)
         subject = f"method '{name}'" if name else "the model or the loop"

@@ -19,7 +19,7 @@ from raysim.commands.sweep.space import (
     grid_points,
     random_points,
 )
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 SPACE = {"a": Choice((1, 2, 3)), "b": Interval(0.5, 2.0), "c": Interval(1, 9, whole=True)}
 
@@ -55,7 +55,7 @@ def test_grid_has_every_combination_last_key_fastest() -> None:
 
 
 def test_grid_refuses_an_interval() -> None:
-    with pytest.raises(Refused, match=r"^b: sweep\.search=grid"):
+    with pytest.raises(RefusedError, match=r"^b: sweep\.search=grid"):
         grid_points(SPACE)
 
 
@@ -79,7 +79,7 @@ def test_equal_points_come_once() -> None:
     "values", [Interval(2.0, 1.0), Interval(0.0, 1.0, log=True), Choice(())], ids=str
 )
 def test_range_without_values_is_refused(values: Choice | Interval) -> None:
-    with pytest.raises(Refused, match=r"^local\.lr"):
+    with pytest.raises(RefusedError, match=r"^local\.lr"):
         check_range("local.lr", values)
 
 

@@ -24,5 +24,5 @@ def test_study_returns_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_study_refuses_a_wrong_key(tmp_path: Path) -> None:
-    with pytest.raises(raysim.Refused, match=r"local\.lr"):
+    with pytest.raises(raysim.RefusedError, match=r"local\.lr"):
         raysim.study(f"{OVERRIDES} locl.lr=1 out={tmp_path / 'study'}")

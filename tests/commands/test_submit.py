@@ -41,7 +41,7 @@ from raysim.commands.submit.package import (
 )
 from raysim.experiment.compose import compose
 from raysim.primitives.commit import source_commit
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.events import RunStoppedError
 
 ROOT = Path(__file__).parents[2]
@@ -114,11 +114,11 @@ class TestPackage:
         link = mine / "sub/c.py"
         for target in (tmp_path / "secret", "../../secret"):
             link.symlink_to(target)
-            with pytest.raises(Refused, match=f"^{link} .*{tmp_path / 'secret'}"):
+            with pytest.raises(RefusedError, match=f"^{link} .*{tmp_path / 'secret'}"):
                 find_files([mine])
             link.unlink()
         (mine / "d").symlink_to(tmp_path)
-        with pytest.raises(Refused, match="mine/d "):
+        with pytest.raises(RefusedError, match="mine/d "):
             find_files([mine])
 
     @pytest.mark.parametrize("argument", ["loop", "~nosuchuser", "a\0b"])
@@ -127,9 +127,9 @@ class TestPackage:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         Path("loop").symlink_to("loop")
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             find_files([argument])
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             read_runtime_env(argument)
 
     def test_large_package_names_its_largest_files(self, tmp_path: Path) -> None:
@@ -140,14 +140,14 @@ class TestPackage:
         files = find_files([mine])
         assert "mine 3.0 MB" in describe_size(files)
         check_size(files, 50)
-        with pytest.raises(Refused, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
+        with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
 
     def test_added_folder_must_exist_and_have_its_own_name(self, tmp_path: Path) -> None:
-        with pytest.raises(Refused, match="--with nowhere"):
+        with pytest.raises(RefusedError, match="--with nowhere"):
             find_files(["nowhere"])
         (tmp_path / "conf").mkdir()
-        with pytest.raises(Refused, match=f"--with {tmp_path / 'conf'}"):
+        with pytest.raises(RefusedError, match=f"--with {tmp_path / 'conf'}"):
             find_files([tmp_path / "conf"])
 
 
@@ -176,7 +176,7 @@ class TestCommand:
         ids=" ".join,
     )
     def test_results_in_the_jobs_folder_are_refused(self, words: tuple[str, ...]) -> None:
-        with pytest.raises(Refused, match=r"out="):
+        with pytest.raises(RefusedError, match=r"out="):
             check_command(job_command(*words), find_files())
 
     @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ class TestCommand:
 
     def test_folder_of_options_must_be_packed(self) -> None:
         command = job_command("run", "out=/s/a", conf=["mine/conf"])
-        with pytest.raises(Refused, match=r"--conf mine/conf.*--with mine"):
+        with pytest.raises(RefusedError, match=r"--conf mine/conf.*--with mine"):
             check_command(command, find_files())
 
     def test_environment_is_read_from_a_file(self, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ class TestCommand:
         path = tmp_path / "env.yaml"
         for text in ("working_dir: .", "- a", "a: ["):
             path.write_text(text)
-            with pytest.raises(Refused, match=f"--runtime-env {path}"):
+            with pytest.raises(RefusedError, match=f"--runtime-env {path}"):
                 read_runtime_env(str(path))
 
     def test_environment_has_the_packed_commit(self) -> None:

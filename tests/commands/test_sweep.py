@@ -29,7 +29,7 @@ from raysim.commands.sweep.trial import Trial, open_trial
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.settings import Experiment
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
@@ -111,7 +111,7 @@ class TestPlan:
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
     def test_wrong_override_is_refused(self, overrides: list[str], key: str) -> None:
-        with pytest.raises(Refused, match=key):
+        with pytest.raises(RefusedError, match=key):
             plan([*STUDY, *overrides])
 
     def test_fixed_value_takes_key_out_of_the_space(self) -> None:
@@ -598,7 +598,7 @@ class TestContinue:
     def test_folder_of_an_earlier_version_is_refused(self) -> None:
         Path("s").mkdir()
         Path("s/sweep.json").write_text("{}")
-        with pytest.raises(Refused, match=r"^out=s: .*sweep\.json"):
+        with pytest.raises(RefusedError, match=r"^out=s: .*sweep\.json"):
             read_request(["out=s", "resume=latest", LRS])
 
     def test_changed_configuration_files_are_refused(self, tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ class TestContinue:
         assert again.plan.points() == request.plan.points()
         assert again.plan.options.minutes == 9
         option.write_text(text.replace("0.5", "0.6"))
-        with pytest.raises(Refused, match=r"^out=s: "):
+        with pytest.raises(RefusedError, match=r"^out=s: "):
             read_request(["out=s", "resume=latest"])
 
     def test_asha_stops_worse_trials_before_and_after_a_kill(self, ray_session: None) -> None:
@@ -639,5 +639,5 @@ def test_stored_configuration_takes_overrides() -> None:
     assert (config["rounds"], config["method"]["fedprox"]["mu"]) == (3, 0.8)
     assert compose([], (), "c.yaml")["method"]["fedprox"]["mu"] == 0.7
     assert list(compose(["method=[moon]"], (), "c.yaml")["method"]) == ["moon"]
-    with pytest.raises(Refused, match=r"missing\.yaml"):
+    with pytest.raises(RefusedError, match=r"missing\.yaml"):
         compose([], (), "missing.yaml")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raysim.commands import ui
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.tracking import Tracker, default_uri
 
 pytestmark = pytest.mark.slow
@@ -58,14 +58,14 @@ def test_run_and_folders_around_it_have_one_database(runs: Path) -> None:
 
 
 def test_missing_database_port_or_server_is_refused(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=f"^{tmp_path} "):
+    with pytest.raises(RefusedError, match=f"^{tmp_path} "):
         ui.show_charts(str(tmp_path), 5000, False)
     with socket.socket() as listener:
         listener.bind((ui.HOST, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(Refused, match=f"--port {port} "):
+        with pytest.raises(RefusedError, match=f"--port {port} "):
             ui.show_charts(str(runs), port, False)
         other = port + 1 if port < 65535 else 1
-        with pytest.raises(Refused, match=f"http://127.0.0.1:{other}"):
+        with pytest.raises(RefusedError, match=f"http://127.0.0.1:{other}"):
             ui.show_charts(f"http://127.0.0.1:{other}", 5000, False)

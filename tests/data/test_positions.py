@@ -21,7 +21,7 @@ from raysim.data.federated import FederatedData, federate
 from raysim.data.labels import infer_kind, read_labels
 from raysim.data.partition import IID
 from raysim.models.split import CustomModel
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import IGNORED
 
 FAST: dict[str, Any] = {
@@ -191,7 +191,7 @@ def test_what_positions_cannot_do_is_refused(words: str, key: str) -> None:
     settings = {key: value for key, value in FAST.items() if key != "quiet"}
     if words.startswith("partition="):
         del settings["partition"]
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.build(words, **settings, **{"data.ignore": 255}, data=images(), **parts)
 
 
@@ -205,5 +205,5 @@ def test_outputs_with_classes_last_are_told_to_move_them() -> None:
             return self.layer(x).movedim(1, -1)
 
     settings = {key: value for key, value in FAST.items() if key != "quiet"}
-    with pytest.raises(Refused, match="movedim"):
+    with pytest.raises(RefusedError, match="movedim"):
         raysim.build(**settings, **{"data.ignore": 255}, data=images(), model=Last)

@@ -23,7 +23,7 @@ from raysim.data.fields import pack_fields
 from raysim.data.partition import IID
 from raysim.models.packed import TakeApart, unpack_fields
 from raysim.models.split import CustomModel
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import InputField, PackedShape
 
 FAST: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_several_inputs_have_the_same_bits_on_workers() -> None:
     ],
 )
 def test_what_several_inputs_cannot_do_is_refused(words: str, model: Any, text: str) -> None:
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RefusedError, match=text):
         raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
 
 

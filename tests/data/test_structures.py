@@ -20,7 +20,7 @@ from raysim.data.federated import federate
 from raysim.data.fields import pack_targets
 from raysim.data.partition import IID
 from raysim.models.split import CustomModel
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 FAST: dict[str, Any] = {
     "runtime": "inprocess",
@@ -151,5 +151,5 @@ def test_structures_have_the_same_bits_on_workers() -> None:
 def test_what_structures_cannot_do_is_refused(words: str, parts: Any, text: str) -> None:
     settings = {key: value for key, value in FAST.items() if key not in words}
     arguments = {"model": outputs_of, "loss": box_loss, "data": (INPUTS, TARGETS), **parts}
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RefusedError, match=text):
         raysim.build(words, **settings, **arguments)

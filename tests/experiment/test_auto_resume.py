@@ -13,7 +13,7 @@ from rich.console import Console
 
 import raysim
 from raysim import cli
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import read_history
 from raysim.results.observers import CurrentRun, Observer
 from raysim.runtime import inprocess
@@ -117,7 +117,7 @@ def test_restart_uses_as_many_workers_as_fit(
     found = raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
     assert asked == [2, 2, None] and not fails
     assert found.summary["model_sha256"] == straight.summary["model_sha256"]
-    with pytest.raises(Refused, match="too little CPU"):
+    with pytest.raises(RefusedError, match="too little CPU"):
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
@@ -152,7 +152,7 @@ def test_run_starts_smaller_if_the_cluster_loses_a_node(
     assert sizes == [6, 4]
     sizes.clear()
     lives = -9
-    with pytest.raises(Refused, match="lost a node"):
+    with pytest.raises(RefusedError, match="lost a node"):
         raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
     assert len(sizes) == 4
 

@@ -13,7 +13,7 @@ import pytest
 
 import raysim
 from raysim.commands.study.plan import plan
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder
 from raysim.primitives.stores import open_store
 from raysim.simulation import checkpoint
@@ -74,19 +74,19 @@ def test_checkpoint_folder_may_change_on_resume() -> None:
 )
 def test_impossible_checkpoint_folder_is_refused_first(where: str, place: str) -> None:
     Path("letter").touch()
-    with pytest.raises(Refused, match=rf"^checkpoint.folder=.*{place} is a file"):
+    with pytest.raises(RefusedError, match=rf"^checkpoint.folder=.*{place} is a file"):
         run(where, out="a", rounds=2)
     assert not Path("a").exists()
-    with pytest.raises(Refused, match=r"^out=letter/a .*letter is a file"):
+    with pytest.raises(RefusedError, match=r"^out=letter/a .*letter is a file"):
         run(out="letter/a", rounds=2)
 
 
 def test_checkpoint_folder_of_another_run_is_refused() -> None:
     run(where := "memory://runs/a", out="a", rounds=2)
     before = open_store(where).names()
-    with pytest.raises(Refused, match=f"^checkpoint.folder={where}"):
+    with pytest.raises(RefusedError, match=f"^checkpoint.folder={where}"):
         run(where, out="b")
-    with pytest.raises(Refused, match=r"^local.lr=0.5 .*memory://runs/a"):
+    with pytest.raises(RefusedError, match=r"^local.lr=0.5 .*memory://runs/a"):
         run(where, out="b", resume="latest", local={"lr": 0.5})
     assert open_store(where).names() == before and not Path("b").exists()
 
@@ -95,7 +95,7 @@ def test_checkpoint_folder_in_use_is_refused() -> None:
     Path("apart").mkdir()
     with (
         lock_folder(Path("apart")),
-        pytest.raises(Refused, match=r"apart is in use by process \d+ on "),
+        pytest.raises(RefusedError, match=r"apart is in use by process \d+ on "),
     ):
         run("apart", out="a", rounds=2)
     assert not Path("a").exists()
@@ -103,7 +103,7 @@ def test_checkpoint_folder_in_use_is_refused() -> None:
 
 @pytest.mark.parametrize("where", ["nosuch://runs/a", "s3://bucket/a"])
 def test_unreachable_url_is_refused(where: str) -> None:
-    with pytest.raises(Refused, match=f"{where} cannot be used"):
+    with pytest.raises(RefusedError, match=f"{where} cannot be used"):
         run(where, out="a")
     assert not Path("a").exists()
 
@@ -114,7 +114,7 @@ def test_damaged_remote_file_is_refused() -> None:
     name = max(files.ls("/runs/a/log", detail=False))
     files.pipe_file(name, files.cat_file(name)[:-1] + b"x")
     with pytest.raises(
-        Refused,
+        RefusedError,
         match=r"resume=memory://runs/a/round-000004: .*\(log/states-",
     ):
         run(where, out="a", rounds=6, resume="latest")
@@ -122,7 +122,7 @@ def test_damaged_remote_file_is_refused() -> None:
 
 def test_checkpoint_folders_of_sweeps_and_studies() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
-    with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
+    with pytest.raises(RefusedError, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)
     runs = plan([*words, "seed=0,1"]).runs
     assert [run.config["checkpoint"]["folder"] for run in runs] == [

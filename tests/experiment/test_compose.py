@@ -18,7 +18,7 @@ from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, defaults, resolve
 from raysim.experiment.run_overrides import expand_override
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings
 
@@ -30,7 +30,7 @@ def node(*overrides: str) -> dict[str, Any]:
 
 
 def sentence(*overrides: str) -> str:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         build([*QUICK, *overrides])
     text = str(refused.value)
     assert "\n" not in text
@@ -146,13 +146,15 @@ def test_override_of_a_study_expands(word: str, values: list[str]) -> None:
 def test_resources_may_have_any_name() -> None:
     config = to_dict(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
     assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
-    with pytest.raises(Refused, match=r"runtime.resorces does not exist: did you mean resources\?"):
+    with pytest.raises(
+        RefusedError, match=r"runtime.resorces does not exist: did you mean resources\?"
+    ):
         compose(["runtime.resorces.slot=2"])
 
 
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
 def test_counts_go_up_to_a_limit(word: str) -> None:
-    with pytest.raises(Refused, match="10,000 values"):
+    with pytest.raises(RefusedError, match="10,000 values"):
         expand_override(word)
 
 
@@ -161,7 +163,7 @@ def test_option_named_as_empty_list_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method" / "fedavg.yaml").write_text(
         "fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n"
     )
-    with pytest.raises(Refused, match=r"fedavg\.yaml: method=fedavg"):
+    with pytest.raises(RefusedError, match=r"fedavg\.yaml: method=fedavg"):
         compose([], [tmp_path])
 
 
@@ -422,7 +424,7 @@ def test_wrong_configuration_path_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     for given in ({"folders": [path]}, {"stored": path}):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             compose([], **given)
 
 
@@ -446,7 +448,7 @@ def test_unreadable_option_is_refused(content: bytes, tmp_path: Path) -> None:
         (tmp_path / group).mkdir()
         (tmp_path / group / "mine.yaml").write_bytes(content)
         chosen = "[mine]" if group == "method" else "mine"
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             build(compose([*QUICK, f"{group}={chosen}"], [tmp_path]))
 
 
@@ -457,13 +459,13 @@ def test_option_that_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/loop.yaml").symlink_to("loop.yaml")
     for word in ("data=mine", "method=[pipe]", "model=loop"):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             compose([word], [tmp_path])
 
 
 def test_broken_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method").symlink_to("method")
-    with pytest.raises(Refused, match=f"{tmp_path}/method"):
+    with pytest.raises(RefusedError, match=f"{tmp_path}/method"):
         compose([], [tmp_path])
 
 
@@ -495,7 +497,7 @@ def test_changed_option_file_is_composed_again(tmp_path: Path) -> None:
 )
 def test_wrong_stored_configuration_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
@@ -507,13 +509,13 @@ def test_reference_to_environment_is_refused(
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump(content | {"device": "${ oc.env : SECRET }"})
     )
-    with pytest.raises(Refused, match="it reads the environment"):
+    with pytest.raises(RefusedError, match="it reads the environment"):
         compose([], stored=tmp_path / "config.yaml")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/mine.yaml").write_text(
         "_target_: raysim.data.sources.Digits\ncache: ${oc.env:SECRET}\n"
     )
-    with pytest.raises(Refused, match="it reads the environment"):
+    with pytest.raises(RefusedError, match="it reads the environment"):
         compose(["data=mine"], [tmp_path])
 
 
@@ -526,7 +528,7 @@ def test_stored_configuration_with_wrong_choices(choices: dict[str, Any], tmp_pa
         key: value for key, value in (content["choices"] | choices).items() if value is not None
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(Refused, match="is no complete configuration"):
+    with pytest.raises(RefusedError, match="is no complete configuration"):
         compose([], stored=tmp_path / "config.yaml")
 
 
@@ -535,13 +537,13 @@ def test_stored_configuration_without_the_key(
 ) -> None:
     content = to_dict(compose(QUICK)) | {"local": [1, 2]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(Refused, match=r"^local\.epochs"):
+    with pytest.raises(RefusedError, match=r"^local\.epochs"):
         compose(["local.epochs=1"], stored=tmp_path / "config.yaml")
 
 
 def test_too_long_path_is_refused(tmp_path: Path) -> None:
     for given in ({"folders": ["x" * 5000]}, {"stored": "x" * 5000}):
-        with pytest.raises(Refused, match="is no path: File name too long"):
+        with pytest.raises(RefusedError, match="is no path: File name too long"):
             compose([], **given)
 
 
@@ -562,12 +564,12 @@ def test_changed_stored_value_runs_or_is_refused(
     else:
         node[key] = yaml.safe_load(value)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(node))
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RefusedError):
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
 def test_missing_user_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="does not exist"):
+    with pytest.raises(RefusedError, match="does not exist"):
         compose([], [tmp_path / "nowhere"])
 
 
@@ -577,7 +579,7 @@ def test_user_target_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [*QUICK, "method=[fedprox]", "method.fedprox._target_=theirs.Mine"]
-    with pytest.raises(Refused, match="--allow theirs"):
+    with pytest.raises(RefusedError, match="--allow theirs"):
         build(words)
     assert type(build(words, allow=["theirs"]).spec.methods[0]).__name__ == "Mine"
 
@@ -586,7 +588,7 @@ def test_constructor_gets_checked_values() -> None:
     assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(
         2, "all"
     )
-    with pytest.raises(Refused, match=r"evaluate\.every=null must be an integer"):
+    with pytest.raises(RefusedError, match=r"evaluate\.every=null must be an integer"):
         build_object(Evaluation, {"every": None}, "evaluate")
 
 
@@ -618,5 +620,5 @@ def test_resume_keeps_stored_settings(
 
 @pytest.mark.parametrize("key", ["runtime.hosts"])
 def test_renamed_key_error_names_new_key(key: str) -> None:
-    with pytest.raises(Refused, match=key.replace("hosts", "workers")):
+    with pytest.raises(RefusedError, match=key.replace("hosts", "workers")):
         compose([f"{key}=2"])

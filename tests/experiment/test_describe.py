@@ -15,7 +15,7 @@ from raysim import cli
 from raysim.experiment.build import build
 from raysim.experiment.describe import identity, overview
 from raysim.experiment.execute import run
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.availability import Intervals
 
 SMALL = [
@@ -141,7 +141,7 @@ def test_fleet_without_clients_is_refused_first(
     monkeypatch.chdir(tmp_path)
     nobody = Intervals(np.empty(0), np.zeros(2), np.ones(1), np.zeros(1000), wrap=True)
     monkeypatch.setattr("raysim.simulation.fleet.Fleet.presence", lambda *_: nobody)
-    with pytest.raises(Refused, match=r"^fleet: no client is"):
+    with pytest.raises(RefusedError, match=r"^fleet: no client is"):
         run([*SMALL, "out=a"], quiet=True)
     assert list(tmp_path.iterdir()) == []
 

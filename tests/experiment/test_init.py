@@ -20,7 +20,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml
 from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.training.run_spec import build_networks
 
 WORDS = [
@@ -192,14 +192,14 @@ def test_head_of_other_classes_is_redrawn(trained: Path, tmp_path: Path) -> None
     stored["model.head.extra"] = torch.zeros(3)
     save_file(stored, tmp_path / "other.safetensors")
     words = [*MLP, f"init={tmp_path / 'other.safetensors'}"]
-    with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.extra"):
+    with pytest.raises(RefusedError, match=r"^init\.file=.*model\.head\.extra"):
         build(words)
     assert_starts(
         build([*words, "init.redraw=head"]), {k: t for k, t in stored.items() if "extractor" in k}
     )
     del stored["model.head.extra"]
     save_file(stored, tmp_path / "other.safetensors")
-    with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.weight.*\[77, "):
+    with pytest.raises(RefusedError, match=r"^init\.file=.*model\.head\.weight.*\[77, "):
         build(words)
 
 
@@ -236,7 +236,7 @@ def test_tensors_that_do_not_fit_are_named(
     change: Callable[[dict[str, Tensor]], object], named: str, trained: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path, change, trained)
-    with pytest.raises(Refused, match=r"^init\.file=") as refused:
+    with pytest.raises(RefusedError, match=r"^init\.file=") as refused:
         build([*MLP, f"init={file}"])
     assert named in str(refused.value)
 
@@ -251,13 +251,13 @@ def test_tensors_that_do_not_fit_are_named(
     ],
 )
 def test_parts_that_do_not_exist_are_refused(key: str, words: list[str], trained: Path) -> None:
-    with pytest.raises(Refused, match=key.replace(".", r"\.")):
+    with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build([*MLP, f"init={trained / 'model.safetensors'}", *words])
 
 
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
 def test_parts_without_file_are_refused(word: str) -> None:
-    with pytest.raises(Refused, match=r"^init\."):
+    with pytest.raises(RefusedError, match=r"^init\."):
         build([*MLP, word])
 
 
@@ -279,9 +279,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         "empty.pt",
         "no",
     ):
-        with pytest.raises(Refused, match=r"^init\.file="):
+        with pytest.raises(RefusedError, match=r"^init\.file="):
             build([*MLP, f"init={tmp_path / name}"])
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         build([*MLP, f"init={tmp_path}"])
 
 
@@ -293,7 +293,7 @@ def test_loaded_pickle_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "harmful.pt").write_bytes(pickle.dumps({"x": Harmful()}))
     torch.save({"x": Harmful()}, tmp_path / "harmful.pth")
     for name in ("harmful.pt", "harmful.pth"):
-        with pytest.raises(Refused, match=r"^init\.file="):
+        with pytest.raises(RefusedError, match=r"^init\.file="):
             build([*MLP, f"init={tmp_path / name}"])
     assert not (tmp_path / "harm").exists()
 
@@ -314,11 +314,11 @@ def test_changed_file_is_refused_on_resume(trained: Path, tmp_path: Path) -> Non
     raysim.run([*MLP, f"init={file}", f"out={tmp_path / 'run'}", "checkpoint.every=1"], quiet=True)
     moved = tmp_path / "moved.safetensors"
     file.rename(moved)
-    with pytest.raises(Refused, match=r"^init\.file="):
+    with pytest.raises(RefusedError, match=r"^init\.file="):
         raysim.run(again, quiet=True)
     raysim.run([*again, f"init={moved}"], quiet=True)  # the same content in another place
     save_file({k: t + 1 for k, t in load_file(moved).items()}, file)
-    with pytest.raises(Refused, match=r"init\.sha256"):
+    with pytest.raises(RefusedError, match=r"init\.sha256"):
         raysim.run(
             [f"out={tmp_path / 'run'}", "resume=latest", "rounds=4", f"init={file}"], quiet=True
         )
@@ -332,7 +332,7 @@ def test_other_parts_are_another_run(trained: Path, tmp_path: Path) -> None:
         "checkpoint.every=1",
     ]
     raysim.run(words, quiet=True)
-    with pytest.raises(Refused, match=r"^init\.redraw"):
+    with pytest.raises(RefusedError, match=r"^init\.redraw"):
         raysim.run([*words, "init.redraw=head", "resume=latest", "rounds=3"], quiet=True)
 
 

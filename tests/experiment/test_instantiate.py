@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from raysim.experiment.instantiate import convert, resolve
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.version import __version__
 
 
 def test_missing_class_error_names_version() -> None:
     with pytest.raises(
-        Refused, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
+        RefusedError, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
     ):
         resolve("raysim.fleet.Ideal", "group")
 
@@ -33,5 +33,5 @@ def test_list_needs_no_brackets(text: str, kind: Any, value: object) -> None:
 
 
 def test_wrong_item_is_named_by_index() -> None:
-    with pytest.raises(Refused, match=r"key\[1\]=x must be an integer"):
+    with pytest.raises(RefusedError, match=r"key\[1\]=x must be an integer"):
         convert("1+x", list[int], "key")

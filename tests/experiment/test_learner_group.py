@@ -16,7 +16,7 @@ from raysim.api.local_training import LocalResult
 from raysim.cli import main
 from raysim.experiment.config_files import load_yaml
 from raysim.learners import SklearnLinear
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 QUICK = (
     "data=synthetic data.samples=200 data.test_samples=40 model=mlp "
@@ -101,14 +101,14 @@ def test_learner_option_resumes_to_the_same_bits() -> None:
     raysim.run(f"{words} rounds=1", quiet=True, out="resumed")
     resumed = raysim.run("out=resumed resume=latest rounds=3", quiet=True)
     assert resumed.summary["model_sha256"] == straight.summary["model_sha256"]
-    with pytest.raises(Refused, match=r"learner\.options\.alpha"):
+    with pytest.raises(RefusedError, match=r"learner\.options\.alpha"):
         raysim.run("out=resumed resume=latest learner.options.alpha=0.1 rounds=4", quiet=True)
 
 
 @pytest.mark.usefixtures("package")
 def test_learner_of_a_package_is_an_option() -> None:
     allow = ["middling"]
-    with pytest.raises(Refused, match="--allow middling"):
+    with pytest.raises(RefusedError, match="--allow middling"):
         raysim.build(f"{QUICK} learner=middle")
     words = f"{QUICK} learner=middle learner.share=0.25"
     straight = raysim.run(f"{words} rounds=2", allow=allow, quiet=True, out="straight")
@@ -121,7 +121,7 @@ def test_learner_of_a_package_is_an_option() -> None:
 def test_learner_object_without_file_is_given_again() -> None:
     learner = Unnamed(lambda parameters: parameters + 1)
     raysim.run(f"{QUICK} rounds=1", learner=learner, quiet=True, out="run")
-    with pytest.raises(Refused, match="learner"):
+    with pytest.raises(RefusedError, match="learner"):
         raysim.run("out=run resume=latest rounds=2", quiet=True)
     result = raysim.run("out=run resume=latest rounds=2", learner=learner, quiet=True)
     assert result.summary["rounds"] == 2
@@ -148,12 +148,12 @@ def test_learner_varies_in_a_study(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_learner_error_names_the_key(words: str, key: str) -> None:
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}")
 
 
 def test_learner_group_takes_learners_only() -> None:
-    with pytest.raises(Refused, match="learner"):
+    with pytest.raises(RefusedError, match="learner"):
         raysim.build(QUICK, learner=raysim.Observer())  # type: ignore[arg-type]
-    with pytest.raises(Refused, match="sklearn_linear"):
+    with pytest.raises(RefusedError, match="sklearn_linear"):
         raysim.build(f"{QUICK} learner=sklearn_linear", methods=[SklearnLinear()])

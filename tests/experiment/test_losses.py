@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, huber_loss
 import raysim
 from raysim.api.losses import Focal, Huber, Smoothed
 from raysim.experiment.config_files import load_yaml
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 SMALL: dict[str, Any] = {
     "data": "synthetic",
@@ -108,6 +108,6 @@ def test_custom_loss_trains_scores_and_resumes() -> None:
     ],
 )
 def test_loss_that_does_not_fit_is_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as refused:
+    with pytest.raises(RefusedError, match=sentence) as refused:
         raysim.run(**SMALL, **given)
     assert "\n" not in str(refused.value)

@@ -18,7 +18,7 @@ from raysim.experiment.many_runs import (
     short_names,
     value_label,
 )
-from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.results.history import Row, score, summarise
 
 
@@ -47,7 +47,8 @@ def test_dated_folders_of_one_second_differ(
 def test_existing_folder_is_refused(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
     with pytest.raises(
-        Refused, match="exists already: choose another folder, or continue it with resume=latest"
+        RefusedError,
+        match="exists already: choose another folder, or continue it with resume=latest",
     ):
         check_free(tmp_path)
 
@@ -60,7 +61,7 @@ def test_resume_needs_out_and_latest() -> None:
         ["out=s", "resume=s/round-1"],
         ["out=s", "resume=latest", "resume=latest"],
     ):
-        with pytest.raises(Refused, match="a search is continued with out=DIR resume=latest"):
+        with pytest.raises(RefusedError, match="a search is continued with out=DIR resume=latest"):
             is_resume_requested(words, "search")
 
 

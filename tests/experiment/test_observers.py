@@ -21,7 +21,7 @@ from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.experiment.recorder import Follower
 from raysim.experiment.settings import Interrupted
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import read_history
 from raysim.results.observers import (
     AbsentClients,
@@ -153,9 +153,9 @@ def test_interrupt_in_on_round_interrupts_run() -> None:
 
 
 def test_wrong_observer_is_refused_first() -> None:
-    with pytest.raises(Refused, match="an object of a subclass of"):
+    with pytest.raises(RefusedError, match="an object of a subclass of"):
         raysim.run([*QUICK, "out=a"], quiet=True, observers=[Diary])  # type: ignore[list-item]
-    with pytest.raises(Refused, match="cannot be called"):
+    with pytest.raises(RefusedError, match="cannot be called"):
         raysim.run([*QUICK, "out=a"], quiet=True, on_round="print")  # type: ignore[arg-type]
     assert not Path("a").exists()
 

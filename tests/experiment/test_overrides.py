@@ -12,7 +12,7 @@ from raysim.commands.sweep.space import Choice
 from raysim.experiment.compose import compose
 from raysim.experiment.overrides import read_override
 from raysim.experiment.run_overrides import expand_override, single_override
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 TEXTS = [
     "/home/ü/x",
@@ -106,7 +106,7 @@ def test_options_and_files_of_any_language(tmp_path: Path) -> None:
     ],
 )
 def test_error_shows_override_as_written(text: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         compose([text])
     sentence = str(refused.value)
     assert any(part in sentence for part in (text, repr(text), text.partition("=")[0]))
@@ -114,6 +114,6 @@ def test_error_shows_override_as_written(text: str) -> None:
 
 
 def test_comma_in_path_error_shows_quotes() -> None:
-    with pytest.raises(Refused, match=r"data\.root=\"a,b\""):
+    with pytest.raises(RefusedError, match=r"data\.root=\"a,b\""):
         single_override("data.root=/home/a,/b")
     assert single_override('data.root="/home/a,b"').value == "/home/a,b"

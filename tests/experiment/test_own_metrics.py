@@ -18,7 +18,7 @@ from raysim.api.metrics import Metric
 from raysim.commands.sweep.session import _usual_mode
 from raysim.experiment.config_files import load_yaml
 from raysim.methods.fedbn import FedBN
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import lower_metrics
 from raysim.results.measures import better_direction
 from raysim.training.run_spec import RunSpec
@@ -119,7 +119,9 @@ def test_metric_is_named_by_its_path() -> None:
     config = load_yaml(Path("run/config.yaml"))
     assert config["evaluate"]["lower"] == ["entropy"]
     assert lower_metrics(config) >= {"entropy", "mae"}
-    with pytest.raises(Refused, match=r"^evaluate\.metrics=ownmetrics\.right .*--allow ownmetrics"):
+    with pytest.raises(
+        RefusedError, match=r"^evaluate\.metrics=ownmetrics\.right .*--allow ownmetrics"
+    ):
         raysim.run(words, **SMALL)
 
 
@@ -156,7 +158,7 @@ def test_torchmetrics_score_values() -> None:
 )
 def test_wrong_metrics_are_refused(metrics: Any, key: str) -> None:
     pytest.importorskip("torchmetrics")
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
 
 

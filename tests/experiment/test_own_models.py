@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raysim
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 CODE = """
 from torch import nn
@@ -93,7 +93,7 @@ def test_classes_and_functions_are_models(package: str) -> None:
     ],
 )
 def test_object_that_does_not_fit_is_refused(package: str, text: str, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(RefusedError, match=sentence):
         raysim.build(composed(option("mine", text)), allow=[package])
 
 

@@ -17,7 +17,7 @@ from raysim.experiment.config_files import to_dict
 from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import resolve
 from raysim.experiment.plugins import conf_folders_of, installed_packages
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 METHOD = """
 from raysim import Method
@@ -149,9 +149,9 @@ def test_unknown_option_error_names_local_package(
 def test_missing_package_is_refused(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
     assert capsys.readouterr().err.startswith("raysim: allow=quitely")
-    with pytest.raises(Refused, match=r"^allow=quitely\.parts"):
+    with pytest.raises(RefusedError, match=r"^allow=quitely\.parts"):
         build("rounds=1", allow=["quitely.parts"])
-    with pytest.raises(Refused, match=r"^allow='quietly'"):
+    with pytest.raises(RefusedError, match=r"^allow='quietly'"):
         build("rounds=1", allow="quietly")
     assert conf_folders_of(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
@@ -165,7 +165,7 @@ def test_package_in_current_folder_is_allowed(
     monkeypatch.setattr(
         sys, "path", [str(around.parent), *(each for each in sys.path if each)]
     )  # of `python ../t.py`
-    with pytest.raises(Refused, match=f"^allow=quietly: .*{inner}"):
+    with pytest.raises(RefusedError, match=f"^allow=quietly: .*{inner}"):
         build("method=quiet", allow=["quietly"])
     monkeypatch.chdir(around)
     experiment = build(["method=quiet", *SMALL], allow=["quietly"])
@@ -193,9 +193,9 @@ def test_package_in_current_folder_is_allowed(
 def test_broken_option_file_is_refused_when_used(text: str, said: str, package: Path) -> None:
     (package / "conf" / "method" / "bad.yaml").write_text(text)
     assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusedError, match=said):
         build(["method=quiet+bad", *SMALL], allow=["quietly"])
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusedError, match=said):
         find_methods(["quiet"], [str(package / "conf")], ["quietly"])
 
 
@@ -205,7 +205,7 @@ def test_installed_option_with_taken_name_is_refused(package: Path) -> None:
     )
     install(package)
     with pytest.raises(
-        Refused,
+        RefusedError,
         match=r"quietly/conf/method/fedprox\.yaml",
     ):
         compose(["method=[]"])
@@ -228,7 +228,7 @@ def test_later_folder_replaces_option(tmp_path: Path) -> None:
 
 
 def test_target_needs_installed_or_allowed_package(package: Path) -> None:
-    with pytest.raises(Refused, match="allow its code to run with --allow quietly"):
+    with pytest.raises(RefusedError, match="allow its code to run with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)
     installed_packages.cache_clear()

@@ -30,7 +30,7 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedprox import FedProx
 from raysim.models import Mlp
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered
 
@@ -191,13 +191,13 @@ def test_unstorable_object_must_be_given_again(
     raysim.run(**(SMALL | PARTS | {"model": model, "out": "a", "quiet": False, "rounds": 1}))
     assert "model: config.yaml cannot hold this object" in capsys.readouterr().out
     with pytest.raises(
-        Refused,
+        RefusedError,
         match=r"^model: .*Holding was an object from Python",
     ):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=model, quiet=True)
     assert again.summary["model_sha256"] == ran("b", model=model).summary["model_sha256"]
-    with pytest.raises(Refused, match=r"model: .*give it again"):
+    with pytest.raises(RefusedError, match=r"model: .*give it again"):
         raysim.load("a").model()
     assert raysim.load("a", model=model).predictions().classes.shape == (12,)
 
@@ -205,7 +205,7 @@ def test_unstorable_object_must_be_given_again(
 def test_unstorable_methods_must_be_given_to_load() -> None:
     found = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
     with pytest.raises(
-        Refused, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."
+        RefusedError, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."
     ):
         raysim.load("a").client_model(0)
     loaded = raysim.load("a", methods=[FedBN(), Twice(0.1)])
@@ -320,15 +320,15 @@ def test_unstorable_methods_must_be_given_to_load() -> None:
     ],
 )
 def test_object_that_does_not_fit_is_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as refused:
+    with pytest.raises(RefusedError, match=sentence) as refused:
         ran(**given)
     assert "\n" not in str(refused.value) and not Path("a").exists()
 
 
 def test_key_given_twice_is_refused() -> None:
-    with pytest.raises(Refused, match="rounds=2"):
+    with pytest.raises(RefusedError, match="rounds=2"):
         raysim.run("rounds=3", **(SMALL | PARTS))
-    with pytest.raises(Refused, match=r"model=\.\.\. has no effect on a run"):
+    with pytest.raises(RefusedError, match=r"model=\.\.\. has no effect on a run"):
         raysim.run(raysim.build(**(_without(SMALL, "quiet") | PARTS)), model=Mlp())
 
 
@@ -389,10 +389,10 @@ def test_arrays_are_identified_by_content() -> None:
     ran(rounds=1)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     assert again.summary["model_sha256"] == ran("b").summary["model_sha256"]
-    with pytest.raises(Refused, match=r"data\.digest=.* differs from data\.digest="):
+    with pytest.raises(RefusedError, match=r"data\.digest=.* differs from data\.digest="):
         ran(resume="latest", data=((IMAGES[::-1].copy(), LABELS), TESTS), rounds=3)
     again.experiment.spec.data.dataset_path.unlink()
-    with pytest.raises(Refused, match=r"^data\.digest="):
+    with pytest.raises(RefusedError, match=r"^data\.digest="):
         raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True)
     assert ran(resume="latest", rounds=3).summary["rounds"] == 3
 
@@ -486,7 +486,7 @@ def test_module_keeps_its_values_and_is_given_again() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     moved = found.model().state_dict()
     assert 0 < (moved["1.weight"] - before["1.weight"]).abs().max() < 1
-    with pytest.raises(Refused, match=r"model: torch.*Sequential was an object from Python"):
+    with pytest.raises(RefusedError, match=r"model: torch.*Sequential was an object from Python"):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=module, quiet=True)
     assert again.summary["model_sha256"] == ran("b", model=module).summary["model_sha256"]
@@ -503,7 +503,7 @@ def test_tables_of_a_result_are_data_frames() -> None:
 def test_table_of_clients_equals_its_file() -> None:
     found = ran()
     (path := Path("a/clients.parquet")).unlink(missing_ok=True)
-    with pytest.raises(Refused, match=r"a has no clients\.parquet"):
+    with pytest.raises(RefusedError, match=r"a has no clients\.parquet"):
         _ = found.clients
     pq.write_table(
         pa.table({"client": [0, 1], "samples": [3, 4], "tests": [1, 0], "accuracy": [1.0, None]}),
@@ -551,9 +551,9 @@ def test_model_has_final_weights() -> None:
 
 def test_client_model_has_client_state() -> None:
     found = ran(methods=[FedBN()], model=NormedMlp(), rounds=3)
-    with pytest.raises(Refused, match="every client of this run has a model of its own"):
+    with pytest.raises(RefusedError, match="every client of this run has a model of its own"):
         found.model()
-    with pytest.raises(Refused, match="every client of this run"):
+    with pytest.raises(RefusedError, match="every client of this run"):
         found.predictions()
     own = [found.client_model(client) for client in range(4)]
     layers = [next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)) for model in own]
@@ -564,7 +564,7 @@ def test_client_model_has_client_state() -> None:
     hits = [found.predictions(client) for client in range(4)]
     accuracy = np.mean([(own.classes == own.labels).mean() for own in hits])
     assert accuracy == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
-    with pytest.raises(Refused, match="client 9 does not exist: this run has clients 0 to 3"):
+    with pytest.raises(RefusedError, match="client 9 does not exist: this run has clients 0 to 3"):
         found.client_model(9)
 
 
@@ -574,12 +574,12 @@ def test_client_model_needs_a_checkpoint() -> None:
         "accuracy_global"
     ]
     found = ran("own", methods=[FedBN()], model=NormedMlp(), checkpoint={"every": 0})
-    with pytest.raises(Refused, match=r"^checkpoint\.every"):
+    with pytest.raises(RefusedError, match=r"^checkpoint\.every"):
         found.client_model(0)
 
 
 def test_load_refuses_other_folders() -> None:
-    with pytest.raises(Refused, match="nowhere"):
+    with pytest.raises(RefusedError, match="nowhere"):
         raysim.load("nowhere")
 
 

@@ -15,7 +15,7 @@ from raysim.api.method import Method
 from raysim.conformance import checks
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 TEXT = (
     (Path(__file__).parents[2] / "docs" / "extending.md")
@@ -74,11 +74,11 @@ def test_client_state_of_all_clients_by_name() -> None:
     )
     assert all(kept["scaffold.control"].any() for kept in trained)
     assert not any(kept["scaffold.control"].any() for kept in idle)
-    with pytest.raises(Refused, match="client 20 does not exist"):
+    with pytest.raises(RefusedError, match="client 20 does not exist"):
         found.client_state(20)
 
 
 def test_client_state_is_empty_or_needs_checkpoint() -> None:
     assert ran().client_state(0) == {}
-    with pytest.raises(Refused, match=r"checkpoint\.every"):
+    with pytest.raises(RefusedError, match=r"checkpoint\.every"):
         ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)

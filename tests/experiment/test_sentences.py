@@ -17,7 +17,7 @@ from raysim.data.raw import Raw, Source
 from raysim.data.sources import Synthetic
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 WORDS = ["runtime=inprocess", "tracking=none", "rounds=1", "local.epochs=1", "schedule.cohort=2"]
 INPUTS = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
@@ -30,7 +30,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(*words: str, **parts: Any) -> str:
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RefusedError) as error:
         build([*WORDS, *words], **parts)
     return str(error.value)
 
@@ -55,7 +55,7 @@ class TestUnknownKeys:
         raysim.run([*WORDS, "out=run", "data=synthetic", "model=mlp", "method=fedprox"], quiet=True)
         resumed = ["out=run", "resume=latest"]
         assert compose([*resumed, "method.fedprox.mu=0.5"]).method.fedprox.mu == 0.5
-        with pytest.raises(Refused, match="data=synthetic has"):
+        with pytest.raises(RefusedError, match="data=synthetic has"):
             compose([*resumed, "data.wrong=1"])
 
     def test_resumed_run_is_asked_about_its_own_network(self) -> None:
@@ -64,7 +64,7 @@ class TestUnknownKeys:
             [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
         )
         with pytest.raises(
-            Refused, match=r"model\.norm does not exist: model=sequential has"
+            RefusedError, match=r"model\.norm does not exist: model=sequential has"
         ) as error:
             compose(["out=run", "resume=latest", "model.norm=batch"])
         assert "small_cnn has norm" not in str(error.value)

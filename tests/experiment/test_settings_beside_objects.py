@@ -20,7 +20,7 @@ from raysim.experiment.config_files import load_yaml
 from raysim.experiment.settings import Experiment
 from raysim.methods.fedprox import FedProx
 from raysim.models import Mlp
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Synchronous
 
@@ -115,9 +115,9 @@ class TestArrays:
         assert again.summary["rounds"] == 2
 
     def test_bad_value_is_refused_by_its_key(self) -> None:
-        with pytest.raises(Refused, match=r"^data\.label_noise=2"):
+        with pytest.raises(RefusedError, match=r"^data\.label_noise=2"):
             built("data.label_noise=2")
-        with pytest.raises(Refused, match=r"^data\.rotation\.per=twice"):
+        with pytest.raises(RefusedError, match=r"^data\.rotation\.per=twice"):
             built("data.rotation.per=twice", data=(IMAGES, CLASSES))
 
 
@@ -154,13 +154,13 @@ class TestNetworks:
         assert experiment.config["model"]["width"] == 7
 
     def test_partial_arguments_and_settings_meet(self) -> None:
-        with pytest.raises(Refused, match=r"^model\.width:"):
+        with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 
     def test_head_and_adapters_are_settings(self) -> None:
         recipe = built("model.head=fc", model=Wide()).spec.model
         assert recipe.head == "fc"  # type: ignore[attr-defined]
-        with pytest.raises(Refused, match=r"model\.head=body\.1"):
+        with pytest.raises(RefusedError, match=r"model\.head=body\.1"):
             built("model.head=body.1", model=Wide())
 
     def test_settings_hold_when_the_result_is_loaded(self) -> None:
@@ -201,11 +201,11 @@ class TestNetworks:
 )
 def test_setting_without_effect_is_refused_by_key(word: str, parts: dict[str, Any]) -> None:
     key, _, value = word.partition("=")
-    with pytest.raises(Refused, match=f"^{key}[=: ]"):
+    with pytest.raises(RefusedError, match=f"^{key}[=: ]"):
         built(word, **parts)
     arguments: dict[str, Any] = {key: value}
     if key not in PARTS | parts:
-        with pytest.raises(Refused, match=f"^{key}[=: ]"):
+        with pytest.raises(RefusedError, match=f"^{key}[=: ]"):
             built(**parts, **arguments)
 
 

@@ -17,7 +17,7 @@ from raysim.commands.study.plan import move, plan
 from raysim.commands.sweep.plan import read_request
 from raysim.experiment import many_runs
 from raysim.experiment.many_runs import new_folder
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder
 
 COUNT = 6
@@ -87,7 +87,7 @@ def test_named_folder_is_made_by_one_process() -> None:
             with new_folder(Path("root/mine"), dated=False) as folder:
                 (folder / "content").touch()
                 return "made"
-        except Refused as error:
+        except RefusedError as error:
             return (
                 "refused"
                 if str(error).startswith("out=root/mine") or "is in use by" in str(error)
@@ -101,7 +101,7 @@ def test_empty_folder_is_removed_with_parents() -> None:
     Path("kept").mkdir()
     with new_folder(Path("kept/a/b"), dated=False) as folder:
         assert folder.is_dir()
-        with pytest.raises(Refused, match="in use"), lock_folder(folder):
+        with pytest.raises(RefusedError, match="in use"), lock_folder(folder):
             pass
     assert list(Path("kept").iterdir()) == []
     with new_folder(Path("kept/a/b"), dated=False) as folder:
@@ -135,7 +135,7 @@ def test_package_is_written_by_one_process() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))
-        except Refused:
+        except RefusedError:
             return "refused"
 
     assert sorted(at_once(write)) == ["mine"] + ["refused"] * (COUNT - 1)
@@ -143,7 +143,7 @@ def test_package_is_written_by_one_process() -> None:
 
 def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise Refused("nothing fits")
+        raise RefusedError("nothing fits")
 
     monkeypatch.setattr("raysim.experiment.execute.runtime_events", refuse)
     assert cli.call(["run", *TINY, "tracking=none"]) == 2

@@ -21,7 +21,7 @@ from raysim.data.partition import IID, Natural
 from raysim.data.sources import Parquet, Synthetic
 from raysim.data.tabular import NumPy
 from raysim.experiment.build import build
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results import page, report
 from raysim.simulation.events import TooManyFailuresError
 
@@ -181,7 +181,7 @@ class TestNamesInResults:
             partition={"zoe": range(9), "al": range(10, 19)},
             quiet=True,
         )
-        with pytest.raises(Refused, match=r"client 1 \(user al\)"):
+        with pytest.raises(RefusedError, match=r"client 1 \(user al\)"):
             result.predictions(1)
 
     @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import nn
 import raysim
 from raysim.api.method import Method
 from raysim.experiment.build import build
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 DATA = [
     "runtime=inprocess",
@@ -98,7 +98,7 @@ def test_methods_see_list_and_schedule(
 def test_client_state_named_as_a_tensor_is_refused() -> None:
     private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
     clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
-    with pytest.raises(Refused, match=r"method 'model' keeps 'model\.head\.bias'"):
+    with pytest.raises(RefusedError, match=r"method 'model' keeps 'model\.head\.bias'"):
         build([*DATA, *ROUNDS], methods=[private, clash])
 
 
@@ -160,7 +160,7 @@ def own(name: str = "mine", **attributes: Any) -> Method:
     ],
 )
 def test_hook_with_wrong_arguments_is_refused(method: Method, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(RefusedError, match=sentence):
         build([*DATA, *ROUNDS], methods=[method])
 
 

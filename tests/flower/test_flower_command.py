@@ -6,7 +6,7 @@ pytest.importorskip("flwr")
 
 from raysim.cli import call
 from raysim.commands.flower import read_request, run_flower
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 QUICK = ["runtime=inprocess"]
 
@@ -70,7 +70,7 @@ def test_command_reads_a_file_of_values(app, tmp_path):
     ],
 )
 def test_command_refuses_wrong_settings(app, words, config, key):
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         run_flower([app, *QUICK, *words], config)
 
 
@@ -85,5 +85,5 @@ def test_command_names_the_line_of_a_broken_app(app, tmp_path):
     text = (project / "pyproject.toml").read_text()
     broken = text.replace("tiny_flower_app.client_app:app", "tiny_flower_app.missing_package:app")
     (project / "pyproject.toml").write_text(broken)
-    with pytest.raises(Refused, match=r"a_package_that_does_not_exist.*line 3"):
+    with pytest.raises(RefusedError, match=r"a_package_that_does_not_exist.*line 3"):
         run_flower([str(project), *QUICK], [])

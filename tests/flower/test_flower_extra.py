@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 
 def test_missing_flwr_names_the_extra(monkeypatch):
@@ -17,5 +17,5 @@ def test_command_without_flwr_names_the_extra(monkeypatch, tmp_path):
     from raysim.commands.flower import run_flower
 
     monkeypatch.setitem(sys.modules, "flwr", None)
-    with pytest.raises(Refused, match=r"\[flower\]"):
+    with pytest.raises(RefusedError, match=r"\[flower\]"):
         run_flower([str(tmp_path)], [])

@@ -5,7 +5,7 @@ pytest.importorskip("flwr")
 
 import raysim
 from raysim.flower.learner import FlowerLearner
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.events import RunStoppedError
 
 QUICK = (
@@ -128,12 +128,12 @@ def test_prints_of_an_app_go_to_stderr(project, tmp_path, capsys):
     ],
 )
 def test_app_that_cannot_be_used_is_refused(project, settings, key):
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         FlowerLearner(folder=str(project), **settings)
 
 
 def test_app_without_parameters_is_refused(project, tmp_path):
-    with pytest.raises(Refused, match=r"learner\.parameters"):
+    with pytest.raises(RefusedError, match=r"learner\.parameters"):
         run(tmp_path, tmp_path, app="tiny_flower_app.client_app:app")
 
 

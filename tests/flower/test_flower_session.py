@@ -17,7 +17,7 @@ from raysim.flower.project import load_object, read_project
 from raysim.flower.replies import ReplayError
 from raysim.flower.session import AppRun, run_app
 from raysim.flower.worker import AppWorker
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Lognormal
@@ -139,9 +139,9 @@ def test_other_messages_than_the_stored_ones_are_refused(run, tmp_path):
 def test_folder_of_another_run_is_refused(run, tmp_path):
     stored = replace(run, out=tmp_path / "run", resumes=True)
     run_app(stored, no_text)
-    with pytest.raises(Refused, match="seed=1"):
+    with pytest.raises(RefusedError, match="seed=1"):
         run_app(replace(stored, seed=1), no_text)
-    with pytest.raises(Refused, match="out="):
+    with pytest.raises(RefusedError, match="out="):
         run_app(replace(stored, resumes=False), no_text)
 
 

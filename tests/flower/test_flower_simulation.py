@@ -8,7 +8,7 @@ from flwr.server import Server, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAdam, FedAvg
 
 from raysim.flower import start_simulation
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.fleet import Lognormal
 
 
@@ -58,5 +58,5 @@ def test_start_simulation_continues(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"clients_ids": ["1"]}, {"runtime": "cloud"}])
 def test_start_simulation_refuses_wrong_arguments(wrong):
-    with pytest.raises(Refused, match=next(iter(wrong))):
+    with pytest.raises(RefusedError, match=next(iter(wrong))):
         start(**wrong)

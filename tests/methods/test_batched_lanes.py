@@ -35,7 +35,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.split import WholeNetwork
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.training.batched_lanes import linear_chain
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode, default_lanes
@@ -253,14 +253,14 @@ class TestQualification:
         ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
     )
     def test_other_runs_are_refused_with_the_key(self, spec: RunSpec) -> None:
-        with pytest.raises(Refused, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
+        with pytest.raises(RefusedError, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
             Worker(spec)
 
     def test_refusal_names_the_method_or_the_device(self) -> None:
-        with pytest.raises(Refused, match="method 'fedprox'"):
+        with pytest.raises(RefusedError, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
         spec = study(lanes=2, device="cuda")
-        with pytest.raises(Refused, match=r"device=cuda.*runtime\.graph=true"):
+        with pytest.raises(RefusedError, match=r"device=cuda.*runtime\.graph=true"):
             check_step_mode(spec, declare_run(spec))
 
 

@@ -22,7 +22,7 @@ from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedrep import FedRep
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 IN_PROCESS = ["runtime=inprocess", "tracking=none", "device=cpu"]
 SMALL = [*IN_PROCESS, "rounds=1", "schedule.cohort=2", "evaluate.clients=2", "checkpoint.every=0"]
@@ -88,7 +88,7 @@ def test_plan_names_the_setting_the_method_and_the_old_value() -> None:
     ],
 )
 def test_key_of_the_user_is_kept_and_refused(overrides: list[str], key: str) -> None:
-    with pytest.raises(Refused, match=key.replace(".", r"\.")):
+    with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build([*IN_PROCESS, *overrides])
 
 
@@ -97,7 +97,7 @@ PYTHON: list[dict[str, Any]] = [{"local": {"epochs": 2}}, {"local.epochs": 2}]
 
 @pytest.mark.parametrize("settings", PYTHON)
 def test_key_given_from_python_is_kept_and_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=r"local\.epochs"):
+    with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(IN_PROCESS, methods=[FedRep()], **settings)
 
 
@@ -109,16 +109,16 @@ def test_method_object_sets_what_it_needs() -> None:
 
 def test_composed_configuration_remembers_which_keys_were_set() -> None:
     assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
-    with pytest.raises(Refused, match=r"local\.epochs"):
+    with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))
-    with pytest.raises(Refused, match=r"local\.epochs"):
+    with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
 def test_configuration_from_elsewhere_counts_as_set() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
-    with pytest.raises(Refused, match=r"local\.epochs"):
+    with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(config)
 
 
@@ -147,7 +147,7 @@ def test_search_over_a_needed_key_is_refused() -> None:
         11,
     ]
     search = plan([*IN_PROCESS, "method=fedrep", "local.epochs=2,11", "sweep.search=grid"])
-    with pytest.raises(Refused, match=r"local\.epochs"):
+    with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(search.node(search.points()[0]))
 
 
@@ -172,5 +172,5 @@ def test_method_may_require_any_key() -> None:
 
 @pytest.mark.parametrize("key", ["local.speed", "nothing", "locals.lr"])
 def test_requiring_a_key_that_does_not_exist_is_refused(key: str) -> None:
-    with pytest.raises(Refused, match=key.replace(".", r"\.")):
+    with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build(IN_PROCESS, methods=[Demanding(key, 4)])

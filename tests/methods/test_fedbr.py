@@ -25,7 +25,7 @@ from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build_object
 from raysim.methods.fedbr import PROJECTOR, FedBR
 from raysim.methods.pseudo_data import rows_by_samples
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.streams import stream
 from raysim.training.run_spec import declare_run
 
@@ -251,5 +251,5 @@ def test_proxy_is_configured_as_the_data_are() -> None:
     ids=str,
 )
 def test_proxy_that_is_no_data_source_is_refused(proxy: Any) -> None:
-    with pytest.raises(Refused, match=r"method\.fedbr\.proxy"):
+    with pytest.raises(RefusedError, match=r"method\.fedbr\.proxy"):
         build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

@@ -34,7 +34,7 @@ from raysim.methods.fedcda import (
     select_models,
     selection_objective,
 )
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
@@ -305,7 +305,7 @@ def test_too_large_search_is_refused_with_enough_batches(
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
     with pytest.raises(
-        Refused, match=r"^method\.fedcda\.batches=2: .* Set method\.fedcda\.batches=3"
+        RefusedError, match=r"^method\.fedcda\.batches=2: .* Set method\.fedcda\.batches=3"
     ):
         coordinate(run_spec(FedCDA(batches=2), data=data), schedule)
     assert 3**9 <= MAX_COMBINATIONS < 3**14
@@ -320,9 +320,9 @@ def test_search_of_exactly_the_limit_is_accepted() -> None:
     data = clients_of_sizes((3,) * 6)
     assert MAX_COMBINATIONS == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
-    with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
+    with pytest.raises(RefusedError, match=r"^method\.fedcda\.batches=1: .*batches=2"):
         coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
-    with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
+    with pytest.raises(RefusedError, match=r"^method\.fedcda\.batches=1: .*batches=2"):
         coordinate(
             run_spec(FedCDA(memory=10, batches=1), data=clients_of_sizes((3,) * 12)),
             Synchronous(12),

@@ -41,7 +41,7 @@ from raysim.methods.fedsam import FedSAM
 from raysim.methods.fraug import FRAug
 from raysim.methods.mixup import Mixup
 from raysim.models import SmallCnn
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.training import recorded_lanes
 from raysim.training.lanes import LanesError
 from raysim.training.recorded_lanes import RecordedLanes, modes_after
@@ -354,13 +354,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
     def test_error_of_a_hook_does_not_mention_lanes(self, method: Method) -> None:
-        with pytest.raises(Refused, match=method.name) as refused:
+        with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
 
     def test_model_that_draws_is_refused(self) -> None:
         with pytest.raises(
-            Refused, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
+            RefusedError, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):
             Worker(study(model=Dropping()))
 

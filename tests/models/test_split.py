@@ -24,7 +24,7 @@ from raysim.models import (
     split_network,
 )
 from raysim.models.split import SplitNetwork, WholeNetwork
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import Tokens
 
 SHAPE = (1, 8, 8)
@@ -251,7 +251,7 @@ def test_missing_package_names_its_extra(
 def test_renamed_classes_are_answered_with_their_new_names() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
-    with pytest.raises(Refused, match="HuggingFaceModel"):
+    with pytest.raises(RefusedError, match="HuggingFaceModel"):
         resolve("raysim.models.zoo.HuggingFace", "model")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysim.primitives.checks import above, at_least, between, in_range, one_of, require
-from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+from raysim.primitives.errors import RefusedError, errors_as_refusals, first_line
 
 RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
     (lambda value: at_least("x", value, 1), [1, 1.5], [0, -1], "at least 1"),
@@ -108,7 +108,7 @@ def test_first_line_of_error_or_cause() -> None:
 
 
 def test_errors_as_refusals_passes_own_errors() -> None:
-    with pytest.raises(Refused, match=r"^one two$"), errors_as_refusals():
+    with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():
         raise ZeroDivisionError

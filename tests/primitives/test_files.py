@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raysim.primitives import files
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path, without_password
 
 
@@ -72,5 +72,5 @@ def test_short_wait_is_not_reported(
 
 
 def test_path_outside_utf_8_is_refused() -> None:
-    with pytest.raises(Refused, match="UTF-8"):
+    with pytest.raises(RefusedError, match="UTF-8"):
         user_path("runs/\udcff")

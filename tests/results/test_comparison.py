@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import raysim
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results import comparison, print_figures
 from raysim.results.curves import AXES
 from raysim.results.history import summarise, write_history, write_json
@@ -146,7 +146,7 @@ def test_columns_are_chosen_by_key_or_title(study: Path) -> None:
         "train_loss",
         "wall_seconds",
     ]
-    with pytest.raises(Refused, match="--columns finale"):
+    with pytest.raises(RefusedError, match="--columns finale"):
         raysim.report(study, columns=["finale"])
 
 
@@ -182,7 +182,7 @@ def test_order_may_hold_commas() -> None:
 def test_wrong_choice_is_refused_by_its_flag(
     choice: dict[str, object], key: str, study: Path
 ) -> None:
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.report(study, **choice)  # type: ignore[arg-type]
 
 
@@ -253,6 +253,6 @@ def test_labels_are_spread_around_their_mean(places: list[float], moved: list[fl
 
 
 def test_unknown_format_is_refused(study: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="--format"):
+    with pytest.raises(RefusedError, match="--format"):
         raysim.report(study).write(tmp_path / "paper", ["eps"])
     assert not (tmp_path / "paper").exists()

@@ -39,7 +39,7 @@ from raysim.data.dataset import copy_to_cache
 from raysim.experiment.build import build
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.progress import Progress
 from raysim.runtime.inprocess import InProcess
 from raysim.runtime.placement import (
@@ -158,7 +158,7 @@ def test_worker_reserves_threads_gpu_and_requested_resources() -> None:
     ],
 )
 def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
-    with pytest.raises(Refused, match=re.escape(key)):
+    with pytest.raises(RefusedError, match=re.escape(key)):
         build([override, "tracking=none"])
 
 

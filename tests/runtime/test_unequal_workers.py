@@ -91,7 +91,7 @@ def _run(words: list[str], out: str) -> str:
     try:
         raysim.run([*WORDS, *ON_BOTH, *words, f"out={out}"], quiet=True)
         return ""
-    except raysim.Refused as error:
+    except raysim.RefusedError as error:
         return str(error)
 
 

@@ -21,7 +21,7 @@ from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.best_model import BestModel, Criterion
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import Checkpoint, RunSpec
@@ -161,7 +161,7 @@ def test_result_offers_best_model(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "run" / "best.safetensors")
     for name, tensor in result.model(best=True).state_dict().items():
         assert np.array_equal(tensor.numpy(), stored[f"model.{name}"])
-    with pytest.raises(Refused, match="best=True"):
+    with pytest.raises(RefusedError, match="best=True"):
         result.predictions(client=0, best=True)
 
 
@@ -169,5 +169,5 @@ def test_missing_best_model_is_refused(tmp_path: Path) -> None:
     result = raysim.run([*WORDS, f"out={tmp_path / 'run'}"], quiet=True)
     assert result.summary["best_model"]["by"] == "train_loss"
     (tmp_path / "run" / "best.safetensors").unlink()
-    with pytest.raises(Refused, match=r"best\.safetensors"):
+    with pytest.raises(RefusedError, match=r"best\.safetensors"):
         result.model(best=True)

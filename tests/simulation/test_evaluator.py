@@ -36,7 +36,7 @@ from raysim.data.sources import Synthetic, Tabular
 from raysim.experiment.build import build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.schedule import Buffered, Synchronous
@@ -389,7 +389,7 @@ def test_pooled_round_has_the_samples_of_a_cohort() -> None:
     ).spec.settings.local
     assert (whole.epochs, half.epochs, steps.steps) == (3, 2, 10)
     assert odd.settings.local.steps == round(len(odd.data.partition.train.indices) / 20)
-    with pytest.raises(Refused, match="schedule=synchronous"):
+    with pytest.raises(RefusedError, match="schedule=synchronous"):
         build([*common, "schedule=buffered"])
 
 

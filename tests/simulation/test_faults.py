@@ -22,7 +22,7 @@ from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round, RunStoppedError, Saved, TooManyFailuresError
@@ -389,7 +389,7 @@ def draws(value: Any) -> Any:
 
 def stopped_by(method: Method) -> list[str]:
     """Return the lines of the error that ends a run with this method."""
-    with pytest.raises((RunStoppedError, Refused)) as stopped:
+    with pytest.raises((RunStoppedError, RefusedError)) as stopped:
         run(run_spec(method), ALL, rounds=1)
     return str(stopped.value).splitlines()
 

@@ -18,7 +18,7 @@ from raysim.experiment.execute import run as run_words
 from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.models import Mlp
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.streams import uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.delays import DelayKind, Delays
@@ -323,7 +323,7 @@ def test_fleet_values_out_of_range_are_refused(make: Any, text: str) -> None:
     ],
 )
 def test_unknown_fleet_key_is_refused_with_the_nearest(words: list[str], text: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         build_run([*QUICK, *words])
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -370,7 +370,7 @@ def test_impossible_run_is_refused_without_a_file(
     few = [
         word for word in QUICK if words[0].startswith("fleet") or not word.startswith("schedule.")
     ]
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         run_words([*few, *words, "out=a"], quiet=True)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -391,5 +391,5 @@ def test_every_fleet_has_availability_and_dropout(name: str) -> None:
 
 
 def test_key_that_yaml_reads_as_bool_is_refused() -> None:
-    with pytest.raises(Refused, match=r"fleet\.True does not exist"):
+    with pytest.raises(RefusedError, match=r"fleet\.True does not exist"):
         build_object(Ideal, {True: 600.0}, "fleet")  # type: ignore[dict-item]

@@ -20,7 +20,7 @@ from tiny_runs import run_to_end, untrained_run
 
 import raysim
 from raysim import cli
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation import trace
 from raysim.simulation.availability import Availability
 from raysim.simulation.fleet import Devices
@@ -268,7 +268,7 @@ def test_wrong_trace_is_refused_when_a_run_is_built(
     tmp_path: Path,
 ) -> None:
     file = stored(tmp_path, [row(), row(1, up=0.0)])
-    with pytest.raises(Refused, match=r"client 1 \(row 1\): up is 0\.0"):
+    with pytest.raises(RefusedError, match=r"client 1 \(row 1\): up is 0\.0"):
         raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
 
 
@@ -283,13 +283,13 @@ def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None
         "late.parquet": r"fleet: .* 1,000,000 s",
     }
     for name, text in expected.items():
-        with pytest.raises(Refused, match=text) as caught:
+        with pytest.raises(RefusedError, match=text) as caught:
             raysim.run(
                 [*QUICK, "fleet=trace", f"fleet.file={tmp_path / name}", f"out={tmp_path / 'out'}"],
                 quiet=True,
             )
         assert "\n" not in str(caught.value)
-    with pytest.raises(Refused, match=r"fleet\.file=null"):
+    with pytest.raises(RefusedError, match=r"fleet\.file=null"):
         raysim.run([*QUICK, "fleet=trace", f"out={tmp_path / 'out'}"], quiet=True)
     assert not (tmp_path / "out").exists()
 

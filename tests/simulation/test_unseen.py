@@ -38,7 +38,7 @@ from raysim.methods.fedrep import FedRep
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
 from raysim.methods.scaffold import Scaffold
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
 from raysim.training.run_spec import RunSpec
 
@@ -123,12 +123,12 @@ def test_share_of_no_or_all_clients_is_refused(share: float) -> None:
     "word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"]
 )
 def test_impossible_share_is_refused(word: str) -> None:
-    with pytest.raises(Refused, match=r"evaluate\.unseen"):
+    with pytest.raises(RefusedError, match=r"evaluate\.unseen"):
         build([*COMMON, word])
 
 
 def test_unseen_clients_without_tests_are_refused() -> None:
-    with pytest.raises(Refused, match=r"^evaluate\.unseen=0\.2"):
+    with pytest.raises(RefusedError, match=r"^evaluate\.unseen=0\.2"):
         build([*COMMON, "evaluate.unseen=0.2", "partition.test_fraction=0"])
 
 
@@ -141,7 +141,7 @@ def test_unseen_clients_that_share_samples_are_refused() -> None:
 
 
 def test_cohort_above_trained_clients_is_refused() -> None:
-    with pytest.raises(Refused, match=r"schedule\.cohort=4"):
+    with pytest.raises(RefusedError, match=r"schedule\.cohort=4"):
         build([*COMMON, "evaluate.unseen=0.8"])
 
 
@@ -248,7 +248,7 @@ def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
 def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
     words = [*COMMON, *words]
     build(words)
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         build([*words, "evaluate.unseen=0.5"])
 
 
@@ -293,5 +293,5 @@ def test_share_is_part_of_identity(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     raysim.run(words, quiet=True)
     other = [*COMMON, "evaluate.unseen=0.2", f"out={tmp_path / 'run'}", "resume=latest"]
-    with pytest.raises(Refused, match=r"^evaluate\.unseen=0\.2"):
+    with pytest.raises(RefusedError, match=r"^evaluate\.unseen=0\.2"):
         raysim.run(other, quiet=True)

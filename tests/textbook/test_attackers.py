@@ -34,7 +34,7 @@ from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.krum import Krum
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.trimmed_mean import TrimmedMean
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.attack import Attack, largest_z, shifted_mean
 from raysim.training.run_spec import Faults, declare_run
@@ -149,7 +149,7 @@ def test_attack_that_changes_nothing_is_refused(attack: Attack, size: int, key: 
 
 
 def test_label_flip_needs_classes() -> None:
-    with pytest.raises(Refused, match=r"attack\.kind=label_flip"):
+    with pytest.raises(RefusedError, match=r"attack\.kind=label_flip"):
         build(["data=diabetes", "model=mlp", "partition=iid", "attack.kind=label_flip"])
 
 

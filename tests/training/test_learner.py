@@ -22,7 +22,7 @@ from raysim.methods.apfl import APFL
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedprox import FedProx
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Schedule
 
 
@@ -155,7 +155,7 @@ def test_learner_error_in_initial_is_a_refusal(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RefusedError, match=text):
         raysim.build("data=synthetic runtime=inprocess", learner=Centroids())
 
 

@@ -22,7 +22,7 @@ from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.krum import Krum
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Schedule
 
 QUICK = (
@@ -175,13 +175,13 @@ def test_bytes_refuse_rules_for_parameters(other: Method) -> None:
     ],
 )
 def test_bytes_refuse_settings_for_parameters(words: str, key: str) -> None:
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}", learner=Means())
 
 
 def test_bytes_need_a_function_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Means, "aggregate", Learner.aggregate)
-    with pytest.raises(Refused, match="aggregate"):
+    with pytest.raises(RefusedError, match="aggregate"):
         raysim.build(QUICK, learner=Means())
 
 
@@ -193,7 +193,7 @@ def test_bytes_of_another_type_are_one_failed_client() -> None:
 
 def test_bytes_have_no_module(tmp_path: Path) -> None:
     result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
-    with pytest.raises(Refused, match="parameters"):
+    with pytest.raises(RefusedError, match="parameters"):
         result.model()
 
 

@@ -26,7 +26,7 @@ from raysim.learners import (
     XGBoostBagging,
 )
 from raysim.methods.fedbuff import FedBuff
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Synchronous
 
 LEARNERS: list[Method] = [
@@ -197,5 +197,5 @@ def test_hf_trainer_equals_raysims_steps_without_shuffling() -> None:
     ],
 )
 def test_ready_learner_error_names_the_key(words: str, key: str) -> None:
-    with pytest.raises(Refused, match=key):
+    with pytest.raises(RefusedError, match=key):
         raysim.build(f"data=synthetic runtime=inprocess {words}")

@@ -23,7 +23,7 @@ from raysim.experiment.settings import Experiment
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
 from raysim.models.single_rows import refusing_layer
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 HERE = ["runtime=inprocess", "tracking=none", "device=cpu", "rounds=3", "checkpoint.every=0"]
 SIZES = [
@@ -214,7 +214,7 @@ def test_no_batch_has_one_row(name: str, sampling: str, budget: str, tmp_path: P
 
 @pytest.mark.parametrize("name", REFUSING)
 def test_batches_of_one_row_are_refused_before_the_start(name: str) -> None:
-    with pytest.raises(Refused, match=r"^local\.batch: .*layer '.*1"):
+    with pytest.raises(RefusedError, match=r"^local\.batch: .*layer '.*1"):
         made(REFUSING[name], "local.batch=1")
 
 
@@ -224,13 +224,13 @@ def test_batches_of_one_row_run_where_the_network_can(name: str, tmp_path: Path)
 
 
 def test_run_with_clients_of_one_row_only_is_refused() -> None:
-    with pytest.raises(Refused, match=r"^partition: "):
+    with pytest.raises(RefusedError, match=r"^partition: "):
         made(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
 
 def test_more_clients_at_once_than_can_train_are_refused() -> None:
     assert made(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
-    with pytest.raises(Refused, match=r"^schedule\.cohort=6 "):
+    with pytest.raises(RefusedError, match=r"^schedule\.cohort=6 "):
         made(REFUSING["BatchNorm1d"], "schedule.cohort=6")
 
 
@@ -294,7 +294,7 @@ def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
     def of(layer: Any, rows: int) -> Experiment:
         return made(layer, methods=[FedBR(pseudo_batch=rows)])
 
-    with pytest.raises(Refused, match=r"^method\.fedbr\.pseudo_batch: .*layer '.*1"):
+    with pytest.raises(RefusedError, match=r"^method\.fedbr\.pseudo_batch: .*layer '.*1"):
         of(REFUSING["BatchNorm1d"], 1)
     assert of(REFUSING["BatchNorm1d"], 2) and of(FINE["LayerNorm"], 1)
 

@@ -9,7 +9,7 @@ from jobs.papers.figures.fedbr import FIGURES as FEDBR
 from jobs.papers.figures.fedbss import FIGURES as FEDBSS
 from jobs.papers.figures.fedld import FIGURES as FEDLD
 from jobs.papers.figures.fraug import FIGURES as FRAUG
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 
 FIGURES: dict[str, PaperFigure] = {
     figure.name: figure for figure in (*FEDBR, *FEDBSS, *FEDLD, *FRAUG)
@@ -17,9 +17,9 @@ FIGURES: dict[str, PaperFigure] = {
 
 
 def find_figure(name: str) -> PaperFigure:
-    """Return a figure by its name, such as "fedbss/5a"; raise `Refused` with the nearest name."""
+    """Return a figure by its name, such as "fedbss/5a"; raise `RefusedError` with the nearest name."""
     if name not in FIGURES:
-        raise Refused(f"{name}: there is no such figure; {suggest(name, FIGURES)}")
+        raise RefusedError(f"{name}: there is no such figure; {suggest(name, FIGURES)}")
     return FIGURES[name]
 
 

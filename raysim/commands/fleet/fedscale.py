@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.primitives.files import make_folder, regular_file
 from raysim.simulation.trace import describe_error, write
 
@@ -88,7 +88,7 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
         path = Path(file)
         with (regular_file(path) if path.exists() else path).open("rb") as content:
             clients = _DataUnpickler(content).load()
-    except (OSError, Refused):
+    except (OSError, RefusedError):
         raise
     except Exception as error:  # a damaged pickle fails in many ways
         raise ValueError(f"{file} is not a pickle of FedScale ({first_line(error)})") from error

@@ -11,7 +11,7 @@ import keyword
 import sys
 from pathlib import Path
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -21,7 +21,7 @@ NAME = "mypackage"
 def write(name: str) -> Path:
     """Write the package; return the folder.
 
-    Raise `Refused` for a name that a new package cannot have.
+    Raise `RefusedError` for a name that a new package cannot have.
     """
     folder = user_path(name)
     _check_name(folder)
@@ -29,7 +29,7 @@ def write(name: str) -> Path:
     try:
         folder.mkdir()
     except FileExistsError:
-        raise Refused(
+        raise RefusedError(
             f"new {folder.name}: another process is creating {folder}. Choose another name"
         ) from None
     for path in sorted(TEMPLATE.rglob("*")):
@@ -43,14 +43,18 @@ def write(name: str) -> Path:
 def _check_name(folder: Path) -> None:
     name = folder.name
     if not (name.isidentifier() and name.islower()) or keyword.iskeyword(name):
-        raise Refused(
+        raise RefusedError(
             f"new {name}: this is not the name of a package. "
             "Use small letters, digits and _, such as my_methods"
         )
     if folder.exists() or folder.is_symlink():
-        raise Refused(f"new {name}: {folder} exists already. Choose another name, or remove it")
+        raise RefusedError(
+            f"new {name}: {folder} exists already. Choose another name, or remove it"
+        )
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise Refused(f"new {name}: Python has a package of this name already. Choose another name")
+        raise RefusedError(
+            f"new {name}: Python has a package of this name already. Choose another name"
+        )
 
 
 def next_steps(folder: Path) -> str:

@@ -17,7 +17,7 @@ from raysim.experiment.config_files import Node, to_dict
 from raysim.experiment.groups import find_groups
 from raysim.experiment.many_runs import check_free, dated_folder, short_names, value_label
 from raysim.experiment.run_overrides import expand_override
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.results.tracking import default_uri
 
@@ -103,7 +103,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     used only in runs with these options. If a study is continued, the overrides are added to those
     of its study.yaml.
 
-    Raise `Refused` for an override that no run can have, and for a folder that is in use.
+    Raise `RefusedError` for an override that no run can have, and for a folder that is in use.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())
@@ -129,7 +129,9 @@ def _with_runs(study: StudyPlan) -> StudyPlan:
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:
-            raise Refused(f"{name}: two runs of this study get this name. Give each value once")
+            raise RefusedError(
+                f"{name}: two runs of this study get this name. Give each value once"
+            )
     return replace(study, runs=runs)
 
 
@@ -137,7 +139,7 @@ def _folder(out: Sequence[str]) -> Path:
     if not out:
         return dated_folder(Path("studies"))
     if len(out) > 1:
-        raise Refused(f"{' and '.join(out)}: a study has one folder. Give one")
+        raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one")
     return user_path(str(to_dict(compose(out))["out"]))
 
 
@@ -152,7 +154,7 @@ def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
         varies_now = key in merged.varied
         if key not in ALWAYS_NAMED and varies_now != varied_before:
             values = "several values" if varies_now else "one value"
-            raise Refused(
+            raise RefusedError(
                 f"{key}: {values} of {key} would rename the runs in {study.folder}. "
                 "Start another study in a new folder"
             )
@@ -184,9 +186,9 @@ def _seed(override: str) -> int:
     text = override.partition("=")[2]
     if re.fullmatch(r"\d+-\d+", text):
         counted = text.replace("-", "..")
-        raise Refused(f"{override}: this is not a number. Write seed={counted} for a range")
+        raise RefusedError(f"{override}: this is not a number. Write seed={counted} for a range")
     if not text.isdigit():
-        raise Refused(f"{override}: a seed is a whole number of at least 0. Change it")
+        raise RefusedError(f"{override}: a seed is a whole number of at least 0. Change it")
     return int(text)
 
 

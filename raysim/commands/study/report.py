@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from raysim.commands.study.plan import StudyPlan, StudyRun
 from raysim.experiment.many_runs import short_names
 from raysim.primitives.checks import finite_values
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import (
@@ -99,7 +99,7 @@ class Comparison:
 
 # --- numbers ------------------------------------------------------------------------------------
 def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None:
-    """Raise `Refused` for a metric that no summary has.
+    """Raise `RefusedError` for a metric that no summary has.
 
     own_metrics: the metrics of the study's runs besides the usual ones.
 
@@ -113,7 +113,7 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
         is_own = any(is_column_of(own, name) for own in own_metrics)
         if name not in known_names and "." not in name and not is_own:
             advice = suggest(name, [*known_names, "rounds_to.0.80"])
-            raise Refused(f"--metric {name} does not exist: {advice}")
+            raise RefusedError(f"--metric {name} does not exist: {advice}")
 
 
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:

@@ -28,7 +28,7 @@ from raysim.experiment.many_runs import join_ray, resume_hint
 from raysim.experiment.run_folder import choose_place
 from raysim.experiment.runner import attempt
 from raysim.experiment.settings import Interrupted
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.results.history import Row, score
 from raysim.results.progress import format_duration
 from raysim.runtime.placement import RayOptions
@@ -52,7 +52,7 @@ class RunEnd:
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run and look into its folder; return the study with its finished runs.
 
-    Raise `Refused` for the first run that cannot be made or continued. Nothing is written.
+    Raise `RefusedError` for the first run that cannot be made or continued. Nothing is written.
     """
     runs = []
     for run in study.runs:
@@ -61,10 +61,10 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
             experiment = build(config, allow)
             with errors_as_refusals():
                 is_finished = choose_place(experiment).is_finished
-        except Refused as error:
+        except RefusedError as error:
             if len(study.runs) == 1:
                 raise
-            raise Refused(f"{error} (run {run.name})") from error
+            raise RefusedError(f"{error} (run {run.name})") from error
         runs.append(
             replace(run, config=config, is_finished=is_finished, warnings=experiment.warnings)
         )

@@ -15,7 +15,7 @@ from raysim.commands.study.report import check_metrics, report
 from raysim.commands.study.runner import check, make_runs, store
 from raysim.commands.study.tracking import track
 from raysim.experiment.many_runs import new_folder
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder
 from raysim.results.progress import waiting_line
 from raysim.results.tables import terminal_width
@@ -73,10 +73,10 @@ def study(
     at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders
     of options, and the packages whose classes they use. quiet: print nothing.
 
-    Raise `Refused` for a study that cannot be made (nothing was written), and `Interrupted`.
+    Raise `RefusedError` for a study that cannot be made (nothing was written), and `Interrupted`.
     """
     if parallel < 1:
-        raise Refused(f"--parallel {parallel}: it must be at least 1. Change it")
+        raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it")
     if isinstance(overrides, StudyPlan):
         planned = overrides
     else:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from raysim.commands.submit import job_server
-from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+from raysim.primitives.errors import RefusedError, errors_as_refusals, first_line
 
 # The program of the second job. It needs Python's standard library only.
 # Arguments: the folder, the largest number of bytes, and the names in it that are left out.
@@ -57,20 +57,21 @@ def fetch(
     id that `raysim submit` prints. target: the folder on this machine; None takes the name of the
     job's folder. address: see `job_server.find_address`. folder: the job's folder on its node; None
     reads it from the job's command. checkpoints: True also copies the checkpoints. limit_mb: the
-    largest archive. Raise `Refused` if there is no such job or folder, or if the archive is larger.
+    largest archive. Raise `RefusedError` if there is no such job or folder, or if the archive is
+    larger.
     """
     with errors_as_refusals():
         client = job_server.connect(job_server.find_address(address))
     details = _details(client, job)
     remote = folder or find_folder(details.entrypoint)
     if not remote:
-        raise Refused(
+        raise RefusedError(
             f"job {job} has no out= in its command ({details.entrypoint}). Give its folder with "
             "--folder"
         )
     local = Path(target or Path(remote).name)
     if local.exists() and not local.is_dir():
-        raise Refused(f"{local} is a file. Give a folder for the results")
+        raise RefusedError(f"{local} is a file. Give a folder for the results")
     left_out = [] if checkpoints else [CHECKPOINTS]
     words = ["python", "-c", PROGRAM, remote, str(int(limit_mb * MB)), *left_out]
     text = _run_on_node_of(client, details, shlex.join(words))
@@ -82,7 +83,7 @@ def _details(client: Any, job: str) -> Any:
     try:
         return client.get_job_info(job)
     except (OSError, RuntimeError) as error:
-        raise Refused(
+        raise RefusedError(
             f"job {job} is unknown to {client.get_address()} ({first_line(error)}). "
             "`ray job list` shows the jobs"
         ) from error
@@ -114,7 +115,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     try:
         job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, **options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise Refused(
+        raise RefusedError(
             f"{client.get_address()} does not take the job that packs the results: "
             f"{first_line(error)}"
         ) from error
@@ -126,23 +127,23 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def _archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the archive in the output of the second job. Raise `Refused` if there is none."""
+    """Return the archive in the output of the second job. Raise `RefusedError` if there is none."""
     lines = text.splitlines()
     for line in lines:
         if line.startswith(ERROR + "no folder"):
-            raise Refused(
+            raise RefusedError(
                 f"job {job}: {line.removeprefix(ERROR)} on its node. Wait until the run has "
                 "started, or give the folder with --folder"
             )
         if line.startswith(ERROR):
             size_mb = int(line.removeprefix(ERROR).split()[0]) / MB
-            raise Refused(
+            raise RefusedError(
                 f"--limit {limit_mb:g} MB: the archive of {folder} has {size_mb:.0f} MB. Set "
                 f"--limit {size_mb + 1:.0f}, or copy the folder from its node"
             )
     if BEGIN not in lines or END not in lines:
         reason = lines[-1] if lines else "it printed nothing"
-        raise Refused(f"job {job}: the results could not be packed on its node ({reason})")
+        raise RefusedError(f"job {job}: the results could not be packed on its node ({reason})")
     encoded = lines[lines.index(BEGIN) + 1 : lines.index(END)]
     return b"".join(map(base64.b64decode, encoded))
 

@@ -26,7 +26,7 @@ from raysim.experiment.config_files import to_dict
 from raysim.experiment.groups import config_folders, find_groups
 from raysim.experiment.plugins import conf_folders_of, installed_packages
 from raysim.primitives.commit import SOURCE, source_commit
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import conf_folder, user_path
 
 COMMANDS = ("run", "study", "sweep")
@@ -50,7 +50,7 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     """Return the files to send to the cluster.
 
     These are the package, its configuration, and the files that --with lists. Hidden files and byte
-    code are left out. Raise `Refused` for a path that cannot be packed.
+    code are left out. Raise `RefusedError` for a path that cannot be packed.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
@@ -64,9 +64,13 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     for argument in extra:
         path = Path(os.path.realpath(user_path(argument)))
         if not path.exists():
-            raise Refused(f"--with {argument} does not exist. Give a file or a folder that does")
+            raise RefusedError(
+                f"--with {argument} does not exist. Give a file or a folder that does"
+            )
         if path.name in names:
-            raise Refused(f"--with {argument}: the package has a {path.name} already. Rename it")
+            raise RefusedError(
+                f"--with {argument}: the package has a {path.name} already. Rename it"
+            )
         names.add(path.name)
         files += _files_below(path) if path.is_dir() else [_packed_file(path, path.name)]
     return files
@@ -78,7 +82,7 @@ def _files_below(root: Path) -> list[PackedFile]:
         folders[:] = sorted(name for name in folders if not _is_left_out(name))
         for name in folders:
             if Path(folder, name).is_symlink():
-                raise Refused(
+                raise RefusedError(
                     f"{Path(folder, name)} is a link to a folder. "
                     "Put the folder there, or name it with --with"
                 )
@@ -87,7 +91,7 @@ def _files_below(root: Path) -> list[PackedFile]:
             if _is_left_out(name) or not path.is_file():
                 continue
             if not path.resolve().is_relative_to(root):
-                raise Refused(
+                raise RefusedError(
                     f"{path} is a link to {path.resolve()}, outside of {root}. "
                     "Put the file there, or leave it out"
                 )
@@ -114,7 +118,7 @@ def describe_size(files: Sequence[PackedFile]) -> str:
 
 
 def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
-    """Raise `Refused` if the files exceed the limit; the error lists the largest ones."""
+    """Raise `RefusedError` if the files exceed the limit; the error lists the largest ones."""
     total = sum(file.size_bytes for file in files)
     if total <= limit_mb * MB:
         return
@@ -123,7 +127,7 @@ def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
     for file in largest:
         if file.size_bytes > total / 100:
             named.append(f"{file.name} ({_format_size(file.size_bytes)})")
-    raise Refused(
+    raise RefusedError(
         f"--limit {limit_mb:g} MB: the package has {_format_size(total)}; its largest files are "
         f"{', '.join(named)}. Keep data on storage of the cluster and name it in data.root, "
         f"or set --limit {-(-total // MB)}"
@@ -221,7 +225,7 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 
 
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
-    """Raise `Refused` on this machine for what the cluster would refuse, or lose, later."""
+    """Raise `RefusedError` on this machine for what the cluster would refuse, or lose, later."""
     _check_out(command)
     _check_packed(command, files)
     paths = [*command.conf, *([command.config] if command.config else [])]
@@ -240,7 +244,7 @@ def _check_out(command: JobCommand) -> None:
     if place.startswith(("/", "~")) or is_tracked:
         return
     subject = f"out={out} is" if out else "without out=DIR the results are"
-    raise Refused(
+    raise RefusedError(
         f"{subject} in the job's own folder, which the cluster deletes. Give a folder on storage "
         "that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow "
         "server"
@@ -257,7 +261,7 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
             continue
         top = Path(value).parts[0]
         if top not in names:
-            raise Refused(
+            raise RefusedError(
                 f"{flag} {value} is not in the package. Add --with {top} before the command"
             )
 
@@ -265,21 +269,23 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
 def read_runtime_env(path: str | None) -> dict[str, Any]:
     """Return the job's environment from a file in Ray's format: pip, env_vars, ...
 
-    None returns an empty environment. Raise `Refused` for a file in another format.
+    None returns an empty environment. Raise `RefusedError` for a file in another format.
     """
     if path is None:
         return {}
     example = "See jobs/runtime_env.yaml"
     if not user_path(path).is_file():
-        raise Refused(f"--runtime-env {path} is not a file. {example}")
+        raise RefusedError(f"--runtime-env {path} is not a file. {example}")
     try:
         node = yaml.safe_load(user_path(path).read_text())
     except Exception as error:  # the YAML reader fails in many ways
-        raise Refused(f"--runtime-env {path} is not YAML. {example}") from error
+        raise RefusedError(f"--runtime-env {path} is not YAML. {example}") from error
     if not isinstance(node, Mapping):
-        raise Refused(f"--runtime-env {path} holds no keys and values. {example}")
+        raise RefusedError(f"--runtime-env {path} holds no keys and values. {example}")
     if "working_dir" in node:
-        raise Refused(f"--runtime-env {path}: raysim sets working_dir itself. Remove this key.")
+        raise RefusedError(
+            f"--runtime-env {path}: raysim sets working_dir itself. Remove this key."
+        )
     return dict(node)
 
 
@@ -303,8 +309,8 @@ def submit(
     the files and folders of --with. environment: the file of --runtime-env. wait: True prints the
     job's output until its end; False returns 0 at once.
 
-    Raise `Refused` for errors before the job runs, and `RunStoppedError` if the connection breaks.
-    After Ctrl-C the job continues; KeyboardInterrupt then says how to look at the job.
+    Raise `RefusedError` for errors before the job runs, and `RunStoppedError` if the connection
+    breaks. After Ctrl-C the job continues; KeyboardInterrupt then says how to look at the job.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

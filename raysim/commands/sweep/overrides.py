@@ -20,7 +20,7 @@ from raysim.experiment.groups import (
 from raysim.experiment.keys import RENAMED_KEYS
 from raysim.experiment.overrides import SettingOverride
 from raysim.experiment.run_overrides import read_setting, single_override
-from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.errors import RefusedError, suggest
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
     "method.fedprox.mu=0.01,0.1" or "local.lr='tag(log, interval(1e-3, 1))'" searches a key. Any
     other override is used in all runs; if the chosen file searches this key, the override wins.
 
-    Raise `Refused` for an option or a range that does not exist.
+    Raise `RefusedError` for an option or a range that does not exist.
     """
     files = find_groups(config_folders(folders)).files.get(SWEEP, {})
     parsed = {override.key: override for override in map(read_setting, overrides)}
     name = str(parsed[SWEEP].value) if SWEEP in parsed else "default"
     if name not in files:
-        raise Refused(f"{SWEEP}={name} does not exist: {suggest(name, files)}")
+        raise RefusedError(f"{SWEEP}={name} does not exist: {suggest(name, files)}")
     options = load_option(files[name], SWEEP)
     listed = options.pop("space", None) or {}
     space = {key: _listed_range(key, values) for key, values in listed.items()}
@@ -72,7 +72,7 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 
 def _option_value(option: str, override: SettingOverride) -> Any:
     if option.partition(".")[0] == "space":
-        raise Refused(
+        raise RefusedError(
             f"{override.text}: the space cannot be set as a whole. "
             "Give each key its values, such as local.lr=0.01,0.1"
         )
@@ -82,7 +82,7 @@ def _option_value(option: str, override: SettingOverride) -> Any:
 def _check_renamed(option: str) -> None:
     key = f"{SWEEP}.{option}"
     if key in RENAMED_KEYS:
-        raise Refused(f"{key} is now called {RENAMED_KEYS[key]}")
+        raise RefusedError(f"{key} is now called {RENAMED_KEYS[key]}")
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
@@ -108,7 +108,7 @@ def _range(override: SettingOverride) -> ValueRange:
         if interval is not None and interval.tags <= {"log"}:
             is_whole = isinstance(interval.low, int) and isinstance(interval.high, int)
             return Interval(interval.low, interval.high, "log" in interval.tags, is_whole)
-    raise Refused(
+    raise RefusedError(
         f"{override.text}: this is not a range. Write {key}=VALUE,VALUE or "
         f"{key}='interval(LOW, HIGH)', 'int(interval(LOW, HIGH))' or "
         "'tag(log, interval(LOW, HIGH))'"

@@ -33,7 +33,7 @@ from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import build_object, format_value
 from raysim.experiment.many_runs import check_free, dated_folder
 from raysim.primitives.checks import above, at_least
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.primitives.streams import stream
 
@@ -160,7 +160,7 @@ class SweepPlan:
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
             if self.options.trials not in (None, len(points)):
-                raise Refused(
+                raise RefusedError(
                     f"sweep.trials={self.options.trials}: this grid has {len(points)} trials. "
                     "Leave it out"
                 )
@@ -214,12 +214,12 @@ def _name(chosen: Mapping[str, object]) -> str:
 
 
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
-    """Return the sweep that the overrides describe. Raise `Refused` for an impossible sweep."""
+    """Return the sweep that the overrides describe, or raise `RefusedError` if it is impossible."""
     parsed = sort_overrides(overrides, conf)
     space = parsed.space
     options = build_object(SweepOptions, parsed.options, "sweep")
     if not space:
-        raise Refused(
+        raise RefusedError(
             "sweep: no key has several values. Choose a space with sweep=NAME, or give values, "
             "such as method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
         )
@@ -244,7 +244,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
         inactive[name] = list(reasons)
     for key in keys:
         if all(key in missing for missing in inactive.values()):
-            raise Refused(reasons[key])
+            raise RefusedError(reasons[key])
     result = SweepPlan(options, space, drafts, inactive, tuple(overrides))
     if options.search != "optuna":
         result.points()  # refuses a grid with an interval
@@ -255,16 +255,16 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
     for key, values in space.items():
         reason = WHY_NOT_SEARCHED.get(key.partition(".")[0])
         if reason:
-            raise Refused(f"{key} is not searched: {reason}")
+            raise RefusedError(f"{key} is not searched: {reason}")
         if key in group_names and isinstance(values, Interval):
-            raise Refused(f"{key}: its values are names of options. Write {key}=a,b")
+            raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b")
 
 
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `Refused` for a key that cannot change during a run, because PBT would change it."""
+    """Raise `RefusedError` for a key that PBT would change and that cannot change in a run."""
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
-            raise Refused(
+            raise RefusedError(
                 f"{key}: sweep.scheduler=pbt changes values during a run, which this key cannot. "
                 "Search keys of method.* or local.*, or leave the scheduler out"
             )
@@ -287,7 +287,7 @@ class SweepRequest:
 
 
 def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
-    """Return the sweep and the folder that the overrides describe. Raise `Refused`."""
+    """Return the sweep and the folder that the overrides describe. Raise `RefusedError`."""
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)
     has_resume = "resume" in values
@@ -315,7 +315,7 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
         key = override.partition("=")[0]
         is_changeable = key in changeable or key in ("runtime.address", "tracking.uri")
         if override not in stored["overrides"] and not is_changeable:
-            raise Refused(
+            raise RefusedError(
                 f"{override}: this cannot change in a sweep that has begun. "
                 "Leave it out, or start a sweep in a new folder"
             )
@@ -324,7 +324,7 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
     conf = conf or tuple(stored["conf"])
     sweep_plan = plan(list(merged.values()), conf)
     if sweep_plan.fingerprint() != stored.get("fingerprint"):
-        raise Refused(
+        raise RefusedError(
             f"out={folder}: the configuration files, or raysim itself, have changed since this "
             "sweep began, so that its trials would differ. Restore them, or start a sweep in a new "
             "folder"

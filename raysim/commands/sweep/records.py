@@ -19,7 +19,7 @@ from raysim.commands.sweep.space import Point
 from raysim.commands.sweep.trial import run_folders
 from raysim.experiment.many_runs import last_score, short_names, value_label
 from raysim.experiment.run_table import describe_outcome, plus_minus
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, read_history, write_history, write_json
 from raysim.results.observers import HISTORY
 from raysim.results.progress import LOG_INTERVAL_S
@@ -111,7 +111,7 @@ class TrialRecords:
                     record.rows = {int(row["round"] or 0): row for row in rows}
                     self._ended_before.add(record.number)
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise Refused(
+                raise RefusedError(
                     f"{path}: the trial cannot be read ({error}). Delete the file to repeat it"
                 ) from error
             self.all[record.number] = record

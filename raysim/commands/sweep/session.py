@@ -26,7 +26,7 @@ from raysim.experiment.many_runs import join_ray, new_folder, resume_hint, value
 from raysim.experiment.recorder import say, warn
 from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
-from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder
 from raysim.primitives.output import lossy_output
 from raysim.results.progress import format_duration
@@ -55,7 +55,7 @@ def sweep(
 
     overrides: the overrides of `raysim sweep`, in one text or a list.
 
-    Raise `Refused` for a sweep that cannot be made (nothing was written), and `Interrupted`.
+    Raise `RefusedError` for a sweep that cannot be made (nothing was written), and `Interrupted`.
     """
     from rich.console import Console
 
@@ -89,14 +89,14 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few of the runs. Raise `Refused` for values that no run can have."""
+    """Build a few of the runs. Raise `RefusedError` for values that no run can have."""
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise Refused(
+        raise RefusedError(
             "sweep.search=optuna needs Optuna. Run pip install optuna, or set sweep.search=random"
         )
     experiments = [build(plan.node(point), allow) for point in plan.samples()]
     if experiments[0].spec.settings.checkpoint.folder:
-        raise Refused(
+        raise RefusedError(
             "checkpoint.folder is for one run, and a sweep has many. "
             "Leave it out: each run's checkpoints are in its own folder"
         )

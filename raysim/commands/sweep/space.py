@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 
 Point: TypeAlias = dict[str, object]  # a value for each key, as plain data
 
@@ -77,16 +77,18 @@ Space: TypeAlias = Mapping[str, ValueRange]
 
 
 def check_range(key: str, values: ValueRange) -> ValueRange:
-    """Return the range. Raise `Refused` if no value can be drawn from it."""
+    """Return the range. Raise `RefusedError` if no value can be drawn from it."""
     if isinstance(values, Choice):
         if not values.values:
-            raise Refused(f"{key}: it has no values to choose from. Give some, such as {key}=a,b")
+            raise RefusedError(
+                f"{key}: it has no values to choose from. Give some, such as {key}=a,b"
+            )
         return values
     low, high = values.low, values.high
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise Refused(f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first")
+        raise RefusedError(f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first")
     if values.log and low <= 0:
-        raise Refused(
+        raise RefusedError(
             f"{key}=tag(log, interval({low:g}, {high:g})): the lower end has no logarithm. "
             "Set it above 0, or leave tag(log, ...) out"
         )
@@ -107,13 +109,13 @@ def random_points(space: Space, count: int, generator: np.random.Generator) -> l
 def grid_points(space: Space) -> list[Point]:
     """Return all combinations; the last key changes fastest.
 
-    Raise `Refused` if a key has an interval instead of a list.
+    Raise `RefusedError` if a key has an interval instead of a list.
     """
     lists = []
     for key, values in space.items():
         if isinstance(values, Interval):
             ends = f"{values.low:g},{values.high:g}"
-            raise Refused(
+            raise RefusedError(
                 f"{key}: sweep.search=grid needs a list of values, not an interval. "
                 f"Write {key}={ends}, or set sweep.search=random"
             )

@@ -23,7 +23,7 @@ from jobs.papers.figures.core import (
     write_numbers,
 )
 from jobs.papers.tables import PAPERS
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 
 PANELS = [
@@ -45,7 +45,7 @@ DIGITS = (
 
 def test_wrong_name_gets_the_nearest_one() -> None:
     assert find_figure("fedbss/5b").name == "fedbss/5b"
-    with pytest.raises(Refused, match=r"^fedbss/5c: .*fedbss/5"):
+    with pytest.raises(RefusedError, match=r"^fedbss/5c: .*fedbss/5"):
         find_figure("fedbss/5c")
 
 

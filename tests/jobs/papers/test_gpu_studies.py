@@ -15,7 +15,7 @@ import raysim
 from jobs.papers import gpu
 from jobs.papers.gpu import STUDIES, GpuStudy
 from jobs.papers.settings import SETTINGS
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.report import load_run
 
@@ -83,9 +83,9 @@ def test_stopped_run_continues_with_the_same_bits(
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"^tyni: .*tiny"):
+    with pytest.raises(RefusedError, match=r"^tyni: .*tiny"):
         gpu.chosen_studies(["tyni"])
-    with pytest.raises(Refused, match=r"tiny-fedavg-0: this run is not prepared"):
+    with pytest.raises(RefusedError, match=r"tiny-fedavg-0: this run is not prepared"):
         gpu.run(tmp_path, [], "cpu", 1)
 
 

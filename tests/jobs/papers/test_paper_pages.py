@@ -21,7 +21,7 @@ from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.tables import PAPERS, tables
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.history import Row, write_json
 from raysim.results.report import Run, flat_settings, load_run
@@ -114,10 +114,10 @@ def test_store_run_writes_a_file_per_seed_and_refuses_others(tmp_path: Path, sto
         results.store_run(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
     assert len(results.stored_runs("fedbr")) == 2 and results.stored_runs("fraug") == []
     other = finished(tmp_path / "digits", ["method=[fedprox]"], scores(0.5))
-    with pytest.raises(Refused, match="experiment=default"):
+    with pytest.raises(RefusedError, match="experiment=default"):
         results.store_run(other)
     (other / "summary.json").unlink()
-    with pytest.raises(Refused, match="finished"):
+    with pytest.raises(RefusedError, match="finished"):
         results.store_run(other)
 
 

@@ -15,7 +15,7 @@ from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.tables import PAPERS, find, listing, tables
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, summarise, write_history, write_json
 from raysim.results.report import Run, load_run
 
@@ -84,7 +84,7 @@ def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
         ("fedbrr", "did you mean fedbr?"),
         ("fedbr/tabel1", "did you mean fedbr/table1?"),
     ):
-        with pytest.raises(Refused, match=f"^{name}: ") as refused:
+        with pytest.raises(RefusedError, match=f"^{name}: ") as refused:
             find(name)
         assert near in str(refused.value)
 

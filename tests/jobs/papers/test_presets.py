@@ -20,7 +20,7 @@ from raysim.experiment.build import build, partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.instantiate import TARGET, build_object, resolve
-from raysim.primitives.errors import Refused
+from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 
 pytestmark = pytest.mark.slow
@@ -319,7 +319,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
     node = composed("experiment=fedbr/rotated_mnist", "method=[fedprox]")
     assert list(node["method"]) == ["fedprox"]
     assert node["method"]["fedprox"]["mu"] == 0.1
-    with pytest.raises(Refused, match="fedprox is not in method"):
+    with pytest.raises(RefusedError, match="fedprox is not in method"):
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
@@ -338,7 +338,7 @@ def test_preset_with_unknown_method_is_refused(tmp_path: Path) -> None:
         "# @package _global_\nmethod:\n  fedprx:\n    mu: 2.0\n"
     )
     with pytest.raises(
-        Refused, match=r"experiment=own gives values to method\.fedprx.*did you mean fedprox\?"
+        RefusedError, match=r"experiment=own gives values to method\.fedprx.*did you mean fedprox\?"
     ):
         compose(["experiment=own"], [tmp_path])
 
