@@ -7,21 +7,18 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.objectives import MetricRule
+from raysim.api.objectives import MetricRule, Objective
 from raysim.api.structures import OnStructures
 from raysim.primitives.checks import one_of
 from raysim.primitives.errors import first_line, nearest
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import IGNORED, Kind
-
-if TYPE_CHECKING:
-    from raysim.api.declarations import Task
+from raysim.primitives.kinds import IGNORED, Kind, TargetField
 
 MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
 MAX_TRIED_ROWS = 64
@@ -33,6 +30,40 @@ _PREFIXES: dict[Kind, str] = {
     "positions": "multiclass",
 }
 _SHORT_NAMES = {"f1": "f1_score", "iou": "jaccard_index", "map": "average_precision"}
+
+
+class ScoredTask(Protocol):
+    """The facts of a `Task` that its metrics depend on."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the task."""
+        ...
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, or of other outputs."""
+        ...
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of one label."""
+        ...
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the model's output for one sample."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """The loss and the usual metrics."""
+        ...
+
+    @property
+    def targets(self) -> tuple[TargetField, ...]:
+        """The arrays of a target that is a structure."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +211,7 @@ class ScoresOfRows:
 
 # ---- from names and functions to rules -----------------------------------------------------------
 def resolve_metrics(
-    main: str | None, metrics: Sequence[str | Metric], task: Task
+    main: str | None, metrics: Sequence[str | Metric], task: ScoredTask
 ) -> tuple[MetricRule, ...]:
     """Return the metrics of a task, the main one first.
 
@@ -201,13 +232,13 @@ def resolve_metrics(
     return (first, *(rule for rule in rules if rule is not first))
 
 
-def _resolve(metric: str | Metric, task: Task, key: str = "evaluate.metrics") -> MetricRule:
+def _resolve(metric: str | Metric, task: ScoredTask, key: str = "evaluate.metrics") -> MetricRule:
     if isinstance(metric, Metric):
         return _own_rule(metric, task)
     return task.objective.metric(metric) or _torch_rule(metric, task, key)
 
 
-def _own_rule(metric: Metric, task: Task) -> MetricRule:
+def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
     name = metric.title
     if not name.isidentifier():
         raise ValueError(
@@ -225,7 +256,7 @@ def _own_rule(metric: Metric, task: Task) -> MetricRule:
     return MetricRule(name, None, summarise, metric.is_higher_better)
 
 
-def _find_per(metric: Metric, task: Task) -> Literal["sample", "set"]:
+def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
     """Try a user's function on random outputs; return what it makes a value for."""
     outputs, labels = example_scores(task)
     name = metric.title
@@ -249,7 +280,7 @@ def _find_per(metric: Metric, task: Task) -> Literal["sample", "set"]:
     )
 
 
-def example_scores(task: Task) -> tuple[Tensor, Tensor]:
+def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
     """Return random outputs and labels of a task, in which every class occurs if few exist."""
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
@@ -264,7 +295,7 @@ def example_scores(task: Task) -> tuple[Tensor, Tensor]:
 
 
 # ---- torchmetrics --------------------------------------------------------------------------------
-def _torch_rule(name: str, task: Task, key: str) -> MetricRule:
+def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
     """Return the metric that torchmetrics has under this name."""
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":

@@ -163,6 +163,8 @@ def _number_counted(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return classes [n] as numbers, `IGNORED` for those that do not count, and their names."""
+    if classes.dtype.kind == "V":  # records are no labels, which `number_labels` says
+        return number_labels(classes, names, place)
     counts = classes != (str(ignore) if classes.dtype.kind in "OU" else ignore)
     if np.all(counts):
         return number_labels(classes, names, place)

@@ -68,8 +68,7 @@ class SklearnKMeans(Learner):
         """Move the centers; return them with the counts of the client's samples."""
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)
-        seed = int(job.stream("estimator").integers(2**31 - 1))
-        moved = self._train(received, rows, job.local.batch, seed)
+        moved = self._train(received, rows, job.local.batch, job.stream("estimator"))
         nearest = _distances(rows, moved).argmin(axis=1)
         counts = np.bincount(nearest, minlength=self.clusters)
         if self.epochs == 0 or len(rows) < self.clusters:
@@ -113,16 +112,18 @@ class SklearnKMeans(Learner):
     def _to_bytes(self, centers: np.ndarray, counts: np.ndarray) -> bytes:
         return np.column_stack([counts, centers]).astype(np.float64).tobytes()
 
-    def _train(self, start: np.ndarray, rows: np.ndarray, batch: int, seed: int) -> np.ndarray:
+    def _train(
+        self, start: np.ndarray, rows: np.ndarray, batch: int, generator: np.random.Generator
+    ) -> np.ndarray:
         if self.epochs == 0 or len(rows) < self.clusters:
             return start
         from sklearn.cluster import MiniBatchKMeans
 
+        seed = int(generator.integers(2**31 - 1))
         model: Any = MiniBatchKMeans(self.clusters, init=start, n_init=1, random_state=seed)
         batch = max(batch, self.clusters)
-        order = np.random.default_rng(seed)
         for _ in range(self.epochs):
-            shuffled = rows[order.permutation(len(rows))]
+            shuffled = rows[generator.permutation(len(rows))]
             for first in range(0, len(rows), batch):
                 model.partial_fit(shuffled[first : first + batch])
         return np.asarray(model.cluster_centers_)

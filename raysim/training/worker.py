@@ -261,6 +261,7 @@ class _TrainingCall:
         # By place: when the job began, from which state and which vector.
         self._begun: dict[int, tuple[float, ClientState[Tensor], Broadcast]] = {}
         self._results: dict[int, _JobResult] = {}
+        self._received: tuple[int, Broadcast] | None = None  # the last version, and its number
 
     def train(self) -> list[_JobResult]:
         """Train the jobs; return the result of each."""
@@ -277,7 +278,7 @@ class _TrainingCall:
         worker, job = self.worker, self.jobs[place]
         sent = None if self.sent is None else self.sent[place]
         state = worker.states.get(job.client, job.state, sent)
-        broadcast = worker.receiver.receive(self.published[job.base])
+        broadcast = self._receive(job.base)
         self._begun[place] = time.perf_counter(), state, broadcast
         prepared = worker.trainer.prepared
         # A method that trains by itself gathers the samples that it needs.
@@ -290,6 +291,13 @@ class _TrainingCall:
             download = {**download, **worker.receiver.tensors(job.extras)}
         base, counters = broadcast.base, broadcast.counters
         return worker.trainer.begin(job, base, counters, download, state)
+
+    def _receive(self, number: int) -> Broadcast:
+        """Return a version on the device; jobs that follow each other share its tensors."""
+        if self._received is None or self._received[0] != number:
+            broadcast = self.worker.receiver.receive(self.published[number])
+            self._received = number, broadcast
+        return self._received[1]
 
     def end(self, place: int, running: RunningJob) -> None:
         """Make the update and the client state of a job from the trainer's vector."""

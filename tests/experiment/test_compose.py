@@ -372,7 +372,7 @@ def test_default_weighting() -> None:
         (["model=mlp", f"model.widths=[{10**12}]"], ["memory"]),
         (
             ["partition=shards", f"partition.shards_per_client={10**12}"],
-            ["partition.shards_per_client=10 or less"],
+            ["partition.shards_per_client=50 or less"],
         ),
         (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),

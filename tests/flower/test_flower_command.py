@@ -33,7 +33,8 @@ def test_command_continues_a_run(app, tmp_path, capsys):
     assert (tmp_path / "run" / "messages.csv").is_file()
 
 
-def test_command_makes_a_table_of_seeds(app, tmp_path, capsys):
+def test_command_makes_a_table_of_seeds(app, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # a narrow table has several parts
     run_flower([app, *QUICK, "seed=0..2", f"out={tmp_path / 'runs'}"], ["num-server-rounds=1"])
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines() if line[:1].isdigit()].count("2") == 1

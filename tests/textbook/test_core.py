@@ -268,7 +268,7 @@ def test_numbers_of_a_checkpoint_are_those_on_paper(
         if version == 10:  # the plan ends with the run
             plan = numbers["planner"]
             assert (plan["cohorts"], plan["dispatched"]) == (aggregation.cohorts, aggregation.sent)
-            assert [job[0] for job in plan["arrived"]] == [
+            assert [job[0] for job in plan["sites"][0]["arrived"]] == [
                 job.number for job in aggregation.waiting
             ]
 

@@ -41,7 +41,9 @@ THERE = tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 def test_metric_scores_each_sample(
     kind: Kind, name: str, labels: Tensor, scores: list[Any]
 ) -> None:
-    rows = OBJECTIVES[kind].metric(name, kind).rows(OUT, labels)
+    metric = OBJECTIVES[kind].metric(name)
+    assert metric is not None
+    rows = metric.rows(OUT, labels)
     np.testing.assert_allclose(rows.numpy(), scores, rtol=1e-6)
 
 
