@@ -267,6 +267,7 @@ class Local:
     def rate(self, version: int) -> float:
         """Return the learning rate of a job that starts from this version.
 
+        version: the number of aggregations so far. W is `warmup_rounds` and T is `schedule_rounds`.
         With t = version - W, not below 0, and T' = T - W:
 
             constant   lr

@@ -327,9 +327,9 @@ PARTLY_LABELLED = Objective(
 
 
 def structure_objective(loss: RowLoss | None, targets: tuple[TargetField, ...]) -> Objective:
-    """Return the objective of targets that are structures, from a loss of the user's own.
+    """Return the objective for targets that are dictionaries or lists, with the user's loss.
 
-    Raise ValueError without one.
+    Raise ValueError if the user gave no loss.
     """
     if loss is None:
         raise ValueError(

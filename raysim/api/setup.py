@@ -431,7 +431,7 @@ class Setup:
         self.declared.has_gradients = False
 
     def without_parameters(self) -> None:
-        """Declare that what is trained is not in the vector, such as trees in an upload.
+        """Declare that the trained model is not in the vector, for example because it is trees.
 
         Methods that change parameters or updates are then refused.
         """

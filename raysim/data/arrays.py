@@ -104,7 +104,8 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
         )
     if len({len(columns) for columns in halves}) > 1:
         raise ValueError(
-            "data: only one of training and test rows has users. Give users for both, or for none."
+            "data: users are given for the training rows or for the test rows alone. Give them for "
+            "both, or for neither."
         )
     columns = []
     for number, name in enumerate(COLUMNS[: len(halves[0])]):

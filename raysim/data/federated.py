@@ -140,8 +140,8 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
             "partition=iid, quantity, domain, natural or listed"
         )
     raise ValueError(
-        f"the partition {type(partitioner).__name__} shares out classes, and the data has none "
-        f"({clean.kind}). {action}."
+        f"the partition {type(partitioner).__name__} assigns classes to clients, and the data "
+        f"has no classes (it is for {clean.kind}). {action}."
     )
 
 

@@ -62,10 +62,11 @@ class Parquet(Source):
     root: one such folder, a list of such folders, or a folder that contains them. Several folders
     are domains with the names of the folders.
     image_column: the picture files, as bytes or in a struct {bytes, path}, as Hugging Face stores
-    them. columns: the input columns instead of an image; with None, all columns but the label and
-    the user, if there is no image column.
-    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
-    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    them. columns: the input columns, for data without an image column; None takes all columns but
+    the label and the user.
+    label, user: the same settings as `label_column` and `domain_column`, under the names that
+    data=csv uses; each user is a domain. If none of the four is set, columns with usual names are
+    taken (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
     length, padding, tokenizer: see `TokenSettings`.

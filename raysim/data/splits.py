@@ -264,7 +264,7 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
 def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
     """Hold out shares of each client's rows, in `order`, first for test, then for validation.
 
-    Each part has `fraction_count` rows, but the last row of a client stays in training.
+    Each part has `fraction_count` rows, but at least one row of a client stays in training.
     """
     most = np.maximum(csr.counts - 1, 0)
     test_counts = np.minimum(floor_counts(csr.counts * test), most)

@@ -91,8 +91,8 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration and set the user's values in it.
 
-    `stored` gives the options of groups without an override; with resume=, the configuration of the
-    resumed run does. `settings` are overrides as values.
+    A group without an override has the option that it has in `stored` or, with resume=, in the
+    configuration of the resumed run. settings: overrides as Python values, not as text.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}

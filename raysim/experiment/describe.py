@@ -194,7 +194,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """Return the rule that chooses clients, and how it is planned; "" for random clients."""
+    """Describe the rule that chooses clients, and how far ahead it decides; "" if random."""
     if type(selection) is Random:
         return ""
     ahead = "planned ahead of the training"

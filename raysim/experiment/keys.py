@@ -144,7 +144,10 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set the alternatives of the set keys to null, in place: local.steps for local.epochs."""
+    """Set the alternatives of keys that the user has given to null, in place.
+
+    If local.epochs is given, local.steps becomes null.
+    """
     for pair in ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
             if values.get(key) is not None and other not in values:

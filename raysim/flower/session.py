@@ -203,7 +203,10 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
             replace_file(settings, json.dumps(identity, indent=2).encode())
         replies = StoredReplies(run.out / REPLIES)
         if replies.count:
-            say(f"{run.out} has {replies.count} replies: the ServerApp gets them without training")
+            say(
+                f"{run.out} has {replies.count} stored replies: the ServerApp gets these first, "
+                "and no client trains again for them"
+            )
         try:
             yield replies
         finally:

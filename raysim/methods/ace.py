@@ -182,7 +182,7 @@ class ACE(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta times the mean of the active entries, after the new updates are stored."""
+        """Store the new updates, then return eta times the mean of the stored ones that count."""
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)
         versions = padded(state["versions"], len(state["clients"]))

@@ -57,11 +57,11 @@ def split_parameter_names(
 def reestimate_statistics(
     *, model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
-    """Replace running statistics by the mean over the batches, weighted by their sizes.
+    """Replace BatchNorm's running statistics by their mean over the batches, by batch size.
 
-    Meanwhile these layers normalise with each batch, and other layers do not change their
-    behaviour. Afterwards modes and momenta are as before. Batches of one sample have no variance
-    and are left out.
+    While this runs, the BatchNorm layers normalise with the statistics of each batch; all other
+    layers keep their mode. Afterwards modes and momenta are as before. Batches of one sample have
+    no variance and are left out.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]
     seen = 0

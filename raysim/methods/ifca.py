@@ -122,7 +122,7 @@ class IFCA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Choose a model, and train it at the place of model 0."""
+        """Choose the model with the smallest loss, and copy it to the place that is trained."""
         losses = [mean_loss(job.networks[name], job.task, job.data()) for name in self._names]
         cluster = losses.index(min(losses))
         job.upload["cluster"] = job.params.new_tensor([cluster])

@@ -251,7 +251,7 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images, unless they are aligned in a second pass."""
+        """Add the step's virtual images to the batch, unless a second forward pass has them."""
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))
         return batch

@@ -67,7 +67,7 @@ class RayOptions:
         for name in self.resources:
             if name in RESOURCE_KEYS:
                 raise ValueError(
-                    f"runtime.resources.{name} has a key of its own. Set {RESOURCE_KEYS[name]} "
+                    f"runtime.resources.{name} cannot be set here. Set {RESOURCE_KEYS[name]} "
                     "instead."
                 )
         if self.gpus is not None and self.gpus > 1 and self.gpus % 1:

@@ -17,7 +17,7 @@ from raysim.vectors.layout import Vector
 
 
 def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
-    """Return the replicas of a run and their exchanges.
+    """Return the network of a run: its replicas (models of the server) and their exchanges.
 
     Raises ValueError if the topology does not fit the run's clients or methods.
     """

@@ -92,7 +92,7 @@ class _StepHooks:
             self._stager = stager.method
 
     def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
-        """Return the value of a stage's own loss."""
+        """Return the value of the loss that a method has declared for this stage of a step."""
         job = ctx.view(self._stager) if self._stager else ctx
         value: Tensor = loss(job, out)
         return value

@@ -83,8 +83,8 @@ class LocalOptimizer:
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """Move `params` in place, against the gradients `grads`.
 
-        rate: the learning rate, as a scalar tensor if the step is recorded and the rate may change
-        later.
+        rate: the learning rate; a scalar tensor if the step is recorded, for example as a CUDA
+        graph, and the rate may change between replays.
         """
         settings = self.settings
         self.steps += 1

@@ -330,7 +330,7 @@ def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 class TestGrid:
-    def test_grid_leaves_table_pictures_and_best_config(self, grid: tuple[Path, str]) -> None:
+    def test_grid_writes_a_table_pictures_and_the_best_config(self, grid: tuple[Path, str]) -> None:
         folder, printed = grid
         rows = trials(folder)
         assert [(row["method"], row["local.lr"]) for row in rows] == [

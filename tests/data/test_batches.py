@@ -67,7 +67,7 @@ ALL = ("resized_crop", "crop", "flip", "rotate", "jitter", "grey")
 @pytest.mark.parametrize(
     "augment", [("crop",), ("flip",), ("crop", "flip"), ("resized_crop",), ("jitter",), ALL]
 )
-def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> None:
+def test_augmentation_depends_only_on_the_random_stream(augment: tuple[str, ...]) -> None:
     pipeline = pickle.loads(pickle.dumps(Pipeline(augment=augment)))
     first, again, other = (
         pipeline.augment_images(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6)

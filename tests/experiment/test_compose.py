@@ -568,7 +568,7 @@ def test_changed_stored_value_runs_or_is_refused(
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
-def test_missing_user_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_configuration_folder_of_user_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not exist"):
         compose([], [tmp_path / "nowhere"])
 

@@ -80,7 +80,7 @@ class Numbered(Method):
 
 
 # --- objects and the stored configuration ---------------------------------------------------------
-def test_objects_run_as_their_stored_options() -> None:
+def test_run_of_objects_equals_run_of_their_options() -> None:
     parts: dict[str, Any] = {
         "data": Synthetic(samples=60, test_samples=12, classes=3),
         "partition": IID(clients=4),

@@ -122,7 +122,7 @@ def test_configuration_from_elsewhere_counts_as_set() -> None:
         build(config)
 
 
-def test_stored_configuration_does_not_hold_which_keys_were_set() -> None:
+def test_stored_configuration_omits_which_keys_the_user_gave() -> None:
     config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))

@@ -101,7 +101,7 @@ def test_single_client_is_refused_and_two_are_not() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_fewer_steps_than_a_turn_are_refused(ratio: int) -> None:
+def test_fewer_steps_than_one_alternation_are_refused(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} "):
         declare(method, local=Local(epochs=None, steps=ratio))

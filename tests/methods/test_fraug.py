@@ -285,7 +285,7 @@ def test_ramps_stay_after_their_last_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_configuration_gives_the_rounds_of_the_run(first: str) -> None:
+def test_method_takes_its_rounds_from_the_run(first: str) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 

@@ -43,7 +43,7 @@ class TestScaffold:
     @pytest.mark.parametrize(
         ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
     )
-    def test_client_that_cannot_move_is_refused(
+    def test_client_whose_parameters_cannot_change_is_refused(
         self, lr: float, num_steps: int, momentum: float
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):

@@ -110,7 +110,7 @@ def test_virtual_images_scatter_around_the_mean_of_their_class() -> None:
     assert wide.shape == (1, 1, 4, 6)
 
 
-def test_crop_in_the_middle_is_the_image() -> None:
+def test_centre_crop_of_padded_image_is_the_image() -> None:
     images = random(3, 2, 4, 5)
     middle, zeros, ones = (
         torch.full((3,), 2),

@@ -70,7 +70,7 @@ def test_split_without_name_at_last_linear_layer() -> None:
     assert isinstance(model, SplitNetwork) and model.feature_dim == 4
 
 
-def test_network_with_step_after_head_stays_whole() -> None:
+def test_network_with_operation_after_head_is_not_split() -> None:
     net, x = Two(after=True), inputs()
     expected = net(x)
     model = split_network(net, 5, x)

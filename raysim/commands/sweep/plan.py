@@ -125,7 +125,7 @@ class SweepPlan:
 
     @property
     def seed(self) -> int:
-        """Return the first seed of each setting. It is also the seed of the sweep's draws."""
+        """Return the seed of the first run of every setting, which also seeds the search."""
         return int(self._first_draft()["seed"])
 
     @property

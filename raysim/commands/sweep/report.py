@@ -268,9 +268,9 @@ def _axes(records: TrialRecords) -> list[KeyAxis]:
 
 
 def _scored(records: TrialRecords) -> list[TrialRecord]:
-    """Return the trials that can be drawn.
+    """Return the trials that can be plotted, which are those with a score.
 
-    The best is the last one, so that it is drawn on top.
+    The best one is last, so that it is plotted on top.
     """
     scored = []
     for record in reversed(records.ordered()):

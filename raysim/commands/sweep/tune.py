@@ -262,7 +262,7 @@ def _number(tune_trial: Any) -> int:
 def trial_task(
     records: TrialRecords, experiment: Experiment, resources: Resources, allow: Sequence[str]
 ) -> TrialTask:
-    """Return the task of a sweep's trials. experiment: one of the sweep's runs, built."""
+    """Return what the process of a trial needs to know. experiment: a run of the sweep, built."""
     spec = experiment.spec
     return TrialTask(
         folder=str(records.folder.absolute()),

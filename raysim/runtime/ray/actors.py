@@ -310,7 +310,7 @@ class RayRuntime:
         """Return a worker's identity, or None if it is unknown.
 
         A worker with another version of raysim or of a library may die before it can answer. Then
-        the identity comes from a task at the worker's place.
+        a Ray task on the worker's node reports the identity.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             identity: Identity = ray.get(answer)
