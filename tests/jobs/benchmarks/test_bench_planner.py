@@ -18,7 +18,7 @@ def test_planner_measures_every_schedule_and_fleet(monkeypatch: pytest.MonkeyPat
     assert [(rate.schedule, rate.fleet) for rate in found] == [
         (schedule, fleet)
         for schedule in planner.SCHEDULES
-        for fleet in (*planner.FLEETS, planner.TRACE)
+        for fleet in (*planner.FLEETS, planner.TRACE, planner.OORT)
     ]
     assert all(rate.events > 0 for rate in found)
     assert len(said) == len(found)
