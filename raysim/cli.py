@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from raysim.primitives.errors import RefusedError, errors_as_refusals, on_one_line, suggest
 from raysim.primitives.files import is_disk_full, make_folder, user_path
-from raysim.primitives.output import lossy_output
-from raysim.results.tables import terminal_width
+from raysim.primitives.output import lossy_output, terminal_width
 
 RUN = """\
 examples:

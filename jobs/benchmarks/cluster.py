@@ -35,8 +35,9 @@ from raysim.api.messages import PublishedVersion, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.primitives.checks import at_least
+from raysim.primitives.output import terminal_width
 from raysim.results.history import write_json
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.runtime.placement import RayOptions, Size, choose_size, listen_on_loopback
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round

@@ -26,8 +26,9 @@ from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Update
 from raysim.primitives.memory import peak_memory_bytes
+from raysim.primitives.output import terminal_width
 from raysim.primitives.streams import stream
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round

@@ -29,8 +29,9 @@ from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
 from raysim.models import Mlp
 from raysim.primitives.memory import peak_memory_bytes
+from raysim.primitives.output import terminal_width
 from raysim.results.history import write_json
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round

@@ -18,8 +18,8 @@ from jobs.papers.results import stored_runs
 from jobs.papers.tables import listing
 from raysim.cli import warn
 from raysim.primitives.errors import RefusedError
+from raysim.primitives.output import terminal_width
 from raysim.results.report import load_runs
-from raysim.results.tables import terminal_width
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

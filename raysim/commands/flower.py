@@ -20,7 +20,8 @@ from raysim.flower.project import Project, flatten, load_object, read_project
 from raysim.primitives.errors import RefusedError, errors_as_refusals, suggest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.files import user_path
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.primitives.output import terminal_width
+from raysim.results.tables import format_table, text_columns
 
 OWN_KEYS = ("clients", "samples")
 RUN_KEYS = ("seed", "fleet", "runtime", "device", "out", "resume")

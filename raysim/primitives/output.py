@@ -1,9 +1,10 @@
-"""Write text to streams whose encoding lacks some characters, such as ASCII or cp932."""
+"""The terminal's width, and text for streams that lack some characters, as ASCII does."""
 
 from __future__ import annotations
 
 import codecs
 import io
+import shutil
 import unicodedata
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,11 @@ EQUIVALENTS = {
     "┃": "|",
 }
 UNKNOWN = "?"
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, or 120 if there is none."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def ascii_equivalent(character: str) -> str:

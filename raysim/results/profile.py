@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raysim.primitives.files import replace_file
+from raysim.primitives.output import terminal_width
 from raysim.primitives.spans import KINDS, Track
 from raysim.results.history import write_json
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.results.theme import INK, LIGHT, theme
 from raysim.simulation.events import Profiled
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -110,11 +109,6 @@ def number_column(title: str, texts: Sequence[str]) -> Column:
 
 
 # --- terminal -------------------------------------------------------------------------------------
-def terminal_width() -> int:
-    """Return the columns of the terminal, or 120 if there is none."""
-    return shutil.get_terminal_size((120, 24)).columns
-
-
 def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """Return a table as text, numbers on the right, the best ones with a star.
 

@@ -26,9 +26,10 @@ from raysim.data.federated import federate
 from raysim.data.partition import DirichletClient
 from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.models import Cnn, Mlp, ModelRecipe
+from raysim.primitives.output import terminal_width
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal

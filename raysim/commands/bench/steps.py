@@ -39,8 +39,9 @@ from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.models.cnn import DigitsCnn, MnistCnn
+from raysim.primitives.output import terminal_width
 from raysim.results.history import write_json
-from raysim.results.tables import format_table, terminal_width, text_columns
+from raysim.results.tables import format_table, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal

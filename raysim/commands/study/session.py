@@ -17,8 +17,8 @@ from raysim.commands.study.tracking import track
 from raysim.experiment.many_runs import new_folder
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder
+from raysim.primitives.output import terminal_width
 from raysim.results.progress import waiting_line
-from raysim.results.tables import terminal_width
 
 if TYPE_CHECKING:
     import pandas as pd
