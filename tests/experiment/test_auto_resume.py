@@ -83,11 +83,24 @@ def test_restarts_without_progress_end(fails: list[int], tmp_path: Path) -> None
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 
 
+def replace_ray(monkeypatch: pytest.MonkeyPatch, plan: Any, run: Any) -> None:
+    """Plan and run without Ray, by these functions."""
+    from raysim.runtime import ray as on_ray
+
+    parts = {
+        "plan_workers": plan,
+        "run": run,
+        "connection": lambda _: nullcontext(),
+        "has_gpus": lambda: False,
+    }
+    for name, part in parts.items():
+        monkeypatch.setattr(on_ray, name, part)
+    monkeypatch.setattr("raysim.experiment.runtime_events.listen_on_loopback", lambda _: None)
+
+
 def test_restart_uses_as_many_workers_as_fit(
     fails: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysim.runtime import ray as on_ray
-
     asked: list[int | None] = []
     room = 2
 
@@ -102,15 +115,7 @@ def test_restart_uses_as_many_workers_as_fit(
         room = 1  # from now on
         yield from inprocess.run(spec, schedule, fleet, *rest[2:])
 
-    parts = {
-        "plan_workers": fit,
-        "run": run,
-        "connection": lambda _: nullcontext(),
-        "has_gpus": lambda: False,
-    }
-    for name, part in parts.items():
-        monkeypatch.setattr(on_ray, name, part)
-    monkeypatch.setattr("raysim.experiment.runtime_events.listen_on_loopback", lambda _: None)
+    replace_ray(monkeypatch, fit, run)
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [3]
     words = [*QUICK[1:], "runtime=local", "runtime.workers=2"]
@@ -124,8 +129,6 @@ def test_restart_uses_as_many_workers_as_fit(
 def test_run_starts_smaller_if_the_cluster_loses_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysim.runtime import ray as on_ray
-
     sizes: list[int] = []
 
     def plan(*_: Any) -> Size:
@@ -137,15 +140,7 @@ def test_run_starts_smaller_if_the_cluster_loses_a_node(
             raise NoRoomError("the cluster lost a node.")
         yield from inprocess.run(spec, schedule, fleet, *rest[2:])
 
-    parts = {
-        "plan_workers": plan,
-        "run": run,
-        "connection": lambda _: nullcontext(),
-        "has_gpus": lambda: False,
-    }
-    for name, part in parts.items():
-        monkeypatch.setattr(on_ray, name, part)
-    monkeypatch.setattr("raysim.experiment.runtime_events.listen_on_loopback", lambda _: None)
+    replace_ray(monkeypatch, plan, run)
     lives = 4
     words = [*QUICK[1:], "runtime=local"]
     raysim.run([*words, f"out={tmp_path / 'a'}"], quiet=True)
