@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from jobs.study_curves import curves_figure, draw_panel
+
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "asynchrony.md"
 STORE = PAGE.with_suffix(".json")
 TARGETS = (0.70, 0.75, 0.80)
@@ -223,34 +225,14 @@ python jobs/asynchrony_study.py page
 
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw accuracy against virtual time: the mean over seeds, a band from lowest to highest."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
-
-    from raysim.results.theme import LIGHT, page_theme
-
-    with matplotlib.rc_context(page_theme(dark=False)):
-        figure = Figure(figsize=(13, 5.6), dpi=110, layout="constrained")
-        axes = figure.subplots(1, len(store), sharey=True, squeeze=False)[0]
+    with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):
-            for colour, (algorithm, by_seed) in zip(LIGHT, runs.items(), strict=False):
-                curves = [np.array(run["curve"]) for run in by_seed.values()]
-                ends = min(curve[-1, 0] for curve in curves)
-                starts = max(curve[0, 0] for curve in curves)
-                times = np.geomspace(starts, ends, 60)
-                heights = np.stack([np.interp(times, curve[:, 0], curve[:, 1]) for curve in curves])
-                ax.plot(times, heights.mean(0), color=colour, label=algorithm)
-                ax.fill_between(
-                    times, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0
-                )
-            ax.set(xscale="log", xlabel="virtual seconds", title=f"{local} on the clients")
-            ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            ax.grid(True)
-        axes[0].set_ylabel("accuracy on the central test set")
-        axes[0].set_ylim(0.5, None)
-        handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
-        figure.savefig(path)
+            curves_of: dict[str, Sequence[np.ndarray]] = {
+                algorithm: [np.array(run["curve"])[:, :2] for run in by_seed.values()]
+                for algorithm, by_seed in runs.items()
+            }
+            draw_panel(ax, curves_of, "virtual seconds", "{x:,.0f}")
+            ax.set_title(f"{local} on the clients")
 
 
 def main(given: Sequence[str]) -> None:

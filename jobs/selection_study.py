@@ -23,6 +23,7 @@ import numpy as np
 
 from jobs.asynchrony_study import mean
 from jobs.command import run
+from jobs.study_curves import curves_figure, draw_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "selection.md"
 STORE = PAGE.with_suffix(".json")
@@ -147,33 +148,14 @@ def table(store: dict[str, Any]) -> str:
 
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw accuracy against each cost: the mean over seeds, a band from lowest to highest."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
-
-    from raysim.results.theme import LIGHT, page_theme
-
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
-    with matplotlib.rc_context(page_theme(dark=False)):
-        figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
-        axes = figure.subplots(1, len(COSTS), sharey=True)
+    with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:
         for place, (ax, cost) in enumerate(zip(axes, COSTS, strict=True)):
-            for colour, (rule, by_seed) in zip(LIGHT, store.items(), strict=False):
-                curves = [np.array(one["curve"]) for one in by_seed.values()]
-                start = max(curve[0, place] for curve in curves)
-                end = min(curve[-1, place] for curve in curves)
-                x = np.geomspace(start, end, 60)
-                y = np.stack([np.interp(x, curve[:, place], curve[:, -1]) for curve in curves])
-                ax.plot(x, y.mean(0), color=colour, label=rule)
-                ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
-            ax.set(xscale="log", xlabel=titles[cost])
-            ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            ax.grid(True)
-        axes[0].set_ylabel("accuracy on the central test set")
-        axes[0].set_ylim(0.6, None)
-        handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
-        figure.savefig(path)
+            curves_of: dict[str, Sequence[np.ndarray]] = {
+                rule: [np.array(run["curve"])[:, [place, -1]] for run in by_seed.values()]
+                for rule, by_seed in store.items()
+            }
+            draw_panel(ax, curves_of, titles[cost], "{x:g}")
 
 
 TEXT = """# Which clients to choose on a heavy-tailed fleet

@@ -28,8 +28,8 @@ from jobs.papers.settings import Setting, find_setting, overrides_of, setting_of
 from jobs.papers.tables import Cell, find
 from raysim.primitives.checks import finite_values
 from raysim.results.history import Row, column
-from raysim.results.report import Run
 from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
+from raysim.results.stored_runs import Run
 from raysim.results.tables import MISSING, to_markdown
 
 TRAINED = 0.8  # share of the printed accuracy below which a setting shows nothing

@@ -14,7 +14,7 @@ from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
-from raysim.results.report import Run, chosen_option, flat_settings
+from raysim.results.stored_runs import Run, chosen_option, flat_settings
 from raysim.results.tables import MISSING, Column, format_table, number_column
 
 # Keys, with all keys below them, that may differ from the paper's setting.

@@ -10,8 +10,8 @@ from jobs.papers.presets import PaperRuns, Score
 from jobs.papers.settings import Setting, overrides_of, setting_of
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
-from raysim.results.report import Run
 from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
+from raysim.results.stored_runs import Run
 from raysim.results.tables import to_markdown
 
 FEDAVG = "method=fedavg"

@@ -27,7 +27,7 @@ from jobs.papers.settings import overrides_of, setting_of
 from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.primitives.files import user_path
-from raysim.results.report import Run
+from raysim.results.stored_runs import Run
 from raysim.results.tables import MISSING, to_markdown
 
 NOT_RUN = "not run yet"

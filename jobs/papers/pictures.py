@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from jobs.papers.gains import PairedSetting, by_setting, gains, label_entropy
 from jobs.papers.presets import PaperRuns, Score
 from raysim.results.figures import figure_file
-from raysim.results.report import Run
 from raysim.results.significance import MIN_PAIRS
+from raysim.results.stored_runs import Run
 from raysim.results.theme import LIGHT
 
 if TYPE_CHECKING:

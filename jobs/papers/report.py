@@ -19,7 +19,7 @@ from jobs.papers.tables import listing
 from raysim.cli import warn
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.output import terminal_width
-from raysim.results.report import load_runs
+from raysim.results.stored_runs import load_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from raysim.experiment.instantiate import format_value
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import parse_json
 from raysim.results.history import column, summarise, write_json
-from raysim.results.report import Run, chosen_option, find_runs, flat_settings, load_run
+from raysim.results.stored_runs import Run, chosen_option, find_runs, flat_settings, load_run
 
 RESULTS = Path(__file__).parent / "results"
 # Prefixes of the stored columns. Columns of the run's methods are stored as well.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobs.papers.comparison import shorten_numbers
-from raysim.results.report import Run
+from raysim.results.stored_runs import Run
 
 # Overrides that do not change what is computed, or only where.
 EXECUTION = ("device=", "runtime.", "data.root=")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -137,15 +138,22 @@ class SetScore:
         """Return the score of outputs and labels; see `SetRows`."""
         outputs = torch.from_numpy(np.ascontiguousarray(rows["outputs"]))
         labels = torch.from_numpy(np.ascontiguousarray(rows["labels"]))
-        try:
-            with torch.no_grad():
-                return float(self.function(outputs, labels))
-        except Exception as error:  # any error of a user's own code
-            raise ValueError(
-                f"evaluate.metrics: {self.name} fails for outputs {list(outputs.shape)} and labels "
-                f"{list(labels.shape)} ({type(error).__name__}: {first_line(error)}). Return one "
-                "number, nan if the score is not defined."
-            ) from error
+        advice = "Return one number, nan if the score is not defined."
+        with _errors_with_shapes(self.name, outputs, labels, advice):
+            return float(self.function(outputs, labels))
+
+
+@contextmanager
+def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
+    """Compute without gradients; raise ValueError with the shapes if a user's metric fails."""
+    try:
+        with torch.no_grad():
+            yield
+    except Exception as error:  # any error of a user's own code
+        raise ValueError(
+            f"evaluate.metrics: {name} fails for outputs {list(outputs.shape)} and labels "
+            f"{list(labels.shape)} ({type(error).__name__}: {first_line(error)}). {advice}"
+        ) from error
 
 
 class SetRows:
@@ -260,16 +268,9 @@ def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
     """Try a user's function on random outputs; return what it makes a value for."""
     outputs, labels = example_scores(task)
     name = metric.title
-    try:
-        with torch.no_grad():
-            value = metric.function(outputs, labels)
+    with _errors_with_shapes(name, outputs, labels, "Correct it, or leave it out."):
+        value = metric.function(outputs, labels)
         shape = list(torch.as_tensor(value).shape)
-    except Exception as error:  # any error of a user's own code
-        raise ValueError(
-            f"evaluate.metrics: {name} fails for outputs {list(outputs.shape)} and labels "
-            f"{list(labels.shape)} ({type(error).__name__}: {first_line(error)}). Correct it, or "
-            "leave it out."
-        ) from error
     if not shape:
         return "set"
     if shape[0] == len(outputs):

@@ -294,16 +294,16 @@ def connection_warnings(
     if len(parts) <= 1:
         return ()
     texts = [_shorten(part) for part in parts[:MAX_SHOWN]]
-    more = f" and {len(parts) - MAX_SHOWN} more" if len(parts) > MAX_SHOWN else ""
+    rest = f" and {len(parts) - MAX_SHOWN} more" if len(parts) > MAX_SHOWN else ""
     return (
         f"{key}: the replicas form {len(parts)} components that never exchange with each other: "
-        f"{', '.join(texts)}{more}. Add edges between them if all replicas should agree.",
+        f"{', '.join(texts)}{rest}. Add edges between them if all replicas should agree.",
     )
 
 
 def _shorten(replicas: Sequence[int]) -> str:
-    more = [f"... ({len(replicas)})"] if len(replicas) > MAX_SHOWN else []
-    return f"[{', '.join([*map(str, replicas[:MAX_SHOWN]), *more])}]"
+    rest = [f"... ({len(replicas)})"] if len(replicas) > MAX_SHOWN else []
+    return f"[{', '.join([*map(str, replicas[:MAX_SHOWN]), *rest])}]"
 
 
 class Topology:

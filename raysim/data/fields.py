@@ -30,10 +30,10 @@ def pack_fields(
     parts: list[NDArray[np.float32]] = []
     count = -1
     for name, values in named.items():
-        here = f"{place}, {name if isinstance(columns, Mapping) else f'input {name}'}"
+        key = f"{place}, {name if isinstance(columns, Mapping) else f'input {name}'}"
         if count >= 0 and len(values) != count:
             raise ValueError(
-                f"{here}: {len(values)} rows, and other inputs have {count}. Give each sample all "
+                f"{key}: {len(values)} rows, and other inputs have {count}. Give each sample all "
                 "inputs."
             )
         count = len(values)
@@ -41,12 +41,12 @@ def pack_fields(
         has_tokens = values.dtype.kind in "iu" and values.dtype != np.uint8
         if has_tokens and values.size and not 0 <= values.min() <= values.max() < LARGEST_TOKEN:
             raise ValueError(
-                f"{here}: integers are token numbers from 0 to {LARGEST_TOKEN - 1}, and these are "
+                f"{key}: integers are token numbers from 0 to {LARGEST_TOKEN - 1}, and these are "
                 f"{values.min()} to {values.max()}. Store measurements as floats."
             )
         if values.dtype.kind not in "iufb":
-            raise ValueError(f"{here}: inputs of type {values.dtype}. Give numbers.")
-        floats = as_float32(values, here)
+            raise ValueError(f"{key}: inputs of type {values.dtype}. Give numbers.")
+        floats = as_float32(values, key)
         if values.dtype == np.uint8:
             floats = floats / np.float32(255)
         parts.append(floats.reshape(count, -1))

@@ -38,7 +38,7 @@ from raysim.primitives.files import lock_folder, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.results.observers import Observer
 from raysim.results.progress import waiting_line
-from raysim.results.report import load_run
+from raysim.results.stored_runs import load_run
 from raysim.simulation.events import ProcessLostError, RunStoppedError
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule

@@ -163,8 +163,8 @@ class VirtualGrid(SimpleGrid):
             created_at=self.clock.now,
             ttl=ttl,
         )
-        own = _own_message(message, request)
-        return _Pending(request, own, self.clock.now, arrival)
+        app_message = _own_message(message, request)
+        return _Pending(request, app_message, self.clock.now, arrival)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have arrived; if there is none, wait for the next one.

@@ -105,9 +105,9 @@ class _FirstMessageGrid(SimpleGrid):
                     self.first = message
                 raise _FirstMessage
             client = message.metadata.dst_node_id - node_id(0)
-            asked = instruction(client, message.content, kind, f"before-{number}")
-            content, _ = self.runner.answer(asked, 0, RecordDict())
-            replies.append(Message(content, reply_to=asked))
+            message_to_client = instruction(client, message.content, kind, f"before-{number}")
+            content, _ = self.runner.answer(message_to_client, 0, RecordDict())
+            replies.append(Message(content, reply_to=message_to_client))
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

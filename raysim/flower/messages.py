@@ -119,17 +119,17 @@ def reply(
     to: Message, created_at: float, content: RecordDict | None = None, error: Error | None = None
 ) -> GridMessage:
     """Return the reply to an instruction. created_at: the virtual time of its arrival."""
-    asked = to.metadata
+    request = to.metadata
     metadata = Metadata(
-        run_id=asked.run_id,
-        message_id=f"{asked.message_id}-reply",
-        src_node_id=asked.dst_node_id,
-        dst_node_id=asked.src_node_id,
-        reply_to_message_id=asked.message_id,
-        group_id=asked.group_id,
+        run_id=request.run_id,
+        message_id=f"{request.message_id}-reply",
+        src_node_id=request.dst_node_id,
+        dst_node_id=request.src_node_id,
+        reply_to_message_id=request.message_id,
+        group_id=request.group_id,
         created_at=created_at,
-        ttl=asked.ttl,
-        message_type=asked.message_type,
+        ttl=request.ttl,
+        message_type=request.message_type,
     )
     return GridMessage(metadata, content, error)
 

@@ -25,11 +25,11 @@ from raysim.results.report import (
     describe_tests,
     difference_rows,
     group_by_setting,
-    load_runs,
     result_columns,
     run_rows,
     threshold_columns,
 )
+from raysim.results.stored_runs import load_runs
 from raysim.results.tables import BEST_RULE, Column, format_table, to_frame, to_latex
 
 if TYPE_CHECKING:

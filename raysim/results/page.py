@@ -43,19 +43,17 @@ from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.report import (
     USUAL_VIEW,
-    Run,
     RunGroup,
     TableView,
     as_sentence,
     describe_scores,
     describe_tests,
-    distinguishing_settings,
-    flat_settings,
     result_columns,
     share_factor,
     threshold_columns,
 )
 from raysim.results.rerun import rerun_command
+from raysim.results.stored_runs import Run, distinguishing_settings, flat_settings
 from raysim.results.tables import BEST_RULE, MISSING, Column
 from raysim.results.theme import DARK, DASHES, LIGHT, draw_svg
 from raysim.results.timeline import has_events, timeline_png

@@ -1,16 +1,16 @@
-"""Read runs from their folders and compare them in tables: as text, LaTeX or CSV."""
+"""Compare runs in tables: as text, LaTeX or CSV.
+
+`stored_runs.py` reads the runs, and `number_format.py` formats their numbers.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import suggest
-from raysim.primitives.files import conf_folder, parse_json
 from raysim.primitives.kinds import FLOAT_BYTES, SHARES
 from raysim.results.curves import PERCENT
 from raysim.results.history import (
@@ -20,18 +20,38 @@ from raysim.results.history import (
     lower_metrics,
     metric_of,
     metrics_of,
-    read_history,
     score,
-    summarise,
     threshold_name,
 )
 from raysim.results.measures import better_direction, measure_title
+from raysim.results.number_format import (
+    format_bytes,
+    format_count,
+    format_grams,
+    format_mean,
+    format_number,
+    format_percent,
+    format_rounds,
+    format_score,
+    format_seconds,
+    format_watt_hours,
+)
 from raysim.results.significance import (
     MIN_PAIRS,
     Difference,
     compare_pairs,
     holm_correction,
     mean_deviation,
+)
+from raysim.results.stored_runs import (
+    GROUPS,
+    UNFINISHED,
+    Run,
+    as_mapping,
+    chosen_option,
+    chosen_options,
+    flat_settings,
+    run_labels,
 )
 from raysim.results.tables import (
     BEST_RULE,
@@ -42,230 +62,8 @@ from raysim.results.tables import (
     format_table,
     to_csv,
 )
-from raysim.results.theme import time_unit
 
-UNFINISHED = " (unfinished)"
 CLIENT_TESTS, CENTRAL_TEST = "on the clients' own tests (mean)", "on the central test set"
-GROUPS = ("method", "data", "partition")  # configuration groups that the table shows
-RUN_FILES = ("config.yaml", "history.parquet")  # files of a run that can be shown
-# Keys that do not distinguish the runs of a study.
-UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as its folder describes it."""
-
-    name: str
-    config: dict[str, object]
-    rows: list[dict[str, int | float | None]]
-    summary: dict[str, object]
-    folder: Path = Path()
-    finished: bool = True
-
-
-# --- reading --------------------------------------------------------------------------------------
-def load_run(folder: Path) -> Run:
-    """Read a run's folder; the summary of an unfinished run is computed from its history.
-
-    Raises `ValueError` if the folder is no run or one of its files is broken.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give one that `raysim run out=DIR` wrote.")
-    missing = [name for name in RUN_FILES if not (folder / name).is_file()]
-    if missing:
-        inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
-        hint = "give one that `raysim run out=DIR` wrote."
-        if inside:
-            hint = f"did you mean {folder / inside[0]}?"
-        raise ValueError(
-            f"{folder} is no folder of a run, it has no {' and no '.join(missing)}; {hint}"
-        )
-    rows = read_history(folder / "history.parquet")
-    if not rows:
-        raise ValueError(
-            f"{folder} has a history without a round; wait until the run has made one."
-        )
-    finished = (folder / "summary.json").is_file()
-    config = _read_mapping(folder / "config.yaml", _parse_yaml)
-    if finished:
-        summary = _read_mapping(folder / "summary.json", parse_json)
-    else:
-        summary = summarise(rows, lower=lower_metrics(config))
-    return Run(folder.resolve().name, config, rows, summary, folder, finished)
-
-
-def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
-    """Read the runs at these paths; skip files and folders that no run wrote.
-
-    warn: function that gets one sentence about skipped folders. Raises `ValueError` if there is no
-    run.
-    """
-    from raysim.results.tracking import ARTIFACTS
-
-    paths_found = [path for name in paths for path in find_runs(Path(name))]
-    runs = []
-    skipped = []
-    for path in paths_found:
-        if path.is_file():
-            continue
-        is_run = not path.is_dir() or all((path / name).is_file() for name in RUN_FILES)
-        if is_run:
-            runs.append(path)
-        elif path.name != ARTIFACTS:
-            skipped.append(str(path))
-    # Without any run, the first path is read for its error, which says what is missing.
-    loaded = [load_run(path) for path in runs or paths_found]
-    if runs and skipped:
-        warn(f"skipped, because no run wrote there: {', '.join(skipped)}")
-    return loaded
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """Return the runs of a study or a sweep; [folder] for any other folder."""
-    histories = folder.glob("runs/*/history.parquet")
-    return sorted(path.parent for path in histories) or [folder]
-
-
-def _parse_yaml(text: str) -> object:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except Exception as error:  # the YAML reader raises errors of many kinds
-        raise ValueError(str(error)) from error
-
-
-def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, object]:
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is broken and cannot be read; restore it or run the study again."
-        ) from error
-    mapping = _as_mapping(content)
-    if not mapping:
-        raise ValueError(f"{path} holds no names and values; restore it or run the study again.")
-    return dict(mapping)
-
-
-def _as_mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
-
-
-# --- names ----------------------------------------------------------------------------------------
-def chosen_option(config: Mapping[str, object], group: str) -> str:
-    """Return the option of a group from `choices`, or from the group itself."""
-    value = _as_mapping(config.get("choices")).get(group)
-    if value is None:
-        value = config.get(group)
-    if isinstance(value, Mapping):
-        class_name = str(value.get("_target_", "")).rpartition(".")[2]
-        value = value.get("name") or class_name or list(value)
-    if isinstance(value, (list, tuple)):
-        value = " + ".join(str(item) for item in value)
-    if value:
-        return str(value)
-    return "fedavg" if group == "method" else MISSING
-
-
-def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return every value of a config by its dotted key, without `UNTOLD_KEYS`."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if key in UNTOLD_KEYS:
-            continue
-        if isinstance(value, Mapping):
-            flat.update(flat_settings(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat
-
-
-def _chosen_options(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the options that distinguish settings.
-
-    A loss counts unless it is the usual one: it may have no key of its own.
-    """
-    has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
-    groups = (*GROUPS, "loss") if has_own_loss else GROUPS
-    return {group: chosen_option(config, group) for group in groups}
-
-
-def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Map each key whose values differ to the values of all runs; chosen options come first."""
-    settings = [{**_chosen_options(run.config), **flat_settings(run.config)} for run in runs]
-    keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
-    differing = {}
-    for key in keys:
-        values = [run_settings.get(key, MISSING) for run_settings in settings]
-        if len(set(values)) > 1:
-            differing[key] = values
-    return differing
-
-
-def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the differing settings without implied defaults, and the number of keys left out.
-
-    If only runs with another option have a key, and all of them have its default, the key is left
-    out: the option itself is listed. Values of methods are always listed.
-    """
-    differing = differing_settings(runs)
-    shown = {}
-    for key, values in differing.items():
-        if not _is_implied_default(runs, key, values, differing):
-            shown[key] = values
-    return shown, len(differing) - len(shown)
-
-
-def _is_implied_default(
-    runs: Sequence[Run], key: str, values: Sequence[str], differing: Mapping[str, object]
-) -> bool:
-    group, _, inside = key.partition(".")
-    is_option_listed = bool({group, f"{group}.name"} & differing.keys())
-    if MISSING not in values or not inside or group == "method" or not is_option_listed:
-        return False
-    for run, value in zip(runs, values, strict=True):
-        defaults = _defaults(group, chosen_option(run.config, group))
-        if value != MISSING and defaults.get(inside) != value:
-            return False
-    return True
-
-
-def _defaults(group: str, option: str) -> dict[str, str]:
-    """Return the values in the file of one of raysim's options; {} for any other option."""
-    path = conf_folder() / group / f"{option}.yaml"
-    if not re.fullmatch(r"\w+", option) or not path.is_file():
-        return {}
-    return flat_settings(_as_mapping(_parse_yaml(path.read_text(encoding="utf-8"))))
-
-
-def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run.
-
-    Equal names are replaced by the settings that differ, or else by the folder.
-    """
-    names = [run.name for run in runs]
-    for name in {name for name in names if names.count(name) > 1}:
-        twins = [index for index, other in enumerate(names) if other == name]
-        differing = differing_settings([runs[index] for index in twins])
-        # A key that only some have follows from an option that is named already, so it is needed
-        # only if nothing else differs.
-        shared = {key: values for key, values in differing.items() if MISSING not in values}
-        settings = shared or differing
-        for place, index in enumerate(twins):
-            texts = []
-            for key, values in settings.items():
-                if values[place] != MISSING:
-                    texts.append(f"{key}={values[place]}")
-            names[index] = ", ".join(texts) or name
-
-    labels = []
-    for name, run in zip(names, runs, strict=True):
-        label = f"{name} ({run.folder})" if names.count(name) > 1 else name
-        labels.append(label if run.finished else f"{label}{UNFINISHED}")
-    return labels
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -316,85 +114,6 @@ def _number(run: Run, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _format_score(value: float | None, *, like: float | None = None) -> str:
-    return MISSING if value is None else f"{value:.4f}"
-
-
-def _format_percent(value: float | None, *, like: float | None = None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
-
-
-def _format_number(value: float | None, *, like: float | None = None) -> str:
-    """Return a number of any size with at least four digits."""
-    if value is None:
-        return MISSING
-    size = abs(value if like is None else like)
-    decimals = 4 if size < 10 else max(0, 3 - int(math.log10(size)))
-    return f"{value:.{decimals}f}"
-
-
-def _format_bytes(value: float | None, *, like: float | None = None) -> str:
-    """Return 1234567 as "1.23 MB"."""
-    return _with_unit(_format_count(value, like=like), "B")
-
-
-def _format_watt_hours(value: float | None, *, like: float | None = None) -> str:
-    """Return 1234567 as "1.23 MWh"."""
-    return _with_unit(_format_count(value, like=like), "Wh")
-
-
-def _format_grams(value: float | None, *, like: float | None = None) -> str:
-    """Return 1234 as "1.23 kg"."""
-    return _with_unit(_format_count(value, like=like), "g")
-
-
-def _with_unit(text: str, unit: str) -> str:
-    if text == MISSING:
-        return text
-    return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
-
-
-def _format_count(value: float | None, *, like: float | None = None) -> str:
-    """Return 1234567 as "1.23 M"."""
-    if value is None:
-        return MISSING
-    size = abs(value if like is None else like)
-    step = min(4, int(math.log10(size) // 3)) if size >= 1000 else 0
-    prefix = ("", "k", "M", "G", "T")[step]
-    return f"{_format_digits(value, like, 1000**step)} {prefix}".strip()
-
-
-def _format_rounds(value: float | None, *, like: float | None = None) -> str:
-    """Return a whole number without decimals, or a mean with one decimal."""
-    if value is None:
-        return MISSING
-    return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
-
-
-def _format_seconds(value: float | None, *, like: float | None = None) -> str:
-    if value is None:
-        return MISSING
-    size, unit = time_unit(value if like is None else like)
-    return f"{_format_digits(value, like, size)} {unit}"
-
-
-def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return a number in units of `size` with three digits, or with the decimals of `like`."""
-    if like is None:
-        return f"{value / size:.3g}"
-    decimals = 0
-    if like:
-        decimals = max(0, 2 - math.floor(math.log10(abs(like / size))))
-    return f"{value / size:.{decimals}f}"
-
-
-def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
-    """Return "mean ± deviation", or the mean alone if there is no deviation."""
-    if deviation is None:
-        return show(mean)
-    return f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"
-
-
 def _column(
     title: str,
     scores: Sequence[float | None],
@@ -413,7 +132,7 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
 
 def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Column]:
     """Return the first round at the `limit` highest thresholds that any run reached."""
-    rounds_by_run = [_as_mapping(run.summary.get("rounds_to")) for run in runs]
+    rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
     for rounds in rounds_by_run:
         reached |= {str(name) for name, number in rounds.items() if number is not None}
@@ -424,7 +143,7 @@ def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Col
             number = rounds.get(name)
             scores.append(None if number is None else float(str(number)))
         key = f"rounds_to.{name}"
-        columns.append(_column(f"to {name}", scores, _format_rounds, better, key=key))
+        columns.append(_column(f"to {name}", scores, format_rounds, better, key=key))
     return columns
 
 
@@ -473,13 +192,13 @@ def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
         names |= set(metrics_of(run.rows))
     is_error = lower.issuperset(metric_of(run.rows) for run in runs)
     direction = better_direction(key, is_error, lower, names - lower)
-    return _column(measure_title(key), values, _format_number, direction, key=key)
+    return _column(measure_title(key), values, format_number, direction, key=key)
 
 
 def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Column]:
     factor = share_factor(runs, percent)
     unit = PERCENT if percent else ""
-    show: FormatNumber = _format_percent if percent else _format_score
+    show: FormatNumber = format_percent if percent else format_score
 
     def numbers(key: str) -> list[float | None]:
         return [_number(run, key) for run in runs]
@@ -526,7 +245,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
     rounds = [number or 0.0 for number in numbers("rounds")]
     best_five = _scaled(numbers("best5_mean"), factor)
     columns += [
-        _column("rounds", rounds, _format_rounds, key="rounds"),
+        _column("rounds", rounds, format_rounds, key="rounds"),
         _column(f"best 5{unit}", best_five, show, better, deviations, "best5_mean"),
         replace(
             _column(f"last 10{unit}", means, show, better, deviations, "last10_mean"),
@@ -537,12 +256,12 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
         columns.append(_column(f"{title}{unit}", values, show, better, deviations, key))
     columns += _threshold_columns(runs, limit, -abs(better))
     columns += [
-        _column("floats", floats, _format_count, cheaper, key="floats"),
+        _column("floats", floats, format_count, cheaper, key="floats"),
         _column(
-            "virtual", numbers("virtual_seconds"), _format_seconds, cheaper, key="virtual_seconds"
+            "virtual", numbers("virtual_seconds"), format_seconds, cheaper, key="virtual_seconds"
         ),
         # Wall time depends on the machine and on what else ran there.
-        _column("wall", numbers("wall_seconds"), _format_seconds, key="wall_seconds"),
+        _column("wall", numbers("wall_seconds"), format_seconds, key="wall_seconds"),
     ]
     for title, key, show in ENERGY_COLUMNS:
         values = numbers(key)
@@ -553,9 +272,9 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
 
 # Columns of fleets with costs: title, key and format.
 ENERGY_COLUMNS: tuple[tuple[str, str, FormatNumber], ...] = (
-    ("energy", "energy_wh", _format_watt_hours),
-    ("money", "money", _format_count),
-    ("CO2", "co2_g", _format_grams),
+    ("energy", "energy_wh", format_watt_hours),
+    ("money", "money", format_count),
+    ("CO2", "co2_g", format_grams),
 )
 
 
@@ -563,7 +282,7 @@ def _data_settings(run: Run) -> dict[str, str]:
     """Return the settings that decide which samples clients have and which clients are trained."""
     config = {key: run.config.get(key) for key in ("data", "partition")}
     # Older runs have no such key.
-    config["unseen"] = _as_mapping(run.config.get("evaluate")).get("unseen") or 0
+    config["unseen"] = as_mapping(run.config.get("evaluate")).get("unseen") or 0
     return flat_settings(config)
 
 
@@ -675,7 +394,7 @@ def _belongs(run: Run, group: Sequence[Run]) -> bool:
 
 
 def _setting(run: Run) -> dict[str, str]:
-    setting = {**flat_settings(run.config), **_chosen_options(run.config)}
+    setting = {**flat_settings(run.config), **chosen_options(run.config)}
     setting.pop("seed", None)
     return setting
 
@@ -754,7 +473,7 @@ def result_columns(
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with one row for each group, from one with a row for each run."""
-    show = column.show or _format_score
+    show = column.show or format_score
     numbers = iter(column.scores)
     data = iter(column.groups or [])
     by_seed: list[dict[str, float | None]] = []
@@ -898,7 +617,7 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
     """Return the thresholds of the summaries that some run reached, in ascending order."""
     reached = set()
     for run in runs:
-        for name, number in _as_mapping(run.summary.get("rounds_to")).items():
+        for name, number in as_mapping(run.summary.get("rounds_to")).items():
             if number is not None:
                 reached.add(float(name))
     return sorted(reached)
@@ -928,14 +647,14 @@ def _sent_bytes(row: Row) -> float:
 
 # Title, key, value in a row, format and direction of each cost.
 COSTS: tuple[tuple[str, str, Callable[[Row], float | None], FormatNumber, int], ...] = (
-    ("rounds", "rounds", lambda row: row["round"], _format_rounds, -1),
-    ("traffic", "bytes", _sent_bytes, _format_bytes, -1),
-    ("virtual", "virtual_seconds", lambda row: row.get("virtual_seconds"), _format_seconds, -1),
+    ("rounds", "rounds", lambda row: row["round"], format_rounds, -1),
+    ("traffic", "bytes", _sent_bytes, format_bytes, -1),
+    ("virtual", "virtual_seconds", lambda row: row.get("virtual_seconds"), format_seconds, -1),
     # Wall time depends on the machine and on what else ran there.
-    ("wall", "wall_seconds", lambda row: row.get("wall_seconds"), _format_seconds, 0),
-    ("energy", "energy_wh", lambda row: row.get("energy_wh"), _format_watt_hours, -1),
-    ("money", "money", lambda row: row.get("money"), _format_count, -1),
-    ("CO2", "co2_g", lambda row: row.get("co2_g"), _format_grams, -1),
+    ("wall", "wall_seconds", lambda row: row.get("wall_seconds"), format_seconds, 0),
+    ("energy", "energy_wh", lambda row: row.get("energy_wh"), format_watt_hours, -1),
+    ("money", "money", lambda row: row.get("money"), format_count, -1),
+    ("CO2", "co2_g", lambda row: row.get("co2_g"), format_grams, -1),
 )
 
 

@@ -143,8 +143,6 @@ def node_capacity(node: Resources, each: Resources) -> int | None:
 
 
 def _times(available: float, amount: float) -> int:
-    if math.isinf(available):
-        return sys.maxsize
     return round(available * RESOURCE_STEPS) // max(1, round(amount * RESOURCE_STEPS))
 
 
@@ -186,7 +184,7 @@ def limit_by_memory(
 
     worker_bytes: the memory of a worker. A node that declares no memory does not limit them.
     """
-    known = [{"memory": math.inf, **node} for node in nodes]
+    known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.each, "memory": worker_bytes}, options.strategy)
     if capacity is None or capacity >= size.workers:
         return size

@@ -188,17 +188,17 @@ class Gossip(Topology):
         """Return a replica for each client, and the weights of its neighbours."""
         clients, able = federation.clients, np.flatnonzero(federation.counts).tolist()
         neighbours: list[set[int]] = [set() for _ in range(clients)]
-        given: dict[tuple[int, int], float] = {}
+        weight_of_edge: dict[tuple[int, int], float] = {}
         if self.edges is not None:
-            given = _read_edges(self.edges, clients, neighbours)
+            weight_of_edge = _read_edges(self.edges, clients, neighbours)
         else:
             generator = stream(federation.seed, "topology.graph")
             for one, other in GRAPHS[self.graph](self, len(able), generator):
                 neighbours[able[one]].add(able[other])
                 neighbours[able[other]].add(able[one])
-        rows = _given_rows(given, clients) if given else self._rows(neighbours)
-        mixing = mixing_matrix(rows, "topology.edges" if given else "topology")
-        degrees = np.array([len(others) for others in neighbours])
+        rows = _given_rows(weight_of_edge, clients) if weight_of_edge else self._rows(neighbours)
+        mixing = mixing_matrix(rows, "topology.edges" if weight_of_edge else "topology")
+        degrees = np.array([len(row) for row in neighbours])
         partners = np.minimum(degrees, 1) if self.exchange == "pairwise" else degrees
         return Network(
             np.arange(clients),
@@ -219,10 +219,10 @@ class Gossip(Topology):
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
         """Return the weights of each replica's next vector."""
         rows: list[dict[int, float]] = []
-        for client, others in enumerate(neighbours):
+        for client, own_neighbours in enumerate(neighbours):
             row: dict[int, float] = {}
-            for other in sorted(others):
-                degree = len(others)
+            for other in sorted(own_neighbours):
+                degree = len(own_neighbours)
                 if self.weights == "metropolis":
                     degree = max(degree, len(neighbours[other]))
                 row[other] = 1 / (1 + degree)
@@ -299,10 +299,10 @@ def _torus(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pair
     pairs: list[tuple[int, int]] = []
     for row in range(rows):
         for column in range(columns):
-            here = row * columns + column
+            place = row * columns + column
             right = row * columns + (column + 1) % columns
             below = (row + 1) % rows * columns + column
-            pairs += [(here, other) for other in (right, below) if other != here]
+            pairs += [(place, other) for other in (right, below) if other != place]
     return pairs
 
 
@@ -375,9 +375,9 @@ def k_means(
         before, nearest = nearest, distances.argmin(1)
         for group in range(groups):
             if not (nearest == group).any():
-                own = distances[np.arange(len(counted)), nearest]
-                own[np.bincount(nearest, minlength=groups)[nearest] == 1] = -1
-                nearest[own.argmax()] = group
+                distance = distances[np.arange(len(counted)), nearest]
+                distance[np.bincount(nearest, minlength=groups)[nearest] == 1] = -1
+                nearest[distance.argmax()] = group
         if (nearest == before).all():
             break
         centers = np.stack([counted[nearest == group].mean(0) for group in range(groups)])

@@ -24,8 +24,8 @@ from raysim.commands.study.report import RunScores, compare_settings
 from raysim.commands.study.runner import RunEnd, check, make_runs, store
 from raysim.experiment.execute import run as run_single
 from raysim.experiment.settings import Interrupted
-from raysim.results.report import Run
 from raysim.results.significance import Difference
+from raysim.results.stored_runs import Run
 from raysim.results.tracking import Tracker, default_uri
 from raysim.simulation.checkpoint import list_complete
 

@@ -27,8 +27,7 @@ import pytest
 import yaml
 
 from raysim import cli
-from raysim.commands.submit import job_server
-from raysim.commands.submit.fetch import find_folder
+from raysim.commands.submit import fetch, job_server
 from raysim.commands.submit.package import (
     JobCommand,
     check_command,
@@ -391,7 +390,21 @@ class TestJobServer:
         ],
     )
     def test_fetch_finds_the_folder_of_a_job(self, entrypoint: str, folder: str) -> None:
-        assert find_folder(entrypoint) == folder
+        assert fetch.find_folder(entrypoint) == folder
+
+    def test_fetch_packs_a_folder_below_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "home" / "runs"
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        words = [sys.executable, "-c", fetch.PROGRAM, "~/runs", "9999", "checkpoints"]
+        printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        fetch.unpack(fetch.read_archive(printed, "~/runs", "a", 1.0), tmp_path / "here")
+        assert [path.name for path in (tmp_path / "here").iterdir()] == ["summary.json"]
+        with pytest.raises(RefusedError, match="--limit"):
+            fetch.read_archive("ERROR 5000000 bytes\n", "~/runs", "a", 1.0)
 
     def test_rays_own_lines_are_left_out_of_the_output(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
@@ -599,16 +612,16 @@ def test_fetch_brings_the_results_of_a_job(cluster: Cluster, tmp_path: Path) -> 
     assert submitted.returncode == 0, submitted.stderr
     job = re.search(r"raysim fetch (\S+) --address", submitted.stdout)
     assert job is not None, submitted.stdout
-    fetch = ["raysim", "fetch", job[1], str(tmp_path / "here"), "--address", cluster.url]
-    fetched = cluster.run(*fetch)
+    words = ["raysim", "fetch", job[1], str(tmp_path / "here"), "--address", cluster.url]
+    fetched = cluster.run(*words)
     assert fetched.returncode == 0, fetched.stderr
     names = {path.name for path in out.iterdir()}
     assert {path.name for path in (tmp_path / "here").iterdir()} == names - {"checkpoints"}
     summary = (tmp_path / "here/summary.json").read_bytes()
     assert summary == (out / "summary.json").read_bytes()
-    too_large = cluster.run(*fetch, "--limit", "0.0001")
+    too_large = cluster.run(*words, "--limit", "0.0001")
     assert too_large.returncode == 2 and "--limit" in too_large.stderr
-    missing = cluster.run(*fetch, "--folder", str(tmp_path / "none"))
+    missing = cluster.run(*words, "--folder", str(tmp_path / "none"))
     assert missing.returncode == 2 and "--folder" in missing.stderr
     unknown = cluster.run("raysim", "fetch", "raysubmit_none", "--address", cluster.url)
     assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr

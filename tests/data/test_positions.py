@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quick_runs
 import torch
 from sklearn.metrics import f1_score, jaccard_score
 from tiny_runs import coordinate, run, run_spec, run_to_end, several_workers
@@ -24,15 +25,7 @@ from raysim.models.split import CustomModel
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import IGNORED
 
-FAST: dict[str, Any] = {
-    "runtime": "inprocess",
-    "tracking": "none",
-    "rounds": 2,
-    "schedule.cohort": 2,
-    "partition": "iid",
-    "partition.clients": 3,
-    "quiet": True,
-}
+FAST = quick_runs.FAST | {"quiet": True}
 
 
 def images(count: int = 60, ignore: int = 255) -> tuple[np.ndarray, np.ndarray]:

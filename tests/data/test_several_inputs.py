@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from quick_runs import FAST
 from tiny_runs import coordinate, run, run_spec, run_to_end, several_workers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -26,14 +27,6 @@ from raysim.models.split import CustomModel
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import InputField, PackedShape
 
-FAST: dict[str, Any] = {
-    "runtime": "inprocess",
-    "tracking": "none",
-    "rounds": 2,
-    "schedule.cohort": 2,
-    "partition": "iid",
-    "partition.clients": 3,
-}
 RNG = np.random.default_rng(0)
 NUMBERS = RNG.normal(size=(60, 2, 3)).astype(np.float32)
 WORDS = RNG.integers(0, 9, (60, 4))

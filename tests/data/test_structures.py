@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick_runs import FAST
 from tiny_runs import coordinate, run, run_spec, run_to_end, several_workers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -22,14 +23,6 @@ from raysim.data.partition import IID
 from raysim.models.split import CustomModel
 from raysim.primitives.errors import RefusedError
 
-FAST: dict[str, Any] = {
-    "runtime": "inprocess",
-    "tracking": "none",
-    "rounds": 2,
-    "schedule.cohort": 2,
-    "partition": "iid",
-    "partition.clients": 3,
-}
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(60, 4)).astype(np.float32)
 TARGETS = [

@@ -23,6 +23,7 @@ from raysim.data.tabular import NumPy
 from raysim.experiment.build import build
 from raysim.primitives.errors import RefusedError
 from raysim.results import page, report
+from raysim.results.stored_runs import load_run
 from raysim.simulation.events import TooManyFailuresError
 
 RNG = np.random.default_rng(0)
@@ -188,7 +189,7 @@ class TestNamesInResults:
     def test_report_has_names(self) -> None:
         result = trained("schedule.cohort=12", methods=[Failing()])
         text = page.write_report(
-            report.group_by_setting([report.load_run(Path("run"))]), Path("page")
+            report.group_by_setting([load_run(Path("run"))]), Path("page")
         ).read_text()
         assert "client 3 (user 103)" in text  # in the failures
         lowest = int(result.clients["accuracy"].argmin())

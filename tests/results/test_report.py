@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.results import report, tables
+from raysim.results import report, stored_runs, tables
 from raysim.results.history import summarise, write_history, write_json
 
 Rows = list[dict[str, int | float | None]]
@@ -41,17 +41,17 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
 
 def make(
     folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True
-) -> report.Run:
+) -> stored_runs.Run:
     """A run's folder, and the run as it is read from there."""
     folder.mkdir(parents=True)
     write_history(history(scores), folder / "history.parquet")
     (folder / "config.yaml").write_text(config)
     if finished:
         write_json(summarise(history(scores)), folder / "summary.json")
-    return report.load_run(folder)
+    return stored_runs.load_run(folder)
 
 
-def table(runs: list[report.Run]) -> str:
+def table(runs: list[stored_runs.Run]) -> str:
     """The comparison of runs, as it is printed."""
     return report.comparison_table(report.group_by_setting(runs))
 
@@ -68,7 +68,7 @@ def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
     assert "unseen" not in table([run])
     rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
     write_json(summarise(rows), tmp_path / "one" / "summary.json")
-    text = table([report.load_run(tmp_path / "one")])
+    text = table([stored_runs.load_run(tmp_path / "one")])
     assert "unseen" in text and "0.4321" in text
 
 
@@ -76,18 +76,18 @@ def test_unfinished_run_is_summarised_from_history(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75], finished=False)
     assert not run.finished
     assert run.summary["best5_mean"] == 0.625
-    assert report.run_labels([run]) == ["one (unfinished)"]
+    assert stored_runs.run_labels([run]) == ["one (unfinished)"]
 
 
 def test_folder_without_run_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "runs" / "one", [0.5])
     with pytest.raises(ValueError, match="nowhere"):
-        report.load_run(tmp_path / "nowhere")
+        stored_runs.load_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"config\.yaml.*one"):
-        report.load_run(tmp_path / "runs")
+        stored_runs.load_run(tmp_path / "runs")
     (tmp_path / "runs" / "one" / "history.parquet").unlink()
     with pytest.raises(ValueError, match=r"history\.parquet"):
-        report.load_run(tmp_path / "runs" / "one")
+        stored_runs.load_run(tmp_path / "runs" / "one")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_error_names_broken_file(tmp_path: Path, name: str, content: str) -> Non
     make(tmp_path / "one", [0.5])
     (tmp_path / "one" / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(name)):
-        report.load_run(tmp_path / "one")
+        stored_runs.load_run(tmp_path / "one")
 
 
 def test_labels_of_one_name_are_differing_settings(tmp_path: Path) -> None:
@@ -114,18 +114,19 @@ def test_labels_of_one_name_are_differing_settings(tmp_path: Path) -> None:
     first = make(tmp_path / "a" / "run", [0.5], config.format(lr=0.1, mu=1.0, out="a"))
     second = make(tmp_path / "b" / "run", [0.5], config.format(lr=0.2, mu=1.0, out="b"))
     third = make(tmp_path / "c" / "other", [0.5], config.format(lr=0.3, mu=2.0, out="c"))
-    assert report.run_labels([first, second, third]) == ["local.lr=0.1", "local.lr=0.2", "other"]
+    labels = stored_runs.run_labels([first, second, third])
+    assert labels == ["local.lr=0.1", "local.lr=0.2", "other"]
 
 
 def test_labels_name_methods_before_parameters(tmp_path: Path) -> None:
     plain = make(tmp_path / "a" / "run", [0.5], "{method: {}}")
     prox = make(tmp_path / "b" / "run", [0.5], "{method: {fedprox: {mu: 0.1}}}")
-    assert report.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
+    assert stored_runs.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
 
 
 def test_labels_of_equal_runs_are_folders(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5]) for place in "ab"]
-    assert report.run_labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
+    assert stored_runs.run_labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +141,9 @@ def test_labels_of_equal_runs_are_folders(tmp_path: Path) -> None:
     ],
 )
 def test_chosen_option_of_every_form_of_config(value: object, name: str) -> None:
-    assert report.chosen_option({"data": value}, "data") == name
-    assert report.chosen_option({"data": value, "choices": {"data": "mnist"}}, "data") == "mnist"
+    assert stored_runs.chosen_option({"data": value}, "data") == name
+    config = {"data": value, "choices": {"data": "mnist"}}
+    assert stored_runs.chosen_option(config, "data") == "mnist"
 
 
 def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_table_explains_its_deviation(tmp_path: Path) -> None:
 
 
 def test_implied_defaults_are_left_out(tmp_path: Path) -> None:
-    def runtime(name: str, more: str = "") -> report.Run:
+    def runtime(name: str, more: str = "") -> stored_runs.Run:
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
 
@@ -171,18 +173,17 @@ def test_implied_defaults_are_left_out(tmp_path: Path) -> None:
         runtime("inprocess"),
         runtime("local", ", workers: null, strategy: PACK, wait: null"),
     )
-    assert report.distinguishing_settings([alone, usual]) == (
+    assert stored_runs.distinguishing_settings([alone, usual]) == (
         {"runtime.name": ["inprocess", "local"]},
         3,
     )
     chosen = runtime("local", ", workers: 4, strategy: PACK")
-    found, left = report.distinguishing_settings([alone, chosen])
+    found, left = stored_runs.distinguishing_settings([alone, chosen])
     assert (found.get("runtime.workers"), left) == (["–", "4"], 1), "what was set is told"
-    assert report.distinguishing_settings([usual, chosen])[0]["runtime.workers"] == ["None", "4"], (
-        "what both have is told"
-    )
+    settings = stored_runs.distinguishing_settings([usual, chosen])[0]
+    assert settings["runtime.workers"] == ["None", "4"], "what both have is told"
     own = runtime("mine", ", workers: null")
-    assert "runtime.workers" in report.distinguishing_settings([alone, own])[0], (
+    assert "runtime.workers" in stored_runs.distinguishing_settings([alone, own])[0], (
         "nobody knows the defaults of another's option"
     )
 
@@ -197,7 +198,7 @@ def test_nothing_is_best_if_runs_are_not_comparable(tmp_path: Path) -> None:
     write_json(
         summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json"
     )
-    assert "2 s*" in table([alike[0], report.load_run(tmp_path / "b")])
+    assert "2 s*" in table([alike[0], stored_runs.load_run(tmp_path / "b")])
     other = [
         make(tmp_path / name, [score], f"partition: {{alpha: {score}}}")
         for name, score in (("c", 0.9), ("d", 0.1))
@@ -206,7 +207,7 @@ def test_nothing_is_best_if_runs_are_not_comparable(tmp_path: Path) -> None:
 
 
 def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
-    def study(method: str, scores: list[float]) -> list[report.Run]:
+    def study(method: str, scores: list[float]) -> list[stored_runs.Run]:
         config = f"{{method: {{{method}: {{mu: 1}}}}, seed: "
         runs = enumerate(scores)
         return [
@@ -266,11 +267,11 @@ def test_odd_values_in_summary_are_reported_or_refused(odd: int, tmp_path: Path)
     for key in good:
         (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
         with contextlib.suppress(ValueError):
-            table([report.load_run(tmp_path / "one")])
+            table([stored_runs.load_run(tmp_path / "one")])
 
 
 # --- seeds ----------------------------------------------------------------------------------------
-def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[report.Run]:
+def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[stored_runs.Run]:
     """A run for each final accuracy, of the seeds 0, 1, ..."""
     return [
         make(
@@ -303,7 +304,7 @@ def test_loss_distinguishes_settings(tmp_path: Path) -> None:
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
     assert len(report.group_by_setting(runs)) == 2
-    assert report.differing_settings(runs)["loss"] == ["–", "mine"]
+    assert stored_runs.differing_settings(runs)["loss"] == ["–", "mine"]
 
 
 def test_threshold_counts_seeds_that_reached_it(tmp_path: Path) -> None:

@@ -31,17 +31,10 @@ from raysim.results.history import (
     write_json,
 )
 from raysim.results.measures import METRICS, better_direction, is_column_of, measure_title
+from raysim.results.number_format import format_mean
 from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
-from raysim.results.report import (
-    Run,
-    RunGroup,
-    as_sentence,
-    describe_scores,
-    format_mean,
-    load_run,
-    score_kinds,
-)
+from raysim.results.report import RunGroup, as_sentence, describe_scores, score_kinds
 from raysim.results.significance import (
     MIN_PAIRS,
     Difference,
@@ -49,6 +42,7 @@ from raysim.results.significance import (
     holm_correction,
     mean_deviation,
 )
+from raysim.results.stored_runs import Run, load_run
 from raysim.results.tables import (
     BEST_RULE,
     MARK_RULE,

@@ -23,6 +23,7 @@ from raysim.primitives.errors import RefusedError, errors_as_refusals, first_lin
 PROGRAM = """\
 import base64, os, sys, tarfile, tempfile
 folder, limit, *left_out = sys.argv[1:]
+folder = os.path.expanduser(folder)
 if not os.path.isdir(folder):
     sys.exit("ERROR no folder " + os.path.abspath(folder))
 with tempfile.TemporaryFile() as archive:
@@ -75,7 +76,7 @@ def fetch(
     left_out = [] if checkpoints else [CHECKPOINTS]
     words = ["python", "-c", PROGRAM, remote, str(int(limit_mb * MB)), *left_out]
     text = _run_on_node_of(client, details, shlex.join(words))
-    unpack(_archive(text, remote, job, limit_mb), local)
+    unpack(read_archive(text, remote, job, limit_mb), local)
     return local
 
 
@@ -126,7 +127,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     return "".join(output)
 
 
-def _archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
+def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     """Return the archive in the output of the second job. Raise `RefusedError` if there is none."""
     lines = text.splitlines()
     for line in lines:

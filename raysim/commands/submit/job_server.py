@@ -156,13 +156,8 @@ class ConnectionToJob:
         say: Callable[[str], object],
         wait_s: float = RECONNECT_S,
     ):
-        self.client, self.job, self._write, self._say, self._wait_s = (
-            client,
-            job,
-            write,
-            say,
-            wait_s,
-        )
+        self.client, self.job = client, job
+        self._write, self._say, self._wait_s = write, say, wait_s
         self._written = 0  # characters of the job's log that were written
         self._broken_since: float | None = None
 

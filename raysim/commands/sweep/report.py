@@ -23,8 +23,9 @@ from raysim.results.history import write_json
 from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.progress import format_duration
-from raysim.results.report import RunGroup, load_run
+from raysim.results.report import RunGroup
 from raysim.results.rerun import rerun_command
+from raysim.results.stored_runs import load_run
 from raysim.results.tables import Column, format_table
 from raysim.results.theme import DARK, LIGHT, set_log_scale
 

@@ -85,7 +85,8 @@ def plan_workers(
                 "memory"
             )
     size = choose_size(options, each, cluster, concurrency)
-    if options.workers is None and not needs_preflight:
+    # One worker always starts, so that only more of them are worth a look at the model's size.
+    if options.workers is None and not needs_preflight and size.workers > 1:
         size = _limit_by_memory(size, options, spec, cluster, say)
     return size
 

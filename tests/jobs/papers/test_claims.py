@@ -22,7 +22,7 @@ from jobs.papers.claims import (
 from jobs.papers.results import stored_runs
 from jobs.papers.settings import SETTINGS, find_setting, overrides_of, setting_of
 from jobs.papers.tables import PAPERS
-from raysim.results.report import Run
+from raysim.results.stored_runs import Run
 
 ALL = [claim for paper in PAPERS for claim in CLAIMS[paper]]
 SKEW_CLAIM = next(claim for claim in CLAIMS["fedbss"] if claim.settings == SKEW)

@@ -17,7 +17,7 @@ from jobs.papers.gpu import STUDIES, GpuStudy
 from jobs.papers.settings import SETTINGS
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
-from raysim.results.report import load_run
+from raysim.results.stored_runs import load_run
 
 CHECKOUT = conf_folder().parent
 TINY = ("data=digits", "model=mlp", "partition.clients=4", "schedule.cohort=4", "rounds=2")

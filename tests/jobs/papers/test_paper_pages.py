@@ -24,7 +24,7 @@ from raysim.experiment.config_files import to_dict
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.history import Row, write_json
-from raysim.results.report import Run, flat_settings, load_run
+from raysim.results.stored_runs import Run, flat_settings, load_run
 
 pytestmark = pytest.mark.slow
 

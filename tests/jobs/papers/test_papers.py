@@ -17,7 +17,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, summarise, write_history, write_json
-from raysim.results.report import Run, load_run
+from raysim.results.stored_runs import Run, load_run
 
 MNIST = ("experiment=fedbr/rotated_mnist",)
 WIDE = 1000

@@ -16,7 +16,7 @@ from jobs.papers.comparison import OPEN, is_equal
 from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
 from raysim.primitives.files import conf_folder
-from raysim.results.report import flat_settings
+from raysim.results.stored_runs import flat_settings
 
 SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 

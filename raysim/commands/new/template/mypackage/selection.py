@@ -27,5 +27,5 @@ class MySelection(Selection):
         ages = view.now - np.nan_to_num(view.last_finish, nan=-np.inf)
         oldest = np.argsort(-ages, kind="stable")[: round(self.share * view.count)]
         chosen = view.clients[oldest]
-        others = view.generator.permutation(np.setdiff1d(view.clients, chosen))
-        return np.concatenate([chosen, others[: view.count - len(chosen)]])
+        remaining = view.generator.permutation(np.setdiff1d(view.clients, chosen))
+        return np.concatenate([chosen, remaining[: view.count - len(chosen)]])

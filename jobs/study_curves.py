@@ -1,0 +1,60 @@
+"""Draw accuracy against a cost, such as virtual time: mean curves of seeds, with bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+POINTS = 60  # of a drawn curve
+
+
+@contextmanager
+def curves_figure(path: Path, panels: int, height: float, lowest: float) -> Iterator[Any]:
+    """Yield the axes of panels in one row [panels]; at the end add a legend and save the picture.
+
+    height: of the picture, in inches. lowest: the lowest accuracy that is shown.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from raysim.results.theme import page_theme
+
+    with matplotlib.rc_context(page_theme(dark=False)):
+        figure = Figure(figsize=(13, height), dpi=110, layout="constrained")
+        axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+        yield axes
+        axes[0].set_ylabel("accuracy on the central test set")
+        axes[0].set_ylim(lowest, None)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+        figure.savefig(path)
+
+
+def draw_panel(
+    ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
+) -> None:
+    """Draw the mean over seeds of each name's curves, and a band from the lowest to the highest.
+
+    curves_of: by name, the curves of its seeds, each [points, 2] with cost and accuracy; costs
+    ascend. A mean is drawn where all of its curves have values.
+    """
+    from matplotlib.ticker import StrMethodFormatter
+
+    from raysim.results.theme import LIGHT
+
+    for colour, (name, curves) in zip(LIGHT, curves_of.items(), strict=False):
+        start = max(curve[0, 0] for curve in curves)
+        end = min(curve[-1, 0] for curve in curves)
+        costs = np.geomspace(start, end, POINTS)
+        heights = np.stack([np.interp(costs, curve[:, 0], curve[:, 1]) for curve in curves])
+        ax.plot(costs, heights.mean(0), color=colour, label=name)
+        ax.fill_between(
+            costs, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0
+        )
+    ax.set(xscale="log", xlabel=cost_label)
+    ax.xaxis.set_major_formatter(StrMethodFormatter(tick_format))
+    ax.grid(True)

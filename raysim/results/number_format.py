@@ -1,0 +1,96 @@
+"""Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
+
+A deviation gets the unit and the decimals of its mean (`like`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from raysim.results.tables import (
+    MISSING,
+    FormatNumber,
+)
+from raysim.results.theme import time_unit
+
+
+def format_score(value: float | None, *, like: float | None = None) -> str:
+    """Return a score with four decimals."""
+    return MISSING if value is None else f"{value:.4f}"
+
+
+def format_percent(value: float | None, *, like: float | None = None) -> str:
+    """Return a score in percent with two decimals. value: the score in percent."""
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def format_number(value: float | None, *, like: float | None = None) -> str:
+    """Return a number of any size with at least four digits."""
+    if value is None:
+        return MISSING
+    size = abs(value if like is None else like)
+    decimals = 4 if size < 10 else max(0, 3 - int(math.log10(size)))
+    return f"{value:.{decimals}f}"
+
+
+def format_bytes(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234567 as "1.23 MB"."""
+    return _with_unit(format_count(value, like=like), "B")
+
+
+def format_watt_hours(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234567 as "1.23 MWh"."""
+    return _with_unit(format_count(value, like=like), "Wh")
+
+
+def format_grams(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234 as "1.23 kg"."""
+    return _with_unit(format_count(value, like=like), "g")
+
+
+def _with_unit(text: str, unit: str) -> str:
+    if text == MISSING:
+        return text
+    return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
+
+
+def format_count(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234567 as "1.23 M"."""
+    if value is None:
+        return MISSING
+    size = abs(value if like is None else like)
+    step = min(4, int(math.log10(size) // 3)) if size >= 1000 else 0
+    prefix = ("", "k", "M", "G", "T")[step]
+    return f"{_format_digits(value, like, 1000**step)} {prefix}".strip()
+
+
+def format_rounds(value: float | None, *, like: float | None = None) -> str:
+    """Return a whole number without decimals, or a mean with one decimal."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
+
+
+def format_seconds(value: float | None, *, like: float | None = None) -> str:
+    """Return a time in the unit that suits it: seconds, minutes, hours or days."""
+    if value is None:
+        return MISSING
+    size, unit = time_unit(value if like is None else like)
+    return f"{_format_digits(value, like, size)} {unit}"
+
+
+def _format_digits(value: float, like: float | None, size: float) -> str:
+    """Return a number in units of `size` with three digits, or with the decimals of `like`."""
+    if like is None:
+        return f"{value / size:.3g}"
+    decimals = 0
+    if like:
+        decimals = max(0, 2 - math.floor(math.log10(abs(like / size))))
+    return f"{value / size:.{decimals}f}"
+
+
+def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
+    """Return "mean ± deviation", or the mean alone if there is no deviation."""
+    if deviation is None:
+        return show(mean)
+    return f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"

@@ -1,0 +1,241 @@
+"""Read the runs that folders store, and name them by the settings that distinguish them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raysim.primitives.files import conf_folder, parse_json
+from raysim.results.history import (
+    lower_metrics,
+    read_history,
+    summarise,
+)
+from raysim.results.tables import (
+    MISSING,
+)
+
+UNFINISHED = " (unfinished)"
+GROUPS = ("method", "data", "partition")  # configuration groups that the table shows
+RUN_FILES = ("config.yaml", "history.parquet")  # files of a run that can be shown
+# Keys that do not distinguish the runs of a study.
+UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder describes it."""
+
+    name: str
+    config: dict[str, object]
+    rows: list[dict[str, int | float | None]]
+    summary: dict[str, object]
+    folder: Path = Path()
+    finished: bool = True
+
+
+# --- reading --------------------------------------------------------------------------------------
+def load_run(folder: Path) -> Run:
+    """Read a run's folder; the summary of an unfinished run is computed from its history.
+
+    Raises `ValueError` if the folder is no run or one of its files is broken.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one that `raysim run out=DIR` wrote.")
+    missing = [name for name in RUN_FILES if not (folder / name).is_file()]
+    if missing:
+        inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
+        hint = "give one that `raysim run out=DIR` wrote."
+        if inside:
+            hint = f"did you mean {folder / inside[0]}?"
+        raise ValueError(
+            f"{folder} is no folder of a run, it has no {' and no '.join(missing)}; {hint}"
+        )
+    rows = read_history(folder / "history.parquet")
+    if not rows:
+        raise ValueError(
+            f"{folder} has a history without a round; wait until the run has made one."
+        )
+    finished = (folder / "summary.json").is_file()
+    config = _read_mapping(folder / "config.yaml", _parse_yaml)
+    if finished:
+        summary = _read_mapping(folder / "summary.json", parse_json)
+    else:
+        summary = summarise(rows, lower=lower_metrics(config))
+    return Run(folder.resolve().name, config, rows, summary, folder, finished)
+
+
+def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
+    """Read the runs at these paths; skip files and folders that no run wrote.
+
+    warn: function that gets one sentence about skipped folders. Raises `ValueError` if there is no
+    run.
+    """
+    from raysim.results.tracking import ARTIFACTS
+
+    paths_found = [path for name in paths for path in find_runs(Path(name))]
+    runs = []
+    skipped = []
+    for path in paths_found:
+        if path.is_file():
+            continue
+        is_run = not path.is_dir() or all((path / name).is_file() for name in RUN_FILES)
+        if is_run:
+            runs.append(path)
+        elif path.name != ARTIFACTS:
+            skipped.append(str(path))
+    # Without any run, the first path is read for its error, which says what is missing.
+    loaded = [load_run(path) for path in runs or paths_found]
+    if runs and skipped:
+        warn(f"skipped, because no run wrote there: {', '.join(skipped)}")
+    return loaded
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs of a study or a sweep; [folder] for any other folder."""
+    histories = folder.glob("runs/*/history.parquet")
+    return sorted(path.parent for path in histories) or [folder]
+
+
+def _parse_yaml(text: str) -> object:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # the YAML reader raises errors of many kinds
+        raise ValueError(str(error)) from error
+
+
+def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, object]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is broken and cannot be read; restore it or run the study again."
+        ) from error
+    mapping = as_mapping(content)
+    if not mapping:
+        raise ValueError(f"{path} holds no names and values; restore it or run the study again.")
+    return dict(mapping)
+
+
+def as_mapping(value: object) -> Mapping[str, object]:
+    """Return a value if it is a mapping, or an empty mapping."""
+    return value if isinstance(value, Mapping) else {}
+
+
+# --- names ----------------------------------------------------------------------------------------
+def chosen_option(config: Mapping[str, object], group: str) -> str:
+    """Return the option of a group from `choices`, or from the group itself."""
+    value = as_mapping(config.get("choices")).get(group)
+    if value is None:
+        value = config.get(group)
+    if isinstance(value, Mapping):
+        class_name = str(value.get("_target_", "")).rpartition(".")[2]
+        value = value.get("name") or class_name or list(value)
+    if isinstance(value, (list, tuple)):
+        value = " + ".join(str(item) for item in value)
+    if value:
+        return str(value)
+    return "fedavg" if group == "method" else MISSING
+
+
+def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Return every value of a config by its dotted key, without `UNTOLD_KEYS`."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if key in UNTOLD_KEYS:
+            continue
+        if isinstance(value, Mapping):
+            flat.update(flat_settings(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
+
+
+def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the options that distinguish settings.
+
+    A loss counts unless it is the usual one: it may have no key of its own.
+    """
+    has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
+    groups = (*GROUPS, "loss") if has_own_loss else GROUPS
+    return {group: chosen_option(config, group) for group in groups}
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Map each key whose values differ to the values of all runs; chosen options come first."""
+    settings = [{**chosen_options(run.config), **flat_settings(run.config)} for run in runs]
+    keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
+    differing = {}
+    for key in keys:
+        values = [run_settings.get(key, MISSING) for run_settings in settings]
+        if len(set(values)) > 1:
+            differing[key] = values
+    return differing
+
+
+def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
+    """Return the differing settings without implied defaults, and the number of keys left out.
+
+    If only runs with another option have a key, and all of them have its default, the key is left
+    out: the option itself is listed. Values of methods are always listed.
+    """
+    differing = differing_settings(runs)
+    shown = {}
+    for key, values in differing.items():
+        if not _is_implied_default(runs, key, values, differing):
+            shown[key] = values
+    return shown, len(differing) - len(shown)
+
+
+def _is_implied_default(
+    runs: Sequence[Run], key: str, values: Sequence[str], differing: Mapping[str, object]
+) -> bool:
+    group, _, inside = key.partition(".")
+    is_option_listed = bool({group, f"{group}.name"} & differing.keys())
+    if MISSING not in values or not inside or group == "method" or not is_option_listed:
+        return False
+    for run, value in zip(runs, values, strict=True):
+        defaults = _defaults(group, chosen_option(run.config, group))
+        if value != MISSING and defaults.get(inside) != value:
+            return False
+    return True
+
+
+def _defaults(group: str, option: str) -> dict[str, str]:
+    """Return the values in the file of one of raysim's options; {} for any other option."""
+    path = conf_folder() / group / f"{option}.yaml"
+    if not re.fullmatch(r"\w+", option) or not path.is_file():
+        return {}
+    return flat_settings(as_mapping(_parse_yaml(path.read_text(encoding="utf-8"))))
+
+
+def run_labels(runs: Sequence[Run]) -> list[str]:
+    """Return a name for each run.
+
+    Equal names are replaced by the settings that differ, or else by the folder.
+    """
+    names = [run.name for run in runs]
+    for name in {name for name in names if names.count(name) > 1}:
+        twins = [index for index, other in enumerate(names) if other == name]
+        differing = differing_settings([runs[index] for index in twins])
+        # A key that only some have follows from an option that is named already, so it is needed
+        # only if nothing else differs.
+        shared = {key: values for key, values in differing.items() if MISSING not in values}
+        settings = shared or differing
+        for place, index in enumerate(twins):
+            texts = []
+            for key, values in settings.items():
+                if values[place] != MISSING:
+                    texts.append(f"{key}={values[place]}")
+            names[index] = ", ".join(texts) or name
+
+    labels = []
+    for name, run in zip(names, runs, strict=True):
+        label = f"{name} ({run.folder})" if names.count(name) > 1 else name
+        labels.append(label if run.finished else f"{label}{UNFINISHED}")
+    return labels

@@ -1,0 +1,12 @@
+"""The settings of small runs in this process, for tests of data."""
+
+from typing import Any
+
+FAST: dict[str, Any] = {
+    "runtime": "inprocess",
+    "tracking": "none",
+    "rounds": 2,
+    "schedule.cohort": 2,
+    "partition": "iid",
+    "partition.clients": 3,
+}
