@@ -1,0 +1,121 @@
+"""Runs on machines with a network between them end at the bits of a run in process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from network_cluster import Link, NetworkCluster, find_obstacle, parse_link
+
+import raysim
+
+pytestmark = pytest.mark.slow
+OVERRIDES = [
+    "data=synthetic",
+    "data.samples=400",
+    "partition=iid",
+    "model=mlp",
+    "model.widths=[32]",
+    "schedule.cohort=6",
+    "tracking=none",
+    "seed=3",
+    "checkpoint.every=5",
+]
+ROUNDS = 400
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[NetworkCluster]:
+    obstacle = find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    with NetworkCluster(3) as cluster:
+        cluster.start_ray([1, 1, 1])
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Return a function that makes a run in this process and returns the sha256 of its model."""
+    models: dict[int, str] = {}
+
+    def make(rounds: int) -> str:
+        if rounds not in models:
+            folder = tmp_path_factory.mktemp("inprocess") / "run"
+            values = {"rounds": rounds, "runtime": "inprocess", "out": str(folder)}
+            models[rounds] = raysim.run(OVERRIDES, quiet=True, **values).summary["model_sha256"]
+        return models[rounds]
+
+    return make
+
+
+def start_run(network: NetworkCluster, out: Path, rounds: int) -> subprocess.Popen[str]:
+    words = ["raysim", "run", "runtime=cluster", f"out={out}", f"rounds={rounds}", *OVERRIDES]
+    return network.machines[0].popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition: Callable[[], Any], run: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def finish(run: subprocess.Popen[str], out: Path) -> dict[str, Any]:
+    output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def checkpoints(out: Path) -> list[Path]:
+    return list((out / "checkpoints").glob("*")) if out.exists() else []
+
+
+def test_three_machines_give_the_bits_of_one(
+    network: NetworkCluster, expected: Callable[[int], str]
+) -> None:
+    before = [machine.traffic for machine in network.machines]
+    summary = finish(start_run(network, out := network.shared / "equal", 20), out)
+    assert summary["model_sha256"] == expected(20)
+    addresses = json.dumps(summary["processes"])
+    assert all(machine.address in addresses for machine in network.machines)
+    # A model of 2,400 parameters goes to each machine in each of 20 rounds.
+    for machine, earlier in zip(network.machines[1:], before[1:], strict=True):
+        assert machine.traffic.received - earlier.received > 20 * 4 * 2400
+
+
+def test_partition_for_seconds_changes_no_bits(
+    network: NetworkCluster, expected: Callable[[int], str]
+) -> None:
+    run = start_run(network, out := network.shared / "partition", ROUNDS)
+    wait_for(lambda: checkpoints(out), run)
+    network.machines[2].cut()
+    time.sleep(4)
+    assert run.poll() is None  # it needs the machine
+    network.machines[2].join()
+    assert finish(run, out)["model_sha256"] == expected(ROUNDS)
+
+
+def test_link_has_rate_and_delay(network: NetworkCluster) -> None:
+    receive = "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept(); c.send(b'1')"
+    measure = (
+        "import socket, time; t = time.monotonic(); s = socket.create_connection(('{}', 5000)); "
+        "s.recv(1); print(time.monotonic() - t)"
+    )
+    with NetworkCluster(2, {1: Link(delay=100)}) as slow:
+        server = slow.machines[1].popen(["python", "-c", receive])
+        time.sleep(1)
+        assert float(slow.machines[0].run("python", "-c", measure.format("machine-1"))) > 0.4
+        server.wait()
+
+
+def test_link_of_the_command_line_is_parsed() -> None:
+    assert parse_link("2:rate=2,delay=100,loss=0.01") == (2, Link(2, 100, 0.01))
