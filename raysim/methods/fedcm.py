@@ -47,10 +47,9 @@ def server_direction(
 ) -> Tensor:
     """Return Delta, the weighted mean over the clients of (x - y_i) / (lr K_i): [d].
 
-    global_params: [d]. client_params: [m, d]. num_steps: [m], above 0. weights: [m], normalised
-    here.
+    global_params: [d]. client_params: [m, d]. num_steps: [m], above 0. weights: float64
+    [m], normalised here.
     """
-    weights = weights.double()
     factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)
     for params, factor in zip(client_params, factors.tolist(), strict=True):

@@ -12,10 +12,10 @@ from raysim.api.messages import ScoringTask, SetReport
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.events import Row
+from raysim.simulation.score_columns import MAX_DOMAIN_COLUMNS
 from raysim.training.run_spec import RunSpec
 
 CLIENT, CENTRAL, VALIDATION = "client", "central", "validation"
-MAX_DOMAINS = 20  # domains that are scored
 
 
 def is_higher_better(metric: str) -> bool:
@@ -68,7 +68,7 @@ class SetScores:
         """Return a task for each domain of the rows; none for a single domain, or for many."""
         domains = self.domains[rows]
         present = np.unique(domains)
-        if not 2 <= len(present) <= MAX_DOMAINS:
+        if not 2 <= len(present) <= MAX_DOMAIN_COLUMNS:
             return []
         return [
             ScoringTask(-1, rows[domains == domain], name=f"{prefix}{self.domain_names[domain]}")

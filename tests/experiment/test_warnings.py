@@ -113,6 +113,13 @@ def test_warning_of_a_median_of_two() -> None:
     assert of(3) == ()
 
 
+def test_warning_of_a_trimmed_mean_that_trims_nothing() -> None:
+    trimmed = ["method=[trimmed_mean]", *ROUNDS]
+    (sentence,) = warnings(*trimmed, "method.trimmed_mean.share=0.3")
+    assert "method.trimmed_mean.share=0.3" in sentence
+    assert warnings(*trimmed, "method.trimmed_mean.share=0.4") == ()
+
+
 def test_warning_of_krum_with_few_updates() -> None:
     def of(cohort: int) -> tuple[str, ...]:
         words = (

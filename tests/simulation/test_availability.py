@@ -114,6 +114,15 @@ def test_interval_at_one_end_of_the_period_changes_there() -> None:
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
 
+def test_changes_at_one_moment_come_together() -> None:
+    presence = intervals([10.0, 30.0], [30.0, 40.0], wrap=False)
+    changes_of_both = [
+        (change.at, change.came.tolist(), change.gone.tolist())
+        for change in presence.changes(np.arange(2), 0.0)
+    ]
+    assert changes_of_both == [(10.0, [0], []), (30.0, [1], [0]), (40.0, [], [1])]
+
+
 # --- properties -----------------------------------------------------------------------------------
 bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(
     lambda b: [float(x) for x in sorted(b)]

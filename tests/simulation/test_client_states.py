@@ -94,6 +94,15 @@ def test_bytes_of_one_client_are_those_of_one_state() -> None:
     assert values(state for _, state in books.client_states.accepted()) == [5.0, 6.0, 7.0]
 
 
+def test_spilled_state_is_counted_when_it_is_replaced() -> None:
+    books = Books(budget=2 * EACH - 1)
+    books.done(1, 2)
+    assert books.client_states.spilled_bytes == EACH
+    books.done(1)
+    assert values(state for _, state in books.client_states.accepted()) == [2.0, 1.0]
+    assert books.client_states.spilled_bytes == books.client_states.bytes == EACH
+
+
 def test_spilled_state_is_released_by_its_worker() -> None:
     books = Books(budget=0)
     books.done(1)
@@ -134,7 +143,7 @@ def test_split_reads_stay_within_a_workers_share(budget: float) -> None:
         slice(2, 4),
         slice(4, 5),
     ]
-    assert list(books.client_states.split_reads([8, 0, 9])) == [slice(0, 3)]
+    assert list(books.client_states.split_reads([0, 8, 9, 1])) == [slice(0, 4)], "8, 9: not on disk"
 
 
 def test_restored_states_above_the_budget_are_spilled() -> None:

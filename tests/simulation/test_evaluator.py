@@ -250,6 +250,14 @@ def test_domains_have_a_column_each() -> None:
     )
 
 
+@pytest.mark.parametrize(("domains", "columns"), [(20, 20), (21, 0)])
+def test_many_domains_have_no_columns(domains: int, columns: int) -> None:
+    source = Synthetic(samples=210, test_samples=20, classes=5, domains=domains)
+    data = federate(source, Domain(test_fraction=0.2), SEED)
+    row = run(run_spec(data=data), Synchronous(3), rounds=1).rows[-1]
+    assert len([name for name in row if name.startswith("accuracy.")]) == columns
+
+
 def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
     source = Synthetic(samples=160, test_samples=20, classes=5, domains=2)
     return federate(source, IID(clients=clients, test_fraction=0.2, validation_fraction=0.2), seed)

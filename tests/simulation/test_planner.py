@@ -420,7 +420,7 @@ def test_cost_does_not_grow_with_few_available_clients(
     assert presence.looks < 30 * (plan.dispatched - before), "of a hundred thousand"
 
 
-def tiers(slow: float, fast: float) -> Planner:
+def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner:
     """Return two tiers of two clients; slow ones (0 and 1) and fast ones come at these times."""
 
     @dataclass(frozen=True)
@@ -433,7 +433,8 @@ def tiers(slow: float, fast: float) -> Planner:
             )
             return devices
 
-    return planner(Tiered(2, 2), Late(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
+    late = Late(seconds=(4.0, 4.0, 1.0, 1.0))
+    return planner(schedule or Tiered(2, 2), late, 0, [1] * 4)
 
 
 def test_empty_tier_does_not_block_others() -> None:
@@ -445,6 +446,18 @@ def test_empty_tier_does_not_block_others() -> None:
 def test_empty_tiers_wait_for_the_first_arrival() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
+
+
+def test_short_pool_is_tried_again_after_an_aggregation() -> None:
+    first_view: dict[int, list[int]] = {}  # by version: the short pools
+
+    class Watched(Tiered):
+        def decide(self, view: View) -> Action:
+            first_view.setdefault(view.version, sorted(view.short))
+            return super().decide(view)
+
+    steps(tiers(0.0, 5e5, Watched(2, 2)), 3)
+    assert first_view == {0: [], 1: [], 2: []}
 
 
 PLANS: dict[str, tuple[Schedule, Fleet]] = {

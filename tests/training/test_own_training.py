@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
@@ -60,6 +61,28 @@ def test_own_training_equals_raysims_steps() -> None:
     )
     for usual_row, own_row in zip(usual.rows, own.rows, strict=True):
         assert own_row["train_loss"] == pytest.approx(usual_row["train_loss"], rel=1e-4)
+
+
+class Moves(Method):
+    """Keep what each update says about its steps."""
+
+    name = "moves"
+
+    def __init__(self) -> None:
+        self.moves: list[Any] = []
+
+    def setup(self, run: Setup) -> None:
+        run.read_updates()
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        self.moves += [update.moves for update in aggregation.updates]
+
+
+def test_own_training_reports_steps_and_rate() -> None:
+    usual, own = Moves(), Moves()
+    run(run_spec(usual), rounds=2)
+    run(run_spec(PlainSgd(), own), rounds=2)
+    assert own.moves == usual.moves
 
 
 def test_own_training_gathers_no_batches_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,11 @@ def test_setting_below_zero_is_refused(key: str) -> None:
         OptimizerSettings(**{key: -0.01})  # type: ignore[arg-type]
 
 
+def test_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"local\.optimizer='sdg'"):
+        OptimizerSettings("sdg")  # type: ignore[arg-type]
+
+
 def test_stacked_optimizers_start_at_zero() -> None:
     for kind in ("sgd", "adam", "adamw"):
         stacked = StackedOptimizer(
