@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from raysim.api.declarations import Task
 from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration, Need
-from raysim.primitives.kinds import PackedShape
+from raysim.primitives.kinds import POSITION_KINDS, PackedShape
 
 HOOKS = tuple(
     name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")
@@ -349,7 +349,8 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
     """
     missing = _missing(task, has_features)
     for declared in all_declared:
-        has_whole_labels = task.kind not in ("positions", "structure") and not task.has_unlabelled
+        has_parts = task.kind in (*POSITION_KINDS, "structure")
+        has_whole_labels = not has_parts and not task.has_unlabelled
         if declared.targets == "soft" and not has_whole_labels:
             problem = f"this data is for {task.kind}"
             if task.has_unlabelled:

@@ -22,7 +22,7 @@ from raysim.api.objectives import (
 )
 from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.primitives.kinds import Kind, TargetField, Tokens
+from raysim.primitives.kinds import POSITION_KINDS, Kind, TargetField, Tokens
 from raysim.vectors.layout import Layout
 from raysim.vectors.optimizer import OptimizerSettings
 
@@ -62,7 +62,7 @@ class Task:
     @property
     def output_shape(self) -> tuple[int, ...]:
         """The shape of the model's output for one sample, such as (classes,)."""
-        if self.kind == "positions":
+        if self.kind in POSITION_KINDS:
             return (self.num_classes, *self.label_shape)
         return self.label_shape or (self.num_classes,)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, huber_loss
 
 from raysim.primitives.checks import above, at_least, in_range
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import POSITION_KINDS, Kind
 
 RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -86,13 +86,13 @@ def check_loss(
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)
-    fits_positions = kind == "positions" and kind_of_loss == "classification"
+    fits_positions = kind in POSITION_KINDS and kind_of_loss == "classification"
     if kind_of_loss != kind and not fits_positions:
         raise ValueError(
             f"loss={name} is for {kind_of_loss}, and this data is for {kind}. Choose another one, "
             "or loss=usual."
         )
-    is_classes = kind in ("classification", "positions")
+    is_classes = kind in ("classification", *POSITION_KINDS)
     labels = torch.zeros(2, *label_shape, dtype=torch.int64 if is_classes else torch.float32)
     try:
         losses: object = loss(torch.zeros(2, *output_shape), labels)

@@ -164,12 +164,13 @@ class ScoringReport:
     """The scores of one `ScoringTask`, a value for each row.
 
     scores: for each entry of `row_functions` (metrics.py) an array [n, ...], such as whether the
-    predictions are right.
+    predictions are right. losses: the loss of each row [n], in the dtype of the run; or float64
+    [n, 2], the sum of the losses of the row's labels and the number of labels (`Objective.parts`).
     """
 
     client: int
     scores: tuple[np.ndarray, ...]
-    losses: np.ndarray  # in the dtype of the run
+    losses: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from raysim.api.structures import OnStructures
 from raysim.primitives.checks import one_of
 from raysim.primitives.errors import first_line, nearest
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import IGNORED, Kind, TargetField
+from raysim.primitives.kinds import IGNORED, POSITION_KINDS, Kind, TargetField
 
 MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
 MAX_TRIED_ROWS = 64
@@ -29,6 +29,7 @@ _PREFIXES: dict[Kind, str] = {
     "multilabel": "multilabel",
     "regression": "",
     "positions": "multiclass",
+    "causal": "multiclass",
 }
 _SHORT_NAMES = {"f1": "f1_score", "iou": "jaccard_index", "map": "average_precision"}
 
@@ -224,7 +225,7 @@ def resolve_metrics(
     """Return the metrics of a task, the main one first.
 
     main: `evaluate.metric`, which is added if it is not among the metrics; None takes the first of
-    them, or the usual one of the task. metrics: names, and metrics of the user. Raise ValueError
+    them, or the usual ones of the task. metrics: names, and metrics of the user. Raise ValueError
     for a name that does not exist, a function that fails, and two metrics of one name.
     """
     rules = [_resolve(metric, task) for metric in metrics]
@@ -233,7 +234,7 @@ def resolve_metrics(
         if names.count(name) > 1:
             raise ValueError(f"evaluate.metrics has {name} twice. Remove or rename one of them.")
     if main is None:
-        return tuple(rules) or task.objective.metrics[:1]
+        return tuple(rules) or task.objective.metrics[: task.objective.usual_metrics]
     if main not in names:
         return (_resolve(main, task, "evaluate.metric"), *rules)
     first = rules[names.index(main)]
@@ -285,10 +286,10 @@ def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
     """Return random outputs and labels of a task, in which every class occurs if few exist."""
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
-    if task.kind == "positions":
+    if task.kind in POSITION_KINDS:
         rows = 3
     outputs = torch.randn(rows, *task.output_shape, generator=generator)
-    if task.kind in ("classification", "positions"):
+    if task.kind in ("classification", *POSITION_KINDS):
         labels = torch.arange(rows * math.prod(task.label_shape)) % task.num_classes
         return outputs, labels.view(rows, *task.label_shape)
     labels = torch.randn(rows, *task.output_shape, generator=generator)
@@ -354,7 +355,7 @@ class TorchMetric:
         parameters = inspect.signature(cls).parameters
         sizes = dict.fromkeys(("num_classes", "num_labels", "num_outputs"), self.outputs)
         arguments = {key: size for key, size in sizes.items() if key in parameters}
-        if self.kind == "positions":
+        if self.kind in POSITION_KINDS:
             arguments["ignore_index"] = IGNORED
         metric = cls(**arguments)
         if self.kind == "regression":

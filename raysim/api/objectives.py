@@ -21,6 +21,15 @@ def mean(values: np.ndarray) -> float:
     return float(values.mean(dtype=np.float64))
 
 
+def mean_loss(losses: np.ndarray) -> float:
+    """Return the mean of the losses of a `ScoringReport`: over samples [n], or over labels [n, 2].
+
+    In the second form a row has the sum of the losses of a sample's labels, and their number; the
+    result is nan without any.
+    """
+    return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
+
+
 @dataclass(frozen=True)
 class MetricRule:
     """The two steps that make a score of a set of samples.
@@ -44,12 +53,17 @@ class Objective:
     loss: function from outputs [B, C] and labels to the mean over the batch. losses: function from
     the same to a loss for each sample [B]. metrics: the metrics; the first one is the usual one.
     has_ignored: True if labels may be `IGNORED`; then means are over those that are not.
+    usual_metrics: how many of the metrics are computed by default. parts: function from outputs and
+    labels to the sum of the losses of each sample and the number of labels that count, [B, 2], for
+    a mean over all labels of a set; None if a mean over samples is reported.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     losses: RowLoss
     metrics: tuple[MetricRule, ...]
     has_ignored: bool = False
+    usual_metrics: int = 1
+    parts: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def with_loss(self, row_loss: RowLoss) -> Objective:
         """Return the same objective with another loss."""
@@ -58,6 +72,7 @@ class Objective:
                 self,
                 loss=lambda outputs, labels: _counted_mean(row_loss(outputs, labels), labels),
                 losses=lambda outputs, labels: _counted_means(row_loss(outputs, labels), labels),
+                parts=self.parts and (lambda x, y: _counted_parts(row_loss(x, y), y)),
             )
 
         def losses(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -96,6 +111,15 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
     return sums / is_counted.sum(1).clamp(min=1)
 
 
+def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample the sum of its losses and the number of its labels that count, [B, 2].
+
+    values: a loss for each label, or one for each sample, which stands for all its labels.
+    """
+    counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
+    return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
+
+
 def label_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each label, in the shape of `labels`; 0 for ignored ones.
 
@@ -114,6 +138,37 @@ def counted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample [B] the mean cross-entropy over its labels that count."""
     return _counted_means(label_losses(outputs, labels), labels)
+
+
+def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample the sum of its tokens' cross-entropies and their number, [B, 2].
+
+    outputs: [B, C, T]. labels: [B, T]; ignored ones are in neither.
+    """
+    sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
+    return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)
+
+
+def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample the tokens that are predicted correctly and all its tokens, [B, 2]."""
+    is_counted = labels != IGNORED
+    is_right = (outputs.argmax(1) == labels) & is_counted
+    return torch.stack([is_right.sum(1), is_counted.sum(1)], 1)
+
+
+def ratio_of_sums(parts: np.ndarray) -> float:
+    """Return the sum of the first column over that of the second, [n, 2]; nan without any."""
+    total, count = parts.sum(axis=0, dtype=np.float64)
+    return float(total / count) if count else float("nan")
+
+
+def perplexity(parts: np.ndarray) -> float:
+    """Return exp of the mean cross-entropy of a token, from `token_losses` [n, 2]; nan without any.
+
+    A mean above 709 gives infinity.
+    """
+    with np.errstate(over="ignore"):
+        return float(np.exp(ratio_of_sums(parts)))
 
 
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -318,6 +373,17 @@ OBJECTIVES: Mapping[Kind, Objective] = {
             MetricRule("f1", class_counts, position_f1),
         ),
         has_ignored=True,
+    ),
+    "causal": Objective(
+        counted_loss,
+        counted_losses,
+        (
+            MetricRule("perplexity", token_losses, perplexity, higher=False),
+            MetricRule("accuracy", token_hits, ratio_of_sums),
+        ),
+        has_ignored=True,
+        usual_metrics=2,
+        parts=token_losses,
     ),
 }
 # Classes of which some are missing: the same scores, because only samples with a class are scored.

@@ -225,20 +225,49 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
             byte_rows.append([byte + 1 for byte in row.encode()[: settings.length]])
         padded, _ = pad_tokens(byte_rows, settings.length)
         return padded, UTF8_TOKENS
-    transformers = import_optional("transformers", f"data.tokenizer={settings.tokenizer}")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(settings.tokenizer)
-    except Exception as error:  # the hub, its cache and a file can fail in many ways
-        raise ValueError(
-            f"data.tokenizer={settings.tokenizer} cannot be read ({error}). Give a folder that has "
-            "it."
-        ) from error
+    tokenizer = load_tokenizer(settings.tokenizer)
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = len(tokenizer)
     encoded = tokenizer(list(rows), truncation=True, max_length=settings.length)
     padded, _ = pad_tokens(encoded["input_ids"], settings.length, padding)
     return padded, Tokens(max(len(tokenizer), padding + 1), padding)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of Hugging Face in a folder, or with a name on the hub.
+
+    Raise ValueError with `data.tokenizer` if there is none.
+    """
+    transformers = import_optional("transformers", f"data.tokenizer={name}")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub, its cache and a file can fail in many ways
+        raise ValueError(
+            f"data.tokenizer={name} cannot be read ({error}). Give a folder that has it."
+        ) from error
+
+
+def read_sequences(
+    table: pa.Table, name: str, key: str, place: str
+) -> list[str] | list[NDArray[np.int64]]:
+    """Return a column of text or of lists of token numbers. Raise ValueError for others."""
+    column = _plain_column(table, name, key, place).combine_chunks()
+    if column.null_count:
+        raise ValueError(
+            f"{place}: column {name} has empty values{_first_empty(column)}. Remove or fill these "
+            "rows."
+        )
+    if is_text(column.type):
+        texts: list[str] = column.to_pylist()
+        return texts
+    has_tokens = _is_list(column.type) and pa.types.is_integer(_item_type(column.type))
+    if not has_tokens or column.flatten().null_count:
+        raise ValueError(
+            f"{place}: column {name} holds {column.type}, and data.kind=causal reads text or lists "
+            f"of integers. Set {key} to another column."
+        )
+    return [np.array(row, np.int64) for row in column.to_pylist()]
 
 
 # ---- labels and users ----------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from raysim.data.csr import Ints
 from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
-from raysim.primitives.kinds import IGNORED, InputField, Kind, PackedShape, TargetField, Tokens
+from raysim.primitives.kinds import (
+    IGNORED,
+    POSITION_KINDS,
+    InputField,
+    Kind,
+    PackedShape,
+    TargetField,
+    Tokens,
+)
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
 # classes [n], or a class for each position [n, ...]; or values, or several labels that are there
@@ -38,7 +46,7 @@ class Samples:
     names of the model's outputs. tokens: None if inputs are not token sequences. columns: which
     columns became inputs, labels and users, for the plan of a run. fields: the parts of a row of
     inputs, if samples have several inputs. targets: the parts of a row of labels, if they are
-    structures.
+    structures. tokenizer: what makes text of the tokens of language data (causal.py), else "".
     """
 
     inputs: Inputs
@@ -52,6 +60,7 @@ class Samples:
     columns: str = ""
     fields: tuple[InputField, ...] = ()
     targets: tuple[TargetField, ...] = ()
+    tokenizer: str = ""
 
 
 class Dataset:
@@ -86,6 +95,7 @@ class Dataset:
         self.kind, self.tokens, self.targets = samples.kind, samples.tokens, samples.targets
         self.class_names, self.domain_names = samples.class_names, samples.domain_names
         self.train_rows, self.columns = samples.train_rows, samples.columns
+        self.tokenizer = samples.tokenizer
         self.inputs, self.labels, self.domains = samples.inputs, samples.labels, samples.domains
 
     def __len__(self) -> int:
@@ -178,10 +188,12 @@ def _write(path: Path, samples: Samples) -> None:
     }
     if samples.targets:
         header["targets"] = samples.targets
-    if samples.kind in ("positions", "structure") or samples.labels.ndim > 2:
+    if samples.kind in (*POSITION_KINDS, "structure") or samples.labels.ndim > 2:
         header["label_shape"] = samples.labels.shape[1:]
     if samples.fields:
         header["fields"] = samples.fields
+    if samples.tokenizer:
+        header["tokenizer"] = samples.tokenizer
     inputs = np.ascontiguousarray(samples.inputs)
     labels = np.ascontiguousarray(samples.labels, dtype=_label_dtype(samples.kind))
     domains = np.ascontiguousarray(samples.domains, dtype=np.int64)
@@ -198,7 +210,7 @@ def _write(path: Path, samples: Samples) -> None:
 
 
 def _label_dtype(kind: Kind) -> type[np.generic]:
-    return np.int64 if kind in ("classification", "positions") else np.float32
+    return np.int64 if kind in ("classification", *POSITION_KINDS) else np.float32
 
 
 def _binary_column(values: NDArray[Any]) -> pa.Array:
@@ -253,6 +265,7 @@ def _map_file(path: Path) -> Samples:
         tuple(
             TargetField(name, tuple(shape), has) for name, shape, has in header.get("targets", ())
         ),
+        header.get("tokenizer", ""),
     )
 
 

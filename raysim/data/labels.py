@@ -39,8 +39,11 @@ def read_labels(
     values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]; or a list of labels
     for each row. kind: `data.kind`; None uses `infer_kind`. names: the names of the outputs, if the
     source has them. place: the source in messages. ignore: `data.ignore`, the class that stands for
-    no label; it is stored as `IGNORED`.
+    no label; it is stored as `IGNORED`. Raise ValueError for kind="causal", whose labels follow
+    from the inputs (causal.py), and for labels that do not fit the kind.
     """
+    if kind == "causal":
+        raise no_streams(place)
     if not isinstance(values, np.ndarray):
         if kind == "positions":
             return _read_positions(_pad_lists(values, place, ignore), names, place, ignore)
@@ -63,6 +66,14 @@ def read_labels(
             "data.kind=positions for a class at each position."
         )
     return _read_values(values, kind, names, place)
+
+
+def no_streams(place: str) -> ValueError:
+    """Return the error for data from which no token streams are made."""
+    return ValueError(
+        f"data.kind=causal: {place} gives no token streams. Set data=text, csv, jsonl, "
+        "huggingface, leaf or markov."
+    )
 
 
 def infer_kind(values: Any) -> Kind:

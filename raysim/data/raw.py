@@ -18,13 +18,21 @@ from raysim.data.batches import Pipeline
 from raysim.data.corruption import Rotation
 from raysim.data.csr import Ints
 from raysim.data.dataset import Dataset, Inputs, LabelArray, Samples, open_or_build
-from raysim.data.labels import read_labels
+from raysim.data.labels import no_streams, read_labels
 from raysim.data.pictures import Picture, stack_images
 from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
-from raysim.primitives.kinds import IGNORED, KINDS, InputField, Kind, TargetField, Tokens
+from raysim.primitives.kinds import (
+    IGNORED,
+    KINDS,
+    POSITION_KINDS,
+    InputField,
+    Kind,
+    TargetField,
+    Tokens,
+)
 from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -56,7 +64,8 @@ class Raw:
     domains: the domain of each row; None for one domain. tokens: the set of token numbers; with
     None its size follows from the largest number. fields: the parts of a row of inputs, if samples
     have several inputs (`pack_fields`). targets: the parts of a row of labels, if
-    they are structures (`pack_targets`).
+    they are structures (`pack_targets`). tokenizer: what makes text of the tokens of language data
+    (causal.py), else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -70,6 +79,7 @@ class Raw:
     origin: Origin = NO_ORIGIN
     fields: tuple[InputField, ...] = ()
     targets: tuple[TargetField, ...] = ()
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +231,7 @@ class Source:
             _describe_columns(raw, inputs, tokens),
             raw.fields,
             raw.targets,
+            raw.tokenizer,
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
@@ -291,7 +302,7 @@ def convert_inputs(
 
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
     """Return labels in their stored type. Raise ValueError if they do not fit `kind`."""
-    if kind in ("classification", "positions"):
+    if kind in ("classification", *POSITION_KINDS):
         return labels.astype(np.int64)
     if kind == "structure":
         return labels.astype(np.float32)
@@ -317,6 +328,12 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     """Return the samples with labels of `data.kind`. Raise ValueError if that is impossible."""
     if kind in (None, raw.kind):
         return raw
+    if kind == "causal":
+        raise no_streams(place)
+    if raw.kind == "causal":
+        raise ValueError(
+            f"data.kind={kind}: {place} is language data. Set data.kind=causal, or leave it null."
+        )
     if "structure" in (kind, raw.kind):
         raise ValueError(
             f"data.kind={kind}: {place} has labels of kind {raw.kind}. Structures come from "
@@ -347,12 +364,14 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
     else:
         form = "numbers"
     outputs = len(raw.class_names)
+    positions = f"{_format_shape(raw.labels.shape[1:])} positions"
     meanings = {
         "structure": "",
         "classification": "class" if outputs == 1 else "classes",
         "multilabel": "label, there or not" if outputs == 1 else "labels, each there or not",
         "regression": "value" if outputs == 1 else "values",
-        "positions": f"classes at each of {_format_shape(raw.labels.shape[1:])} positions",
+        "positions": f"classes at each of {positions}",
+        "causal": f"tokens, the next one at each of {positions}",
     }
     labels = f"{outputs} {meanings[raw.kind]} (data.kind={raw.kind})"
     if raw.kind == "structure":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from raysim.data.causal import Document, number_vocabulary, pack
 from raysim.data.columns import assemble, pad_tokens
 from raysim.data.csr import Floats, Ints
 from raysim.data.labels import LabelSet, read_labels
@@ -211,6 +212,7 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 class Markov(Source):
     """A source of token sequences that Markov chains generate; every user is a domain.
 
+    kind="causal": the labels are the next tokens at every position; see causal.py.
     label="next": the label is the token that follows the sequence. A user's transition
     probabilities are (1 - skew) times those of a common chain plus skew times those of a chain of
     the user.
@@ -252,6 +254,11 @@ class Markov(Source):
         )
 
     def read(self) -> Raw:
+        if self.kind == "causal" and self.label != "next":
+            raise ValueError(
+                f"data.label={self.label}: data.kind=causal learns the next tokens. Set "
+                "data.label=next."
+            )
         rng = stream(self.seed, "markov")
         rows_of_user = self.samples + self.test_samples
         users = np.repeat(np.arange(self.users), rows_of_user)
@@ -259,6 +266,10 @@ class Markov(Source):
         transitions, chains = self._draw_chains(rng, users)
         sequences = _draw_sequences(transitions, chains, self.length + 1, rng)
         lengths = rng.integers(self.shortest, self.length + 1, len(users))
+        width = len(str(self.users - 1))
+        names = np.array([f"user {user:0{width}d}" for user in users])
+        if self.kind == "causal":
+            return self._pack(sequences, lengths, names, is_test)
         is_inside = np.arange(self.length) < lengths[:, None]
         inputs = np.where(is_inside, sequences[:, : self.length] + 1, 0)
         if self.label == "next":
@@ -266,9 +277,17 @@ class Markov(Source):
         else:
             answers, outputs = chains, self.chains
         labels = LabelSet(answers, [str(number) for number in range(outputs)], "classification")
-        width = len(str(self.users - 1))
-        names = np.array([f"user {user:0{width}d}" for user in users])
         return assemble(inputs, labels, names, is_test, Tokens(self.vocabulary + 1))
+
+    def _pack(
+        self, sequences: Ints, lengths: Ints, names: NDArray[Any], is_test: NDArray[np.bool_]
+    ) -> Raw:
+        """Return each sequence as a document of its own; token t is number t + 1."""
+        documents = []
+        for sequence, length, name, test in zip(sequences, lengths, names, is_test, strict=True):
+            documents.append(Document(sequence[:length] + 1, str(name), bool(test)))
+        vocabulary = number_vocabulary(self.vocabulary + 1)
+        return pack(documents, vocabulary, self.length + 1, False, "data=markov", Origin())
 
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
         """Return probabilities of the next token, [chains, V, V], and the chain of each row."""

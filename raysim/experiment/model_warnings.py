@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from raysim.models.split import ExternalModel, example_inputs
+from raysim.primitives.kinds import POSITION_KINDS
 from raysim.training.run_spec import RunSpec
 
 
@@ -17,7 +18,7 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     task = spec.task
     if not isinstance(spec.model, ExternalModel) or spec.loss:
         return []
-    if task.kind not in ("classification", "positions"):
+    if task.kind not in ("classification", *POSITION_KINDS):
         return []
     was_training = model.training
     inputs = example_inputs(task.shape, task.tokens)

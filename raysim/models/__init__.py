@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from raysim.models.cct import Cct7
 from raysim.models.classifier import Classifier, ModelRecipe, is_split, is_stochastic
 from raysim.models.cnn import Cnn, DigitsCnn, Mlp, MnistCnn, SmallCnn
+from raysim.models.gpt import Gpt
 from raysim.models.lora import Lora
 from raysim.models.resnet import ResNet
 from raysim.models.sequence import Gru, Transformer
@@ -18,6 +19,7 @@ __all__ = [
     "Cnn",
     "CustomModel",
     "DigitsCnn",
+    "Gpt",
     "Gru",
     "HuggingFaceModel",
     "Lora",

@@ -81,9 +81,9 @@ class ModelRecipe:
         reads, name = self.reads, type(self).__name__
         if reads in ("images", "numbers") and tokens is not None:
             raise ValueError(
-                f"the model {name} reads {reads}, and the data has token numbers: set model=gru or "
-                "transformer, or give floats where they are measurements, uint8 where they are "
-                "images"
+                f"the model {name} reads {reads}, and the data has token numbers: set model=gru, "
+                "transformer or gpt, or give floats where they are measurements, uint8 where they "
+                "are images"
             )
         if reads == "tokens" and tokens is None:
             raise ValueError(

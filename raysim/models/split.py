@@ -159,10 +159,15 @@ def _wrong_outputs(
     )
     if num_classes == 1 and outputs.shape == (len(inputs),):
         action = "leave out what squeezes them"
+    if outputs.ndim == 3 and len(output_shape) == 1 and not inputs.is_floating_point():
+        action = (
+            "the model makes an output at each position; set data.kind=causal to learn the next "
+            "tokens, or choose a model of sequences, such as transformer"
+        )
     if len(output_shape) > 1:
         action = (
             "the labels need an output for each class at each position; choose a model that makes "
-            "them, such as a network of your own"
+            "them, such as model=gpt for the next tokens, or a network of your own"
         )
         if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
             action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from raysim.models.classifier import Shape
 from raysim.models.split import ExternalModel
+from raysim.primitives.checks import one_of
 from raysim.primitives.errors import RefusedError, first_line, nearest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
@@ -91,16 +92,22 @@ class Timm(ExternalModel):
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ExternalModel):
-    """A classifier of transformers, for token sequences or images.
+    """A classifier or a causal language model of transformers, for tokens or images.
 
     name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
     bert.
     pretrained: load the weights of that folder or name. options: values for the configuration.
+    task: "classify" makes logits of a sequence or an image, [B, C]; "causal" makes those of the
+    next token at each position, [B, C, T], for language data; its tokens are the outputs.
     """
 
     name: str
     pretrained: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    task: Literal["classify", "causal"] = "classify"
+
+    def __post_init__(self) -> None:
+        one_of("model.task", self.task, ("classify", "causal"))
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         transformers = import_optional("transformers", f"model.name={self.name}")
@@ -109,6 +116,14 @@ class HuggingFaceModel(ExternalModel):
         if tokens is not None:
             classes = transformers.AutoModelForSequenceClassification
             options["pad_token_id"] = tokens.padding
+        if self.task == "causal":
+            if tokens is None:
+                raise ValueError(
+                    "model.task=causal reads token numbers, and the data has none. Choose data of "
+                    "tokens with data.kind=causal, or set model.task=classify."
+                )
+            classes = transformers.AutoModelForCausalLM
+            options = dict(self.options)
         try:
             if self.pretrained:
                 net = classes.from_pretrained(
@@ -127,6 +142,8 @@ class HuggingFaceModel(ExternalModel):
                 f"model.name={self.name} has {vocabulary_size} tokens, the data has {tokens.size}. "
                 "Set data.tokenizer to the model's tokenizer."
             )
+        if self.task == "causal":
+            return _NextTokenLogits(net, num_classes)
         return _TokenLogits(net, tokens.padding)
 
     def _configuration(
@@ -134,7 +151,9 @@ class HuggingFaceModel(ExternalModel):
     ) -> Any:
         if self.name not in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.from_pretrained(self.name, **options)
-        size = {} if tokens is None else {"vocab_size": tokens.size}
+        size: dict[str, int | None] = {} if tokens is None else {"vocab_size": tokens.size}
+        if self.task == "causal":  # the tokens are those of the data, not those of the paper
+            size |= {"bos_token_id": None, "eos_token_id": None}
         return transformers.AutoConfig.for_model(self.name, **size, **options)
 
 
@@ -149,6 +168,22 @@ class _TokenLogits(nn.Module):
         attention_mask = (tokens != self.padding).long()
         logits: Tensor = self.net(input_ids=tokens, attention_mask=attention_mask).logits
         return logits
+
+
+class _NextTokenLogits(nn.Module):
+    """A causal network of transformers from tokens [B, T] to logits [B, C, T].
+
+    Nothing is masked: padding is at the end, and no earlier position sees it. Outputs beyond the
+    tokens of the data are left out.
+    """
+
+    def __init__(self, net: nn.Module, num_classes: int):
+        super().__init__()
+        self.net, self.num_classes = net, num_classes
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
+        return logits[:, :, : self.num_classes].transpose(1, 2)
 
 
 class _ImageLogits(nn.Module):

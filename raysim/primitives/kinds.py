@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 # Labels: one class of several; any number of labels, each present or not; numbers; one class for
-# each position of a sample, such as a pixel or a token; a dictionary of arrays.
-Kind: TypeAlias = Literal["classification", "multilabel", "regression", "positions", "structure"]
-KINDS: tuple[Kind, ...] = ("classification", "multilabel", "regression", "positions", "structure")
+# each position of a sample, such as a pixel or a token; the next token at each position; a
+# dictionary of arrays.
+Kind: TypeAlias = Literal[
+    "classification", "multilabel", "regression", "positions", "causal", "structure"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Kinds with a class for each position.
+POSITION_KINDS: tuple[Kind, ...] = ("positions", "causal")
 
 # The stored label of positions and of samples that count neither in a loss nor in a score. It is
 # the default of PyTorch's losses.
@@ -81,6 +86,6 @@ class PackedShape(tuple[int, ...]):
 
 
 # Metrics that are errors.
-LOWER_IS_BETTER = frozenset(("mae", "mse", "sample_loss"))
+LOWER_IS_BETTER = frozenset(("mae", "mse", "perplexity", "sample_loss"))
 # Metrics between 0 and 1, which can be shown in percent.
 SHARES = frozenset(("accuracy", "auroc", "f1", "f1_samples", "iou"))

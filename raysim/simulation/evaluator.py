@@ -18,6 +18,7 @@ import numpy as np
 from raysim.api.declare import Declarations
 from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask, SetReport, Update
 from raysim.api.metrics import row_functions
+from raysim.api.objectives import mean_loss
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
@@ -318,7 +319,7 @@ class Evaluator:
         """
         tasks = [self._loss_task(client, samples, version) for client in clients]
         reports = self._collect(self._start_each(tasks, published))
-        loss_of = {report.client: report.losses.mean(dtype=np.float64) for report in reports}
+        loss_of = {report.client: mean_loss(report.losses) for report in reports}
         return np.array([loss_of[client] for client in clients], np.float64)
 
     def _loss_task(self, client: int, samples: int | None, version: int) -> ScoringTask:
@@ -406,7 +407,7 @@ class Evaluator:
         row["loss_global"] = None
         if sizes[2]:
             losses = np.concatenate([report.losses for report in reports])
-            row["loss_global"] = float(losses[ends[1] : ends[2]].mean(dtype=np.float64))
+            row["loss_global"] = mean_loss(losses[ends[1] : ends[2]])
         return row
 
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
@@ -434,7 +435,7 @@ class Evaluator:
         own: the columns of the clients' models.
         """
         losses = np.concatenate([report.losses for report in mean])
-        row: Row = {"loss_global": float(losses.mean(dtype=np.float64))}
+        row: Row = {"loss_global": mean_loss(losses)}
         reports_of_each = [self._collect(calls) for calls in scoring.replicas]
         for columns in self.score_columns:
             of_mean = np.concatenate([report.scores[columns.place] for report in mean])
@@ -486,7 +487,7 @@ class Evaluator:
         table = np.empty((len(scoring.models), len(scoring.members)))
         for losses, calls in zip(table, scoring.models, strict=True):
             for report in self._collect(calls):
-                losses[place[report.client]] = report.losses.mean(dtype=np.float64)
+                losses[place[report.client]] = mean_loss(report.losses)
         train = self.spec.data.partition.train
         weights = np.array([len(train.rows(client)) for client in scoring.members])
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)

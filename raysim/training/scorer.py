@@ -154,10 +154,11 @@ class Scorer:
 
     def _report(self, task: ScoringTask) -> ScoringReport:
         objective = self.trainer.task.objective
+        reported_losses = objective.parts or objective.losses
         model = self.vector.networks["model"]
         scores, losses = ScoresOfRows(self.trainer.task.metrics), []
         for inputs, labels in self.trainer.data.gather_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
-            losses.append(objective.losses(logits, labels))
+            losses.append(reported_losses(logits, labels))
             scores.add(logits, labels)
         return ScoringReport(task.client, scores.arrays(), torch.cat(losses).cpu().numpy())

@@ -32,7 +32,7 @@ from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import NumPy
 from raysim.models import Mlp
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import POSITION_KINDS, Kind
 from raysim.simulation.schedule import Synchronous
 
 Reference = Callable[[np.ndarray, np.ndarray], float]
@@ -105,7 +105,7 @@ def test_every_metric_has_a_reference() -> None:
         (kind, metric.name)
         for kind, objective in OBJECTIVES.items()
         for metric in objective.metrics
-        if kind != "positions"  # tests/data/test_positions.py has their references
+        if kind not in POSITION_KINDS  # tests/data/test_{positions,causal}.py
     }
     assert names == REFERENCES.keys()
 

@@ -1,0 +1,348 @@
+"""Language data: from documents to rows of tokens, each with the token that follows it.
+
+A stream is `end` document `end` document ... `end`: the token `end` stands in front of each
+document and after the last one. A row has T tokens of a stream as inputs, and the T tokens that
+follow them as labels, so that every token but the first `end` is a label once. Labels that do not
+count are `IGNORED`: those of a prompt, and those that fill up the last row of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raysim.data.columns import (
+    LABEL_NAMES,
+    UTF8_TOKENS,
+    assemble,
+    find_column,
+    find_inputs,
+    load_tokenizer,
+    read_sequences,
+)
+from raysim.data.csr import Ints
+from raysim.data.labels import LabelSet
+from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
+from raysim.data.rows import choose_test_rows
+from raysim.primitives.kinds import IGNORED, Tokens
+from raysim.primitives.memory import check_memory
+
+# The tokenizers of raysim; all others are those of Hugging Face.
+BYTES, CHARACTERS, NUMBERS = "bytes", "characters", "numbers"
+END_NAME, OTHER_NAME = "<end>", "<other>"
+PROMPT_END = "\n"  # between the text of a prompt and its answer; it belongs to the prompt
+
+
+# ---- text and tokens -----------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of a data set, and how text becomes tokens.
+
+    tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
+    tokens: how many there are, and which one fills up rows. names: the text of each token. end: the
+    token between documents. encode: function from a text to its tokens. decode: the inverse.
+    """
+
+    tokenizer: str
+    tokens: Tokens
+    names: list[str]
+    end: int
+    encode: Callable[[str], Ints]
+    decode: Callable[[Sequence[int]], str]
+
+
+def byte_vocabulary() -> Vocabulary:
+    """Return the vocabulary of bytes: byte b is token b + 1, and 0 ends a document."""
+    names = [END_NAME]
+    for byte in range(256):
+        is_plain = 32 <= byte < 127
+        names.append(chr(byte) if is_plain else f"<{byte:02x}>")
+
+    def encode(text: str) -> Ints:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(token - 1 for token in tokens if token > 0).decode(errors="replace")
+
+    return Vocabulary(BYTES, UTF8_TOKENS, names, 0, encode, decode)
+
+
+def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Vocabulary:
+    """Return a vocabulary of characters, in this order from token 1 on; 0 ends a document.
+
+    has_other: True adds a last token, which stands for all other characters; else `encode` raises
+    ValueError for them.
+    """
+    names = [END_NAME, *letters]
+    token_of = {letter: token for token, letter in enumerate(names)}
+    if has_other:
+        names.append(OTHER_NAME)
+    other = len(names) - 1
+
+    def encode(text: str) -> Ints:
+        unknown = sorted(set(text) - token_of.keys())
+        if unknown and not has_other:
+            raise ValueError(f"the data has no character {unknown[0]!r}")
+        return np.array([token_of.get(letter, other) for letter in text], np.int64)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(names[token] for token in tokens if token > 0)
+
+    return Vocabulary(CHARACTERS, Tokens(len(names)), names, 0, encode, decode)
+
+
+def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
+    """Return a vocabulary of token numbers below `size`, whose text is the number."""
+    names = [str(number) for number in range(size)]
+    names[end] = END_NAME
+
+    def encode(text: str) -> Ints:
+        numbers = np.array(text.split(), np.int64)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
+            raise ValueError(f"tokens are numbers from 0 to {size - 1}")
+        return numbers
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(str(token) for token in tokens)
+
+    return Vocabulary(NUMBERS, Tokens(size, end), names, end, encode, decode)
+
+
+def hugging_face_vocabulary(name: str) -> Vocabulary:
+    """Return the vocabulary of a tokenizer of Hugging Face: a folder, or a name on the hub.
+
+    Its end of text, else its separator, else a new token ends a document. Raise ValueError with
+    `data.tokenizer` if there is no such tokenizer.
+    """
+    tokenizer = load_tokenizer(name)
+    size = len(tokenizer)
+    names = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(size)))]
+    end = tokenizer.eos_token_id
+    if end is None:
+        end = tokenizer.sep_token_id
+    if end is None:
+        end = size
+        names.append(END_NAME)
+
+    def encode(text: str) -> Ints:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode([token for token in tokens if token < size]))
+
+    return Vocabulary(name, Tokens(len(names), end), names, end, encode, decode)
+
+
+def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
+    """Return the vocabulary that `data.tokenizer` names; None means bytes.
+
+    texts: all texts, whose characters are the vocabulary of `CHARACTERS`, sorted.
+    """
+    if tokenizer in (None, BYTES):
+        return byte_vocabulary()
+    if tokenizer == CHARACTERS:
+        letters: set[str] = set()
+        for text in texts:
+            letters.update(text)
+        return character_vocabulary(sorted(letters))
+    assert tokenizer is not None, "tested above"
+    return hugging_face_vocabulary(tokenizer)
+
+
+def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
+    """Return the vocabulary of a stored data set. names: the texts of its tokens."""
+    if tokenizer == BYTES:
+        return byte_vocabulary()
+    if tokenizer == CHARACTERS:
+        has_other = names[-1] == OTHER_NAME
+        return character_vocabulary(names[1 : len(names) - has_other], has_other)
+    if tokenizer == NUMBERS:
+        return number_vocabulary(len(names), names.index(END_NAME))
+    return hugging_face_vocabulary(tokenizer)
+
+
+# ---- documents and rows --------------------------------------------------------------------------
+class Document(NamedTuple):
+    """A sequence of tokens. prompt: the number of first tokens that are not learnt."""
+
+    tokens: Ints
+    user: str
+    is_test: bool = False
+    prompt: int = 0
+
+
+def cut_document(document: Document, test_fraction: float) -> list[Document]:
+    """Return the document without the last share of its tokens, and that share for testing."""
+    count = round(test_fraction * len(document.tokens))
+    if not count:
+        return [document]
+    return [
+        document._replace(tokens=document.tokens[:-count]),
+        document._replace(tokens=document.tokens[-count:], is_test=True),
+    ]
+
+
+def pack(
+    documents: Iterable[Document],
+    vocabulary: Vocabulary,
+    length: int,
+    is_packed: bool,
+    place: str,
+    origin: Origin,
+) -> Raw:
+    """Return rows of at most `length` tokens with the tokens that follow them.
+
+    is_packed: True joins the documents of a user to one stream before it is cut into rows; else
+    each document is a stream, and starts a row. Rows without a label that counts are left out.
+    Raise ValueError if no row for training is left.
+    """
+    streams: dict[tuple[str, bool, int], list[Document]] = {}
+    for number, document in enumerate(documents):
+        key = (document.user, document.is_test, 0 if is_packed else number)
+        streams.setdefault(key, []).append(document)
+    if all(is_test for _, is_test, _ in streams):
+        raise ValueError(f"{place} has no text for training. Give a file that has some.")
+    parts = [_to_stream(stream, vocabulary.end) for stream in streams.values()]
+    width = min(length, max(len(labels) for _, labels in parts))
+    counts = [-(-len(labels) // width) for _, labels in parts]
+    check_memory(f"{place}: {sum(counts)} rows of {width} tokens", 16 * sum(counts) * width)
+
+    inputs = np.full((sum(counts), width), vocabulary.tokens.padding, np.int64)
+    labels = np.full((sum(counts), width), IGNORED, np.int64)
+    first = 0
+    for (stream_inputs, stream_labels), count in zip(parts, counts, strict=True):
+        rows = slice(first, first + count)
+        inputs[rows].reshape(-1)[: len(stream_inputs)] = stream_inputs
+        labels[rows].reshape(-1)[: len(stream_labels)] = stream_labels
+        first += count
+    users = np.repeat([user for user, _, _ in streams], counts)
+    is_test = np.repeat([is_test for _, is_test, _ in streams], counts)
+
+    has_labels = (labels != IGNORED).any(axis=1)
+    label_set = LabelSet(labels[has_labels], vocabulary.names, "causal")
+    raw = assemble(
+        inputs[has_labels],
+        label_set,
+        users[has_labels],
+        is_test[has_labels],
+        vocabulary.tokens,
+        origin,
+    )
+    return replace(raw, tokenizer=vocabulary.tokenizer)
+
+
+def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
+    """Return the inputs and the labels of a stream, of one length."""
+    tokens, labels = [np.array([end])], []
+    for document in documents:
+        tokens += [document.tokens, np.array([end])]
+        ignored = np.full(document.prompt, IGNORED)
+        labels += [ignored, document.tokens[document.prompt :], np.array([end])]
+    return np.concatenate(tokens)[:-1], np.concatenate(labels)
+
+
+# ---- documents of a table ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DocumentSettings:
+    """The settings that make documents of a table's rows, and rows of tokens of these.
+
+    columns: `data.columns`, one column of text or token numbers; None if there is only one. prompt:
+    the column of what stands in front of it and is not learnt. tokenizer: see `text_vocabulary`.
+    padding: the token that ends documents of token numbers, without a tokenizer. length: tokens in
+    a row. packing: see `pack`; None joins documents that have no prompts.
+    """
+
+    columns: list[str] | None
+    prompt: str | None
+    tokenizer: str | None
+    padding: int
+    length: int
+    packing: bool | None
+
+
+def read_documents(
+    table: pa.Table,
+    user: str | None,
+    users: NDArray[Any] | None,
+    is_test: NDArray[np.bool_],
+    settings: DocumentSettings,
+    place: str,
+) -> Raw:
+    """Return the rows of a table as documents.
+
+    user: the column of users. users: its values; None if there are none. is_test: which rows are
+    for testing.
+    """
+    types = dict(zip(table.schema.names, table.schema.types, strict=True))
+    known = (user, settings.prompt, find_column(list(types), LABEL_NAMES))
+    columns, unused = find_inputs(settings.columns, types, known, place)
+    if len(columns) != 1:
+        raise ValueError(
+            f"data.columns={'+'.join(columns)}: data.kind=causal reads one column of text or token "
+            f"numbers from {place}. Name one."
+        )
+    answers = read_sequences(table, columns[0], "data.columns", place)
+    prompts: Sequence[Any] | None = None
+    if settings.prompt is not None:
+        prompts = read_sequences(table, settings.prompt, "data.prompt", place)
+        if isinstance(prompts[0], str) != isinstance(answers[0], str):
+            raise ValueError(
+                f"data.prompt={settings.prompt} and data.columns={columns[0]}: one holds text, the "
+                "other token numbers. Give both in one form."
+            )
+    vocabulary = _table_vocabulary([*(prompts or ()), *answers], settings, place)
+    documents = []
+    for row, answer in enumerate(answers):
+        prompt = np.empty(0, np.int64)
+        if prompts is not None:
+            prompt = _encode(prompts[row], vocabulary, PROMPT_END)
+        tokens = np.concatenate([prompt, _encode(answer, vocabulary)])
+        name = "" if users is None else str(users[row])
+        documents.append(Document(tokens, name, bool(is_test[row]), len(prompt)))
+    is_packed = settings.prompt is None if settings.packing is None else settings.packing
+    labels = "the next token" if prompts is None else f"the next token, after {settings.prompt}"
+    origin = Origin(f"{columns[0]} ({types[columns[0]]})", labels, user or "", ", ".join(unused))
+    raw = pack(documents, vocabulary, settings.length, is_packed, place, origin)
+    return raw if users is not None else replace(raw, domains=None, domain_names=[])
+
+
+def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
+    """Mark a share of the rows of each user, evenly spread, as test rows: bool [count]."""
+    groups = np.zeros(count, np.int64)
+    if users is not None:
+        _, groups = np.unique(users.astype(np.str_), return_inverse=True)
+    return choose_test_rows(groups, fraction)
+
+
+def _encode(value: str | Ints, vocabulary: Vocabulary, suffix: str = "") -> Ints:
+    return vocabulary.encode(value + suffix) if isinstance(value, str) else value
+
+
+def _table_vocabulary(
+    values: Sequence[str | Ints], settings: DocumentSettings, place: str
+) -> Vocabulary:
+    """Return the vocabulary of texts, or of rows of token numbers."""
+    if isinstance(values[0], str):
+        return text_vocabulary(settings.tokenizer, (str(value) for value in values))
+    if settings.tokenizer is not None:
+        vocabulary = text_vocabulary(settings.tokenizer, ())
+    else:
+        highest = max((int(row.max(initial=0)) for row in values), default=0)
+        size = max(highest, settings.padding) + 1
+        check_memory(f"{place} has the token {highest}, and its weights", BYTES_PER_TOKEN * size)
+        vocabulary = number_vocabulary(size, settings.padding)
+    for row in values:
+        lowest, highest = int(row.min(initial=0)), int(row.max(initial=0))
+        if lowest < 0 or highest >= vocabulary.tokens.size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(
+                f"{place} has the token {wrong}, and tokens are from 0 to "
+                f"{vocabulary.tokens.size - 1}. Correct it, or set data.tokenizer to the one that "
+                "made the tokens."
+            )
+    return vocabulary

@@ -1,0 +1,143 @@
+"""Text as language data: files of the user's own, and the topics of Python's documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from raysim.data.causal import CHARACTERS, Document, cut_document, pack, text_vocabulary
+from raysim.data.raw import Origin, Raw, Source, require_root
+from raysim.primitives.checks import at_least, in_range, one_of, require
+from raysim.primitives.files import regular_file
+
+
+class _NamedText(NamedTuple):
+    """A text with its user. is_test: True for text of a test file."""
+
+    user: str
+    text: str
+    is_test: bool = False
+
+
+@dataclass(frozen=True)
+class _Corpus(Source):
+    """The settings of sources that read text.
+
+    length: tokens in a row. tokenizer: "characters" of the text, "bytes", or a folder or name of a
+    Hugging Face tokenizer; see `text_vocabulary`. packing: True joins the documents of a user
+    before they are cut into rows; see `pack`. test_fraction: the share at the end of each document
+    that is for testing.
+    """
+
+    length: int = 128
+    tokenizer: str = CHARACTERS
+    packing: bool = True
+    test_fraction: float = 0.1
+
+    def check(self) -> None:
+        at_least("data.length", self.length, 1)
+        in_range("data.test_fraction", self.test_fraction, least=0, below=1)
+        require("data.kind", self.kind, self.kind in (None, "causal"), "causal or null")
+
+    def _pack(self, texts: Sequence[_NamedText], place: str) -> Raw:
+        vocabulary = text_vocabulary(self.tokenizer, (text.text for text in texts))
+        has_test_files = any(text.is_test for text in texts)
+        documents: list[Document] = []
+        for text in texts:
+            document = Document(vocabulary.encode(text.text), text.user, text.is_test)
+            share = 0.0 if has_test_files else self.test_fraction
+            documents += cut_document(document, share)
+        return pack(documents, vocabulary, self.length, self.packing, place, Origin("text"))
+
+
+@dataclass(frozen=True)
+class Text(_Corpus):
+    """A source that reads files of text: one file, or all *.txt in a folder and its subfolders.
+
+    Files called test.txt, or in a folder called test, are the central test set; without any, it is
+    the last `test_fraction` of each document.
+    separator: the text between two documents of a file, where \\n stands for a new line; None: a
+    file is one document. user: "file" or "document", whatever partition=natural makes a client.
+    """
+
+    root: str | None = None
+    separator: str | None = None
+    user: Literal["file", "document"] = "file"
+
+    def check(self) -> None:
+        super().check()
+        one_of("data.user", self.user, ("file", "document"))
+        require("data.separator", self.separator, self.separator != "", "some text, or null")
+
+    def files(self) -> list[Path]:
+        root = require_root(self.root, "data=text", "a file of text, or a folder with *.txt")
+        if root.is_file():
+            return [root]
+        paths = [path for path in sorted(root.rglob("*.txt")) if path.is_file()]
+        if not paths:
+            problem = "holds no *.txt" if root.is_dir() else "does not exist"
+            raise ValueError(
+                f"data.root={self.root} {problem}. Give a file, or a folder with *.txt."
+            )
+        return paths
+
+    def read(self) -> Raw:
+        texts: list[_NamedText] = []
+        for path in self.files():
+            texts += self._documents(path)
+        return self._pack(texts, f"data.root={self.root}")
+
+    def _documents(self, path: Path) -> Iterator[_NamedText]:
+        """Yield the documents of a file that are not empty."""
+        try:
+            content = regular_file(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} cannot be read as UTF-8 ({error}). Convert it, or take it out of "
+                "data.root."
+            ) from error
+        name, is_test = self._user_of(path)
+        parts = [content]
+        if self.separator is not None:
+            parts = content.split(self.separator.replace("\\n", "\n"))
+        parts = [part for part in parts if part.strip()]
+        width = len(str(len(parts)))
+        for number, part in enumerate(parts, 1):
+            user = name
+            if self.user == "document" and len(parts) > 1:
+                user = f"{name} {number:0{width}d}"
+            yield _NamedText(user, part, is_test)
+
+    def _user_of(self, path: Path) -> tuple[str, bool]:
+        """Return the name of a file's user, and whether it is a test file."""
+        root = require_root(self.root, "data=text", "a file of text")
+        if root.is_file():
+            return path.stem, False
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        is_test = "test" in parts
+        if len(parts) > 1 and parts[0] in ("train", "test"):
+            parts = parts[1:]
+        return "/".join(parts), is_test
+
+
+@dataclass(frozen=True)
+class PythonTopics(_Corpus):
+    """A source of text that needs no file: the topics of the reference that `help()` shows.
+
+    About 80 documents and 500,000 characters of English with code, which ship with Python
+    (`pydoc_data.topics`, PSF license). They differ between versions of Python. Each topic is a
+    user.
+    """
+
+    def read(self) -> Raw:
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise ValueError(
+                f"data=python_topics: this Python has no pydoc_data ({error}). Install all of its "
+                "standard library, or set data=text."
+            ) from error
+        texts = [_NamedText(name, topics[name]) for name in sorted(topics)]
+        return self._pack(texts, "data=python_topics")

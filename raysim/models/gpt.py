@@ -1,0 +1,118 @@
+"""A small transformer for language data, in the form of GPT-2 (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raysim.models.classifier import Classifier, ModelRecipe, Shape
+from raysim.models.lora import Lora, with_adapters
+from raysim.models.split import WholeNetwork
+from raysim.primitives.checks import at_least, in_range, require
+from raysim.primitives.kinds import Tokens
+
+INIT_STD = 0.02  # of weights, as in GPT-2
+
+
+@dataclass(frozen=True)
+class Gpt(ModelRecipe):
+    """A recipe for a decoder-only transformer of pre-norm blocks with learnt positions.
+
+    Its outputs are logits of the next token at each position, [B, C, T]. A position attends to
+    itself and to earlier ones, so padding at the end has no influence. width: features of a token.
+    tied: True uses the embedding of the tokens as output weights. dropout: share of the values that
+    are set to 0 in training; above 0 the model draws random numbers. Initial weights are normal
+    with deviation 0.02, those in front of a residual sum are divided by sqrt(2 blocks).
+    """
+
+    reads: ClassVar[Literal["tokens"]] = "tokens"
+    width: int = 128
+    heads: int = 4
+    blocks: int = 4
+    dropout: float = 0.0
+    tied: bool = True
+    lora: Lora = field(default_factory=Lora)
+
+    def __post_init__(self) -> None:
+        for key in ("width", "heads", "blocks"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        require(
+            "model.heads",
+            self.heads,
+            self.width % self.heads == 0,
+            f"a divisor of model.width={self.width}",
+        )
+        in_range("model.dropout", self.dropout, least=0, below=1)
+
+    def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
+        assert tokens is not None, "checked: the recipe reads tokens"
+        net = GptNetwork(tokens.size, num_classes, input_shape[0], self)
+        return with_adapters(WholeNetwork(net, num_classes), self.lora)
+
+
+class GptNetwork(nn.Module):
+    """A network from tokens [B, T] to logits [B, C, T]."""
+
+    def __init__(self, tokens: int, outputs: int, length: int, recipe: Gpt):
+        super().__init__()
+        width = recipe.width
+        self.embedding = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(torch.empty(length, width))
+        self.drop = nn.Dropout(recipe.dropout)
+        blocks = [_GptBlock(width, recipe.heads, recipe.dropout) for _ in range(recipe.blocks)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, outputs, bias=False)
+        self.apply(_initialise)
+        nn.init.normal_(self.position, std=INIT_STD)
+        for block in blocks:
+            for layer in (block.out, block.down):
+                nn.init.normal_(layer.weight, std=INIT_STD / (2 * recipe.blocks) ** 0.5)
+        if recipe.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        values = self.drop(self.embedding(tokens) + self.position[:length])
+        # no buffer: an integer buffer would travel
+        is_later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        for block in self.blocks:
+            values = block(values, is_later)
+        logits: Tensor = self.head(self.norm(values))
+        return logits.transpose(1, 2)
+
+
+class _GptBlock(nn.Module):
+    """A block, x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.act, self.drop = nn.GELU(), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, is_later: Tensor) -> Tensor:
+        x = x + self.drop(self._attention(self.before(x), is_later))
+        z: Tensor = x + self.drop(self.down(self.act(self.up(self.between(x)))))
+        return z
+
+    def _attention(self, x: Tensor, is_later: Tensor) -> Tensor:
+        # written out: the fused kernels have no repeatable backward pass on a GPU
+        heads = self.qkv(x).unflatten(2, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5
+        weights = self.drop(scores.masked_fill(is_later, float("-inf")).softmax(-1))
+        outputs: Tensor = self.out((weights @ value).transpose(1, 2).flatten(2))
+        return outputs
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=INIT_STD)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

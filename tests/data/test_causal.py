@@ -1,0 +1,259 @@
+"""Language data: packing, vocabularies, scores of tokens, and runs with a small GPT."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import quick_runs
+import torch
+from torch.nn.functional import cross_entropy
+
+import raysim
+from raysim.api.objectives import OBJECTIVES, mean_loss
+from raysim.data.causal import (
+    Document,
+    Vocabulary,
+    byte_vocabulary,
+    character_vocabulary,
+    cut_document,
+    number_vocabulary,
+    pack,
+    stored_vocabulary,
+)
+from raysim.data.corpus import PythonTopics, Text
+from raysim.data.raw import NO_ORIGIN, Raw
+from raysim.data.text import Markov
+from raysim.models import Gpt
+from raysim.primitives.errors import RefusedError
+from raysim.primitives.kinds import IGNORED, Tokens
+
+FAST = quick_runs.FAST | {"quiet": True, "partition": "natural"}
+del FAST["partition.clients"]
+TINY_GPT = {"model": "gpt", "model.width": 8, "model.heads": 2, "model.blocks": 1}
+MARKOV = {"data": "markov", "data.kind": "causal", "data.users": 4, "data.samples": 10}
+
+
+def packed(documents: list[Document], length: int, is_packed: bool = True) -> Raw:
+    return pack(documents, number_vocabulary(100), length, is_packed, "test", NO_ORIGIN)
+
+
+# --- packing ------------------------------------------------------------------------------
+def test_packing_makes_every_token_a_label_once() -> None:
+    documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4, 5]), "a")]
+    raw = packed(documents, 4)
+    assert raw.inputs.tolist() == [[0, 1, 2, 3], [0, 4, 5, 0]]
+    assert raw.labels.tolist() == [[1, 2, 3, 0], [4, 5, 0, IGNORED]]
+    assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
+
+
+def test_packing_keeps_users_and_test_rows_apart() -> None:
+    documents = [
+        Document(np.array([1, 2]), "b", is_test=True),
+        Document(np.array([3]), "b"),
+        Document(np.array([4]), "a"),
+        Document(np.array([5]), "b"),
+    ]
+    raw = packed(documents, 9)
+    assert raw.domain_names == ["a", "b"] and raw.domains.tolist() == [1, 0, 1]
+    assert raw.train_rows == 2
+    assert raw.inputs.tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
+
+
+def test_documents_start_rows_without_packing() -> None:
+    documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4]), "a")]
+    raw = packed(documents, 3, is_packed=False)
+    assert raw.inputs.tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
+    assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
+
+
+def test_prompts_are_no_labels_and_leave_no_empty_rows() -> None:
+    raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
+    assert raw.inputs.tolist() == [[4, 5]]  # rows of only the prompt teach nothing
+    assert raw.labels.tolist() == [[5, 0]]
+
+
+def test_document_is_cut_at_its_end_for_testing() -> None:
+    train, test = cut_document(Document(np.arange(10), "a"), 0.2)
+    assert train.tokens.tolist() == list(range(8)) and not train.is_test
+    assert test.tokens.tolist() == [8, 9] and test.is_test
+    assert len(cut_document(Document(np.arange(10), "a"), 0.0)) == 1
+
+
+def test_packing_refuses_data_without_training_text() -> None:
+    with pytest.raises(ValueError, match=r"nowhere has no text"):
+        pack([], number_vocabulary(3), 4, True, "nowhere", NO_ORIGIN)
+
+
+# --- vocabularies -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("vocabulary", "text"),
+    [
+        (byte_vocabulary(), "a\nÄ"),
+        (character_vocabulary("\nabÄ"), "abÄ\n"),
+        (number_vocabulary(9), "3 4 8"),
+    ],
+    ids=lambda value: getattr(value, "tokenizer", ""),
+)
+def test_vocabulary_decodes_what_it_encodes(vocabulary: Vocabulary, text: str) -> None:
+    tokens = vocabulary.encode(text)
+    assert vocabulary.decode(tokens.tolist()) == text
+    again = stored_vocabulary(vocabulary.tokenizer, vocabulary.names)
+    assert again.names == vocabulary.names and again.tokens == vocabulary.tokens
+    assert again.encode(text).tolist() == tokens.tolist()
+    assert len(vocabulary.names) == vocabulary.tokens.size
+
+
+def test_unknown_characters_become_other_or_an_error() -> None:
+    vocabulary = character_vocabulary("ab", has_other=True)
+    assert vocabulary.encode("axb").tolist() == [1, 3, 2]
+    again = stored_vocabulary("characters", vocabulary.names)
+    assert again.encode("x").tolist() == [3]
+    with pytest.raises(ValueError, match="'x'"):
+        character_vocabulary("ab").encode("ax")
+
+
+# --- loss and scores ----------------------------------------------------------------------
+def test_perplexity_and_accuracy_are_per_token() -> None:
+    outputs = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, IGNORED, IGNORED], [4, 4, 4, 4], [IGNORED] * 4])
+    objective = OBJECTIVES["causal"]
+    mean = cross_entropy(outputs, labels, ignore_index=IGNORED)
+    values = {
+        metric.name: metric.summarise(metric.rows(outputs, labels).numpy())
+        for metric in objective.metrics
+        if metric.rows is not None
+    }
+    is_counted = labels != IGNORED
+    right = (outputs.argmax(1) == labels)[is_counted]
+    assert values["perplexity"] == pytest.approx(math.exp(mean), rel=1e-6)
+    assert values["accuracy"] == pytest.approx(right.double().mean())
+    assert objective.loss(outputs, labels) == pytest.approx(mean)
+    assert objective.parts is not None
+    assert mean_loss(objective.parts(outputs, labels).numpy()) == pytest.approx(mean)
+    smoothed = objective.with_loss(lambda x, y: cross_entropy(x, y, reduction="none") * 2)
+    assert smoothed.parts is not None
+    assert mean_loss(smoothed.parts(outputs, labels).numpy()) == pytest.approx(2 * mean)
+
+
+def test_markov_tokens_follow_each_other() -> None:
+    source = Markov(kind="causal", users=2, samples=3, test_samples=1, length=6, shortest=3)
+    raw = source.read()
+    assert isinstance(raw.inputs, np.ndarray) and len(raw.inputs) == 8
+    is_counted = raw.labels != IGNORED
+    assert (raw.inputs[:, 1:] == raw.labels[:, :-1])[is_counted[:, 1:]].all()
+    assert (is_counted.sum(axis=1) >= 4).all()  # the sequence and its end
+    assert raw.domain_names == ["user 0", "user 1"] and raw.train_rows == 6
+
+
+# --- text ---------------------------------------------------------------------------------
+def test_text_folder_has_users_and_test_files(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    (tmp_path / "train" / "anna.txt").write_text("abab")
+    (tmp_path / "train" / "ben.txt").write_text("ba")
+    (tmp_path / "test" / "ben.txt").write_text("bb")
+    raw = Text(root=str(tmp_path), length=8).read()
+    assert raw.domain_names == ["anna", "ben"] and raw.domains.tolist() == [0, 1, 1]
+    assert raw.train_rows == 2 and raw.class_names == ["<end>", "a", "b"]
+    assert raw.inputs.tolist()[2][:3] == [0, 2, 2] and raw.tokenizer == "characters"
+
+
+def test_text_file_is_cut_into_documents(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("one\n\ntwo\n\n\n\nthree")
+    source = Text(root=str(path), separator="\\n\\n", user="document", test_fraction=0.0)
+    assert source.read().domain_names == ["mine 1", "mine 2", "mine 3"]
+    whole = Text(root=str(path), test_fraction=0.25, tokenizer="bytes").read()
+    assert whole.domain_names == ["mine"] and whole.tokens == Tokens(257)
+    assert (whole.labels != IGNORED).sum(axis=1).tolist() == [14, 5]  # 13 + 4 letters, two ends
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({}, r"data\.root"),
+        ({"root": "/nowhere"}, r"data\.root=/nowhere"),
+        ({"root": ".", "separator": ""}, r"data\.separator"),
+        ({"root": ".", "user": "line"}, r"data\.user"),
+        ({"root": ".", "kind": "classification"}, r"data\.kind"),
+        ({"root": ".", "length": 0}, r"data\.length"),
+    ],
+)
+def test_text_refuses_bad_settings(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        Text(**settings).read()
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"a\.txt"):
+        Text(root=str(tmp_path)).read()
+
+
+def test_python_topics_need_no_file() -> None:
+    raw = PythonTopics(length=64).read()
+    assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
+    assert 0 < raw.train_rows < len(raw.labels)
+
+
+# --- the model ----------------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt_sees_no_later_token(tied: bool) -> None:
+    recipe = Gpt(width=8, heads=2, blocks=2, tied=tied)
+    model = recipe.build((6,), 9, 0, Tokens(9)).eval()
+    tokens = torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
+    outputs = model(tokens)
+    assert outputs.shape == (2, 9, 6)
+    changed = tokens.clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % 9
+    assert torch.allclose(model(changed)[:, :, :4], outputs[:, :, :4], atol=1e-6)
+    assert not torch.allclose(model(changed)[:, :, 4:], outputs[:, :, 4:])
+    assert torch.allclose(model(tokens[:, :3]), outputs[:, :, :3], atol=1e-6)
+
+
+def test_gpt_counts_tied_weights_once() -> None:
+    tied = Gpt(width=8, heads=2, blocks=1).build((6,), 9, 0, Tokens(9))
+    free = Gpt(width=8, heads=2, blocks=1, tied=False).build((6,), 9, 0, Tokens(9))
+    counts = [sum(p.numel() for p in model.parameters()) for model in (tied, free)]
+    assert counts[1] - counts[0] == 9 * 8
+
+
+# --- runs ---------------------------------------------------------------------------------
+def run(folder: Path, **settings: Any) -> raysim.Result:
+    return raysim.run(out=folder, **FAST, **MARKOV, **TINY_GPT, **settings)
+
+
+def test_run_scores_perplexity_and_accuracy(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", **{"local.optimizer": "adam", "local.lr": 0.01})
+    last = result.rows[-1]
+    assert last["perplexity_global"] == pytest.approx(math.exp(last["loss_global"]))
+    assert last["perplexity_global"] < 21 and 0 < last["accuracy_global"] < 1
+    assert last["perplexity_worst"] >= last["perplexity"]
+    assert result.summary["metric"] == "perplexity"
+    labels = result.predictions().labels
+    assert labels.shape[1] == 17 and (labels == IGNORED).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"data": "digits"}, r"data\.kind=causal"),
+        ({"data.label": "chain"}, r"data\.label=chain"),
+        ({"model": "transformer"}, "Transformer"),
+        ({"data.kind": None}, r"data\.kind=causal"),
+        ({"partition": "dirichlet"}, "Dirichlet"),
+        ({"method": "moon"}, "moon"),
+    ],
+)
+def test_run_refuses_what_does_not_fit(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+    changed = FAST | MARKOV | TINY_GPT | settings
+    if settings.get("data") == "digits":
+        changed = {k: v for k, v in changed.items() if k not in ("data.users", "data.samples")}
+    if settings.get("model") == "transformer":
+        changed.pop("model.width")
+    with pytest.raises(RefusedError, match=key):
+        raysim.run(out=tmp_path / "run", **changed)
