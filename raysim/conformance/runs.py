@@ -18,7 +18,7 @@ from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
-from raysim.models import Mlp, ModelRecipe
+from raysim.models import Lora, Mlp, ModelRecipe
 from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
@@ -36,6 +36,7 @@ class NormedMlp(ModelRecipe):
     """The smallest network with BatchNorm."""
 
     width: int = 12
+    lora: Lora = field(default_factory=Lora)
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         """Return the network up to the features, and the number of features."""

@@ -7,7 +7,7 @@ left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.models.classifier import ModelRecipe, Shape
+from raysim.models.lora import Lora
 from raysim.primitives.checks import in_range
 
 WIDTH, HEADS, BLOCKS = 256, 4, 7
@@ -33,6 +34,7 @@ class Cct7(ModelRecipe):
 
     attention_dropout: float = 0.1
     drop_path: float = 0.1
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         for key in ("attention_dropout", "drop_path"):

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from raysim.models.lora import Lora, with_adapters
 from raysim.primitives.kinds import Tokens
 
 Shape = tuple[int, ...]  # of one input; channels, height and width of an image
@@ -40,8 +41,11 @@ class Classifier(nn.Module):
 class ModelRecipe:
     """The options of a network; `build` makes the network.
 
-    A subclass overrides `extractor`, or `network` if its networks need more.
+    A subclass overrides `extractor`, or `network` if its networks need more. lora: the settings of
+    the adapters that `build` adds; a recipe that has none adds no adapters.
     """
+
+    lora: Lora = Lora()
 
     # The inputs that its networks take: images [channels, height, width], token numbers, numbers
     # of any shape, or any of these.
@@ -75,7 +79,9 @@ class ModelRecipe:
         with torch.random.fork_rng(devices=[]):
             # `torch.manual_seed` would also seed every CUDA device
             torch.default_generator.manual_seed(seed)
-            return self.network(input_shape, num_classes, tokens)
+            network = self.network(input_shape, num_classes, tokens)
+            with_adapters(network, self.lora)
+            return network
 
     def _check_inputs(self, input_shape: Shape, tokens: Tokens | None) -> None:
         reads, name = self.reads, type(self).__name__

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
+from raysim.models.lora import Lora
 from raysim.primitives.checks import one_of
 
 
@@ -22,6 +23,7 @@ class Mlp(ModelRecipe):
     reads: ClassVar[Literal["numbers"]] = "numbers"
 
     widths: list[int] | tuple[int, ...] = (64,)
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
@@ -54,6 +56,7 @@ class Cnn(ModelRecipe):
     pool: Literal[2, 3] = 3
     padding: Literal[0, 2] = 2
     stride: Literal[2, 3] = 2
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         one_of("model.pool", self.pool, (2, 3))
@@ -87,6 +90,8 @@ class MnistCnn(ModelRecipe):
 
     reads: ClassVar[Literal["images"]] = "images"
 
+    lora: Lora = field(default_factory=Lora)
+
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         layers: list[nn.Module] = []
         channels = input_shape[0]
@@ -110,6 +115,7 @@ class DigitsCnn(ModelRecipe):
     reads: ClassVar[Literal["images"]] = "images"
 
     variant: Literal["fraug", "fedbn"] = "fraug"
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         one_of("model.variant", self.variant, ("fraug", "fedbn"))
@@ -152,6 +158,7 @@ class SmallCnn(ModelRecipe):
     reads: ClassVar[Literal["images"]] = "images"
 
     norm: Literal["none", "batch", "group"] = "none"
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         one_of("model.norm", self.norm, ("none", "batch", "group"))

@@ -1,14 +1,24 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022) by peft. Only they and the head are trained."""
+"""Low-rank adapters (LoRA, Hu et al. 2022) by peft. Only they and the head are trained.
+
+A layer with the frozen weight W0 [m, n] computes with W0 + s B A: A [r, n] starts at random values
+and B [m, r] at 0, r is the rank and s = alpha / r. In a convolution n is the number of input
+channels times the size of a window.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least, in_range
+from raysim.primitives.errors import suggest
 from raysim.primitives.extras import import_optional
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,8 @@ class Lora:
     rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
     layers: names, or ends of names, of the layers that get an adapter; None takes every linear
-    layer in front of the head.
+    layer in front of the head, or every convolution if there is no such layer. None leaves out
+    layers with fewer inputs or outputs than the rank.
     """
 
     rank: int = 0
@@ -32,30 +43,136 @@ class Lora:
         in_range("model.lora.dropout", self.dropout, least=0, below=1)
 
 
-def with_adapters(model: Classifier, lora: Lora) -> Classifier:
-    """Add adapters to the model's extractor and freeze the rest of it; return the model.
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one layer.
+
+    layer: the name of the layer in the model. a, b: the names of the parameters A and B in the
+    model. scaling: the factor s of their product. is_embedding: True if the layer is an embedding,
+    whose A starts at 0 and whose B starts at random values.
+    """
+
+    layer: str
+    a: str
+    b: str
+    scaling: float
+    is_embedding: bool
+
+
+def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
+    """Return the adapters of a model, in the order of its modules.
+
+    They may come from `with_adapters`, or from peft in a network of the user.
+    """
+    tuners = sys.modules.get("peft.tuners.lora")
+    if tuners is None:
+        return ()  # no module can be one of peft's
+    adapters = []
+    for name, module in model.named_modules():
+        if not isinstance(module, tuners.LoraLayer):
+            continue
+        for adapter, scaling in module.scaling.items():
+            if adapter in module.lora_embedding_A:
+                a, b = f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
+            else:
+                a, b = f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+            is_embedding = adapter in module.lora_embedding_A
+            adapters.append(
+                Adapter(name, f"{name}.{a}", f"{name}.{b}", float(scaling), is_embedding)
+            )
+    return tuple(adapters)
+
+
+def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    """Add adapters in front of the head of the model and freeze the rest; return the model.
 
     A model that is not split gets adapters everywhere. Frozen parameters are built from the seed,
-    or from a file, in every process. Raise ValueError without peft, or if no layer can have an
-    adapter.
+    or from a file, in every process. Raise ValueError without peft, or for a layer that cannot have
+    an adapter of this rank.
     """
     if lora.rank == 0:
         return model
     peft = import_optional("peft", f"model.lora.rank={lora.rank}")
-    inner = model.get_submodule("extractor" if model.is_split else "net")
-    linear_layers = [
-        name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and name
-    ]
-    layers = lora.layers or linear_layers
-    if not layers:
-        raise ValueError(
-            f"model.lora.rank={lora.rank} finds no linear layer in front of the head. Set it to 0."
-        )
+    inner = model.get_submodule("extractor" if getattr(model, "is_split", True) else "net")
+    names = _usual_layers(inner, lora) if lora.layers is None else _named_layers(inner, lora)
+    # A pattern of full names: peft would take a list as ends of names.
+    pattern = "|".join(re.escape(name) for name in names)
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=pattern
     )
     try:
         peft.inject_adapter_in_model(config, inner)
     except ValueError as error:
-        raise ValueError(f"model.lora.layers={lora.layers}: {error}") from error
+        raise ValueError(
+            f"model.lora.layers={lora.layers}: peft cannot add adapters ({error}). Name other "
+            "layers."
+        ) from error
     return model
+
+
+def _linear_types() -> tuple[type[nn.Module], ...]:
+    """Return the classes of linear layers; transformers has one of its own, which GPT-2 uses."""
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
+
+
+def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
+    """Return the names of the layers that get an adapter if the user names none."""
+    modules = [(name, module) for name, module in inner.named_modules() if name]
+    linear = [name for name, module in modules if isinstance(module, _linear_types())]
+    convolutions = [
+        name for name, module in modules if isinstance(module, CONVOLUTIONS) and module.groups == 1
+    ]
+    candidates = linear or convolutions
+    if not candidates:
+        raise ValueError(
+            f"model.lora.rank={lora.rank}: the model has no linear layer and no convolution in "
+            "front of the head. Set it to 0, or name other layers in model.lora.layers."
+        )
+    widths = {name: _width(inner.get_submodule(name)) for name in candidates}
+    names = [name for name in candidates if widths[name] >= lora.rank]
+    if not names:
+        raise ValueError(
+            f"model.lora.rank={lora.rank}: no layer has so many inputs and outputs. Set it to at "
+            f"most {max(widths.values())}."
+        )
+    return names
+
+
+def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
+    """Return the full names of the layers that the user names."""
+    all_names = [name for name, _ in inner.named_modules() if name]
+    names: list[str] = []
+    for layer in lora.layers or ():
+        matches = [name for name in all_names if name == layer or name.endswith(f".{layer}")]
+        if not matches:
+            raise ValueError(
+                f"model.lora.layers={lora.layers}: the model has no layer '{layer}'. "
+                f"{_advice(layer, all_names)}"
+            )
+        names += matches
+    if not names:
+        raise ValueError(
+            "model.lora.layers=[] names no layer. Name one, or set model.lora.layers=null."
+        )
+    for name in names:
+        width = _width(inner.get_submodule(name))
+        if width is not None and width < lora.rank:
+            raise ValueError(
+                f"model.lora.rank={lora.rank}: the layer '{name}' has only {width} inputs or "
+                f"outputs. Set it to at most {width}, or leave the layer out of model.lora.layers."
+            )
+    return list(dict.fromkeys(names))
+
+
+def _advice(layer: str, names: Iterable[str]) -> str:
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return f"Name another one: {suggest(layer, sorted(ends))}."
+
+
+def _width(layer: nn.Module) -> int:
+    """Return the largest useful rank of a layer: the smaller side of its weight as a matrix."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim < 2:
+        return sys.maxsize  # peft decides
+    return min(len(weight), weight[0].numel())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
+from raysim.models.lora import Lora
 from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class ResNet(ModelRecipe):
     groups: int = 2
     stem: Literal["small", "imagenet"] = "small"
     pretrained: bool = False
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         one_of("model.depth", self.depth, (18, 50))

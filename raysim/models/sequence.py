@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
-from raysim.models.lora import Lora, with_adapters
+from raysim.models.lora import Lora
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.kinds import Tokens
 
@@ -90,7 +90,7 @@ class Transformer(ModelRecipe):
         assert tokens is not None, "checked: the recipe reads tokens"
         blocks = [_EncoderBlock(self.width, self.heads, self.dropout) for _ in range(self.blocks)]
         encoder = _TransformerExtractor(tokens, input_shape[0], self.width, blocks)
-        return with_adapters(Classifier(encoder, self.width, num_classes), self.lora)
+        return Classifier(encoder, self.width, num_classes)
 
 
 class _TransformerExtractor(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
-from raysim.models.lora import Lora, with_adapters
+from raysim.models.lora import Lora
 from raysim.models.packed import TakeApart, example_row
 from raysim.primitives.errors import first_line
 from raysim.primitives.kinds import PackedShape, Tokens
@@ -271,8 +271,7 @@ class ExternalModel(ModelRecipe):
         # trying the network must not change the random numbers that adapters start from
         with torch.random.fork_rng(devices=[]):
             inputs = example_inputs(input_shape, tokens)
-            model = split_network(net, num_classes, inputs, self.head)
-        return with_adapters(model, self.lora)
+            return split_network(net, num_classes, inputs, self.head)
 
 
 @dataclass(frozen=True)

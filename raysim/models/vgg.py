@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
+from raysim.models.lora import Lora
 
 # channels of the eight convolutions, 0 for a max-pool (Simonyan and Zisserman 2015, table 1, A)
 CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
@@ -21,6 +22,8 @@ class Vgg11(ModelRecipe):
     """
 
     reads: ClassVar[Literal["images"]] = "images"
+
+    lora: Lora = field(default_factory=Lora)
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         channels, height, width = input_shape

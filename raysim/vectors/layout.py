@@ -89,9 +89,10 @@ class Layout:
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
     """Return the layout of the networks, in their order.
 
-    personal: full names of tensors that do not travel. Raises ValueError for an unknown name.
+    personal: full names of tensors that do not travel; frozen parameters, which never do, have no
+    effect. Raises ValueError for an unknown name.
     """
-    stays = frozenset(personal)
+    stays = frozenset(personal) - _frozen_names(networks)
     parameters: list[tuple[str, str, Tensor]] = []
     buffers: list[tuple[str, str, Tensor]] = []
     integers: list[tuple[str, str, Tensor]] = []
@@ -134,6 +135,14 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     return Layout(
         tuple(entries), tuple(counters), marks[0], marks[1], marks[3], shared_counters, position
     )
+
+
+def _frozen_names(networks: Mapping[str, nn.Module]) -> set[str]:
+    names: set[str] = set()
+    for network, module in networks.items():
+        frozen = [path for path, p in module.named_parameters() if not p.requires_grad]
+        names |= {f"{network}.{path}" for path in frozen}
+    return names
 
 
 # The place of a tensor in a module: the dictionary of the module, and the name there.

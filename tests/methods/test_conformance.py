@@ -26,6 +26,7 @@ from tiny_runs import (
     ROUNDS,
     BiasFreeMlp,
     FinishedRun,
+    NormedMlp,
     Spy,
     coordinate,
     pairs,
@@ -80,9 +81,11 @@ from raysim.methods.fedproto import FedProto
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedrep import FedRep
 from raysim.methods.fedrs import FedRS
+from raysim.methods.fedsa_lora import FedSALoRA
 from raysim.methods.fedsam import FedSAM
 from raysim.methods.fedspeed import FedSpeed
 from raysim.methods.fedsr import FedSR
+from raysim.methods.ffa_lora import FFALoRA
 from raysim.methods.fraug import FRAug
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
@@ -90,6 +93,7 @@ from raysim.methods.ifca import IFCA
 from raysim.methods.inco import InCo
 from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
+from raysim.methods.lora_factors import LORA_METHODS
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
@@ -100,12 +104,14 @@ from raysim.methods.qfedavg import QFedAvg
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
-from raysim.models import ModelRecipe
+from raysim.models import Lora, Mlp, ModelRecipe
 from raysim.simulation.events import Saved
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
 
+# With adapters and BatchNorm.
+ADAPTED_MLP = NormedMlp(lora=Lora(rank=3))
 EPOCHS = Local(lr=0.05, momentum=0.9, batch=12, epochs=2)
 STEPS = Local(lr=0.05, momentum=0.9, batch=12, epochs=None, steps=3)
 
@@ -408,6 +414,8 @@ TABLE: dict[str, Row] = {
     ),
     "ifca": Row(IFCA, {"clusters=1": Plain(lambda: IFCA(1))}, frozenset({"ifca.cluster"})),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
+    "ffa_lora": Row(FFALoRA, model=ADAPTED_MLP),
+    "fedsa_lora": Row(FedSALoRA, model=ADAPTED_MLP, personal=True, private=True),
 }
 
 
@@ -423,6 +431,8 @@ def study(*methods: Method, **others: Any) -> Any:
     names = {method.name for method in methods}
     # DP-FedAvg refuses BatchNorm whose statistics are shared.
     model = MLP if "dp_fedavg" in names and "fedbn" not in names else NORMED_MLP
+    if names & {*LORA_METHODS}:
+        model = Mlp((12,), Lora(rank=3)) if model is MLP else ADAPTED_MLP
     return run_spec(*methods, **({"model": model, "local": EPOCHS} | others))
 
 
@@ -788,6 +798,7 @@ ALTERNATIVES = [
     ],  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     ["fedproto", "fedrs"],  # a head with a bias and one without
+    LORA_METHODS,  # the factors of adapters
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiny_runs import run, run_spec
@@ -15,14 +17,21 @@ from raysim.experiment.instantiate import resolve
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
 from raysim.models import (
+    Cct7,
     CustomModel,
     Lora,
+    Mlp,
+    MnistCnn,
     ModelRecipe,
+    ResNet,
+    SmallCnn,
     Timm,
     Torchvision,
     Transformer,
+    Vgg11,
     split_network,
 )
+from raysim.models.lora import find_adapters
 from raysim.models.split import SplitNetwork, WholeNetwork
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import Tokens
@@ -280,3 +289,44 @@ def test_adapters_of_custom_network_travel_alone() -> None:
 def test_adapters_reject_missing_layers() -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.layers=\['nowhere'\]"):
         Transformer(lora=Lora(rank=2, layers=["nowhere"])).build((6,), 3, 5, Tokens(11))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lora"),
+    [
+        (Mlp((8,)), Lora(rank=9)),  # no layer is as large
+        (Mlp((8,)), Lora(rank=9, layers=["1"])),  # nor is the one that is named
+        (MnistCnn(), Lora(rank=200)),
+    ],
+)
+def test_adapters_reject_rank_above_layer_size(recipe: ModelRecipe, lora: Lora) -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.rank"):
+        replace(recipe, lora=lora).build((1, 8, 8), 4, 0)
+
+
+def test_adapters_leave_out_layers_below_the_rank() -> None:
+    model = Mlp((8, 3), Lora(rank=4)).build((1, 8, 8), 4, 0)
+    assert [adapter.layer for adapter in find_adapters(model)] == ["extractor.1"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [(Mlp(), 1), (SmallCnn(), 1), (MnistCnn(), 4), (ResNet(18), 20), (Vgg11(), 8), (Cct7(), 28)],
+)
+def test_own_models_take_adapters(recipe: ModelRecipe, count: int) -> None:
+    shape = (3, 32, 32)
+    plain, adapted = (replace(recipe, lora=Lora(rank)).build(shape, 4, 0).eval() for rank in (0, 2))
+    adapters = find_adapters(adapted)
+    assert len(adapters) == count
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    factors = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+    assert trained == factors | {"head.weight", "head.bias"}
+    x = torch.randn(2, *shape)
+    assert torch.equal(plain(x), adapted(x))  # B starts at 0
+
+
+def test_adapters_are_found_in_users_peft_network() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 4))
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["1"]), net)
+    model = CustomModel(net, head="3").build((1, 8, 8), 4, 0)
+    assert [adapter.layer for adapter in find_adapters(model)] == ["extractor.1"]

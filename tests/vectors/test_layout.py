@@ -133,3 +133,10 @@ def test_all_of_it_can_be_in_double_precision() -> None:
     nets = networks()
     vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)
     assert vector.data.dtype == nets["extra"].weight.dtype == torch.float64
+
+
+def test_frozen_parameters_may_be_named_as_personal() -> None:
+    model = nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    layout = plan_layout({"model": model}, ["model.bias"])
+    assert [entry.name for entry in layout.entries] == ["model.weight"] and not layout.personal

@@ -1,0 +1,40 @@
+"""FedSA-LoRA: average the factor A of each adapter; each client keeps its own B.
+
+Source: Guo, Zeng, Wang, Fan, Wang and Qu, "Selective Aggregation for Low-Rank Adaptation in
+Federated Learning" (ICLR 2025). A layer of client i computes with W0 + s B_i A, see
+`raysim/models/lora.py`. Clients train both factors. The server averages A alone, so a client's
+product has the A of all clients and the B of its own. A client is scored with its own model.
+
+Departures from the paper
+- The head is trained and averaged like any other parameter; `method=fedsa_lora+fedrep
+  method.fedrep.mode=joint` keeps it on the client, too.
+- A client that never trained has B = 0: the model without adapters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysim.api.method import Method
+from raysim.methods.lora_factors import require_adapters
+
+if TYPE_CHECKING:
+    from raysim.api.setup import Setup
+
+
+class FedSALoRA(Method):
+    """A method that keeps the factor B of each adapter on the client."""
+
+    name = "fedsa_lora"
+    paper = "Guo et al., ICLR 2025"
+
+    def setup(self, run: Setup) -> None:
+        """Keep B on the client; refuse a model without adapters, and adapters of embeddings."""
+        adapters = require_adapters(run)
+        for adapter in adapters:
+            run.require(
+                not adapter.is_embedding,
+                f"model.lora.layers: method 'fedsa_lora' would average A of the embedding "
+                f"'{adapter.layer}', which has a row for each token. Leave the layer out.",
+            )
+        run.private_parameters([f"model.{adapter.b}" for adapter in adapters])

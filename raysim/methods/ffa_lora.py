@@ -1,0 +1,48 @@
+"""FFA-LoRA: freeze the factor A of each adapter; train and average B alone.
+
+Source: Sun, Li, Li and Ding, "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024).
+A layer computes with W0 + s B A, see `raysim/models/lora.py`. A keeps its random initial values,
+which are equal on all clients. With p_i the weight of client i, the mean of the factors is then the
+mean of the products, which it is not if clients train both (`method=fedavg`):
+
+    sum_i p_i B_i A = (sum_i p_i B_i) A
+
+B is about half of an adapter's floats; A does not travel.
+
+Departures from the paper
+- The head is trained and averaged like any other parameter.
+- A has peft's initial values (Kaiming, uniform).
+- On the virtual clock a job is as long as with both factors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysim.api.method import Method
+from raysim.methods.lora_factors import require_adapters
+from raysim.models.lora import find_adapters
+
+if TYPE_CHECKING:
+    from raysim.api.setup import Setup
+
+
+class FFALoRA(Method):
+    """A method that freezes the factor A of each adapter."""
+
+    name = "ffa_lora"
+    paper = "Sun et al., ICLR 2024"
+
+    def setup(self, run: Setup) -> None:
+        """Freeze A; refuse a model without adapters, and adapters of embeddings."""
+        for adapter in require_adapters(run):
+            run.require(
+                not adapter.is_embedding,
+                f"model.lora.layers: A of the embedding '{adapter.layer}' starts at 0, and with "
+                "method 'ffa_lora' it stays there, so that B learns nothing. Leave the layer out.",
+            )
+        # Every process builds frozen parameters from the seed; they are not in the vector. A method
+        # before this one may have copied the model.
+        for network in run.networks.values():
+            for adapter in find_adapters(network):
+                network.get_parameter(adapter.a).requires_grad_(False)
