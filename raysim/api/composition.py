@@ -209,7 +209,6 @@ def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
     _check_single_owners(all_declared)
     _check_targets(all_declared)
     _check_pooling(all_declared)
-    _check_whole_model(all_declared)
     _check_own_training(all_declared)
     names = [declared.method for declared in all_declared]
     for declared in all_declared:
@@ -242,16 +241,6 @@ def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
         raise ValueError(
             f"method '{integer}' does not combine with method '{soft}': it needs integer labels, "
             f"which '{soft}' makes soft. Keep one of them."
-        )
-
-
-def _check_whole_model(all_declared: Sequence[MethodDeclaration]) -> None:
-    whole = next((declared for declared in all_declared if declared.needs_whole_model), None)
-    keeper = next((declared for declared in all_declared if declared.keeps_parameters), None)
-    if whole and keeper:
-        raise ValueError(
-            f"method '{keeper.method}' does not combine with method '{whole.method}': it keeps "
-            f"parameters on the client, and {whole.needs_whole_model}. Keep one of them."
         )
 
 

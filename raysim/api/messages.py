@@ -8,9 +8,9 @@ state returns next to the update, as a separate object.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,19 @@ class Job(NamedTuple):
     up: int = 0  # floats that its client sends
     replica: int = 0  # the replica that it starts from and that its update is aggregated into
     base: int = 0  # `PublishedVersion.number` of its base version
+    # If its client chooses the replica: the numbers of the current versions of all replicas.
+    bases: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Job:
+        """Return the job from its fields as JSON, which has lists in place of tuples."""
+        *others, bases = values
+        return cls(*others, tuple(bases))
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """The numbers of the versions that its client receives."""
+        return self.bases or (self.base,)
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,7 @@ class Update:
     probe: Probe | None = None
     loss_rows: int = 0  # rows that `loss` is the mean of, epochs counted
     norm: float = math.nan  # of the delta of the parameters that are trained
+    replica: int = 0  # that the job started from
     # [layout.shared] trained minus received; None: the worker added it to the sum of a group.
     delta: np.ndarray | None = field(default=None, kw_only=True)
 

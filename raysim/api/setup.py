@@ -119,8 +119,8 @@ class MethodDeclaration:
     targets: Targets = "any"
     needs: list[Need] = field(default_factory=list)
     excludes: dict[str, str] = field(default_factory=dict)
-    needs_whole_model: str = ""  # why no other method may keep parameters on the client
     needs_clients: str = ""  # why no other method may pool the data of all clients
+    needs_fixed_clients: str = ""  # why clients may not change from one model to another
     pools: bool = False
     change_labels: Callable[[Tensor], Tensor] | None = None
     change_updates: Callable[[Arrivals, ServerView], Arrivals] | None = None
@@ -225,13 +225,13 @@ class Setup:
         """Refuse a list that contains the method `other`. why: the end of a sentence, "it ..."."""
         self.declared.excludes[other] = why
 
-    def needs_whole_model(self, why: str) -> None:
-        """Refuse a list that contains a method that keeps parameters on the client."""
-        self.declared.needs_whole_model = why
-
     def needs_clients(self, why: str) -> None:
         """Refuse a list that contains a method that pools the data of all clients."""
         self.declared.needs_clients = why
+
+    def needs_fixed_clients(self, why: str) -> None:
+        """Refuse a topology in which clients change from one model to another."""
+        self.declared.needs_fixed_clients = why
 
     def require(self, condition: object, text: str) -> None:
         """Raise ValueError unless the condition is true. text: "key: what is wrong. Advice."."""

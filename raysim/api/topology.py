@@ -89,6 +89,48 @@ class Federation:
 
 
 @dataclass(frozen=True, eq=False)
+class ClusterView:
+    """What a rule sees of a replica and its clients after an aggregation.
+
+    replica: the number of the replica. members: int64 [m], its clients with training samples,
+    ascending. version: the aggregations of the run so far. clients: int64 [n], the members with an
+    update in the aggregation, in the order of acceptance; deltas: their updates, float32 [layout.
+    trained] each. weights: float64 [clients of the run], the weight of each client in an
+    aggregation. free: the replicas without clients, ascending. state: the rule's arrays; the rule
+    may change them in place, and checkpoints contain them. report: columns of the aggregation's row
+    of the history, which the rule may add.
+    """
+
+    replica: int
+    members: np.ndarray
+    version: int
+    clients: np.ndarray
+    deltas: Sequence[np.ndarray]
+    weights: np.ndarray
+    free: Sequence[int]
+    state: dict[str, np.ndarray]
+    report: dict[str, float]
+
+
+class ClusterRule:
+    """A rule that moves clients from one replica to another, by their updates.
+
+    It is made before the run and does not change; what it remembers is in its arrays.
+    """
+
+    def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
+        """Return the initial arrays of the rule. floats: the parameters that are trained."""
+        return {}
+
+    def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
+        """Return the clients that move to each free replica; empty if all of them stay.
+
+        A free replica that gets clients starts as a copy of `view.replica`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override regroup")
+
+
+@dataclass(frozen=True, eq=False)
 class Network:
     """The replicas of a run and their exchanges.
 
@@ -106,7 +148,14 @@ class Network:
     aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
     pairwise: True if each of these replicas exchanges with one neighbour, drawn by `seed`, and both
     become their mean. mixes_first: True if replicas exchange before the updates of the aggregation
-    are added to them. warnings: texts for the user. name: the word for one replica in messages,
+    are added to them.
+
+    chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
+    smallest loss on its training samples. All replicas except the first then start from new random
+    parameters. clusters: the rule that moves clients between replicas by their updates; None: they
+    stay. In both cases `replica_of` is where clients are at the start, and a replica may have none.
+
+    warnings: texts for the user. name: the word for one replica in messages,
     such as "edge". summary: what the plan of a run says about the exchanges.
     """
 
@@ -123,6 +172,8 @@ class Network:
     pairwise: bool = False
     mixes_first: bool = False
     seed: int = 0
+    chosen_by_loss: bool = False
+    clusters: ClusterRule | None = None
     warnings: tuple[str, ...] = ()
     name: str = "replica"
     summary: str = ""
@@ -132,11 +183,18 @@ class Network:
         """True if the replicas exchange at all."""
         return self.mixing is not None
 
+    @property
+    def moves_clients(self) -> bool:
+        """True if clients may change from one replica to another."""
+        return self.chosen_by_loss or self.clusters is not None
+
     @cached_property
     def replicas(self) -> int:
         """The number of replicas."""
         if self.mixing is not None:
             return self.mixing.replicas
+        if self.shares is not None:
+            return len(self.shares)
         return int(self.replica_of.max()) + 1
 
     @cached_property

@@ -30,6 +30,8 @@ COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtim
 PARTS_FROM_PYTHON = (
     "schedule", "selection", "fleet", "topology", "data", "partition", "model", "learner",
 )  # fmt: skip
+# Options of earlier versions, with what replaces each of them.
+_MOVED = {("method", "ifca"): "topology=clustered topology.rule=loss"}
 # The group that belongs to searches; no run has it.
 SWEEP = "sweep"
 
@@ -180,6 +182,8 @@ def _unknown_option(group: str, name: object, options: Mapping[str, Path]) -> st
     package, file = find_unallowed_package(group, text)
     if package:
         return f"{group}={text} does not exist, but {file} is in this folder: add --allow {package}"
+    if (group, text) in _MOVED:
+        return f"{group}={text} does not exist any more. Set {_MOVED[group, text]}"
     valid = [*([NONE[group]] if group in NONE else []), *options]
     hint = suggest(str(name), valid)
     if _is_torchvision_model(group, text, valid):

@@ -23,6 +23,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.server import Server
 from raysim.training.determinism import make_deterministic
 from raysim.training.run_spec import RunSpec, build_networks, declare_run
 from raysim.training.worker import Worker
@@ -287,13 +288,28 @@ class _FinalState:
                 "checkpoint.every: no checkpoint of the last round holds client states and "
                 "replicas. Set it above 0."
             )
-        server = replicas.server_of(client)
+        server = self._server_of(client)
         if not replicas.is_single:
             published = replace(server.published(), vector=server.scored().numpy())
         task = ScoringTask(
             client, no_rows, client_states.accepted_job(client), server.sent_to(client)
         )
         return self.worker, task, published, client_states.state(client)
+
+    def _server_of(self, client: int) -> Server:
+        """Return the server of the replica that a client is scored with."""
+        replicas = self.coordinator.replicas
+        if not replicas.network.chosen_by_loss:
+            return replicas.server_of(client)
+        client_states = self.coordinator.client_states
+        state = self.worker.states.get(
+            client, client_states.accepted_job(client), client_states.state(client)
+        )
+        versions = [
+            replace(server.published(), number=number)
+            for number, server in enumerate(replicas.servers)
+        ]
+        return replicas.servers[self.worker.scorer.best_version(client, versions, state)]
 
 
 def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -64,6 +64,7 @@ class AFL(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep the weights lambda on the server; each job uploads its loss F_i."""
+        run.needs_fixed_clients("the server has a weight for each of them")
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
             f"method.afl: {run.clients_with_samples} clients have training samples, and AFL "

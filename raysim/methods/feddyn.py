@@ -71,6 +71,7 @@ class FedDyn(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep the correction g_k on each client and the drift h on the server, initially zero."""
+        run.needs_fixed_clients("h is the mean of their g_k")
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
             run.excludes(
                 other, "it takes another step, and FedDyn needs the plain mean of the updates"

@@ -105,6 +105,7 @@ class Scaffold(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep c_i on clients and c on the server, zero at first; exchange c and changes of c_i."""
+        run.needs_fixed_clients("c is the mean of their c_i")
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'scaffold' computes gradients from the "

@@ -105,7 +105,7 @@ def write_clients(
     columns["tests"] = np.pad(tests, (0, count - len(tests)))
     if data.partition.unseen is not None:
         columns["unseen"] = np.isin(columns["client"], data.partition.unseen)
-    if network is not None and network.replicas > 1:
+    if network is not None and network.replicas > 1 and not network.moves_clients:
         columns["replica"] = np.asarray(network.replica_of)
     if scores is not None:
         for name, values in scores.columns.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ def draw_topology(
     is_single = network.replicas == 1 and not network.exchanges
     if is_single or scores is None or np.isnan(scores).all() or len(scores) > MAX_CLIENTS:
         return False
+    if network.moves_clients:
+        network, scores = _last_clusters(network, clients["replica"], scores)
     with figure_file(path, title, (7.6, 6.6)) as figure:
         ax = figure.subplots()
         if network.on_clients:
@@ -60,6 +63,18 @@ def draw_topology(
         ax.set_aspect("equal")
         ax.set_axis_off()
     return True
+
+
+def _last_clusters(
+    network: Network, replica_of: np.ndarray, scores: np.ndarray
+) -> tuple[Network, np.ndarray]:
+    """Return the network with the replicas that have scored clients, and these clients' scores.
+
+    replica_of: the replica that each client was scored with; nan if it was not scored.
+    """
+    is_scored = ~np.isnan(scores)
+    used, positions = np.unique(replica_of[is_scored].astype(np.int64), return_inverse=True)
+    return replace(network, replica_of=positions, shares=np.ones(len(used))), scores[is_scored]
 
 
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
@@ -136,7 +151,9 @@ def _draw_servers(
     megabytes = traffic(rows, network.replicas)
     for replica, place in enumerate(replicas):
         down, up = megabytes[replica]
-        text = f"{network.name} {replica}\n{down:.3g} MB down\n{up:.3g} MB up"
+        text = f"{network.name} {replica}"
+        if network.own_schedules:
+            text += f"\n{down:.3g} MB down\n{up:.3g} MB up"
         # On the link to the cloud, which no client is near.
         box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
         ax.annotate(

@@ -169,8 +169,15 @@ class Coordinator:
         self.replicas.publish(self.versions)
 
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
-        """Return each client's loss of its replica on its training samples; waits."""
+        """Return each client's loss of its replica on its training samples; waits.
+
+        Where clients choose their replica, it is the smallest loss of all replicas.
+        """
         replicas = self.replicas
+        if replicas.network.chosen_by_loss:
+            return self.evaluator.replica_losses(clients, samples, replicas, self.versions).min(
+                axis=0
+            )
         numbers = [replicas.numbers[replicas.replica_of(client)] for client in clients]
         refs = [self.versions.refs[number] for number in numbers]
         return self.evaluator.losses(clients, samples, replicas.version, refs)
@@ -181,6 +188,7 @@ class Coordinator:
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
+        jobs = self.replicas.place(jobs, results)
         results = self.replicas.receive(jobs, results)
         updates = [result for result in results if isinstance(result, Update)]
         failures = tuple(result for result in results if isinstance(result, Failure))

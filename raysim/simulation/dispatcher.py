@@ -201,7 +201,7 @@ class Dispatcher:
             jobs = [job._replace(state=state) for job, state in zip(jobs, states, strict=True)]
             uses = [StateUse(job.client, job.state, job.number) for job in jobs]
         groups = list(dict.fromkeys(group_of[job.number] for job in jobs if job.number in group_of))
-        versions = list(dict.fromkeys(job.base for job in jobs))
+        versions = list(dict.fromkeys(version for job in jobs for version in job.received))
         summed_jobs = sum(map(len, groups))
         # A job sends less than its delta where clients have replicas of their own.
         floats = sum(max(job.up, self._floats) for job in jobs)

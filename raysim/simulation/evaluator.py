@@ -176,12 +176,18 @@ class Evaluator:
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
-        scored = {replicas.replica_of(client) for client in clients} or {0}
+        replica_of = self._replicas_of(clients, replicas, versions)
+        scored = set(replica_of.values()) or {0}
         refs = {
             replica: self._scored_ref(replicas, replica, versions) for replica in sorted(scored)
         }
-        tasks = [self._client_task(client, replicas.server_of(client)) for client in clients]
-        task_refs = [refs[replicas.replica_of(client)] for client in clients]
+        tasks = [
+            self._client_task(client, replicas.servers[replica_of[client]]) for client in clients
+        ]
+        task_refs = [refs[replica_of[client]] for client in clients]
+        if replicas.network.moves_clients:
+            served = np.array([replica_of[client] for client in clients], np.float64)
+            scoring.client_scores["replica"] = [(np.array(clients, np.int64), served)]
         own = tasks if self.best is None else [self._with_validation(task) for task in tasks]
         scoring.reports["own"] = self._start_each(own, task_refs)
         if self._has_finetuning(replicas.version):
@@ -202,6 +208,32 @@ class Evaluator:
                 worker = place % self.runtime.workers
                 scoring.replicas.append([self.calls.call(worker, "evaluate", central, ref)])
         return scoring
+
+    def _replicas_of(
+        self, clients: Sequence[int], replicas: Replicas, versions: Versions
+    ) -> dict[int, int]:
+        """Return the replica that each client is scored with; waits where clients choose it."""
+        if not replicas.network.chosen_by_loss:
+            return {client: replicas.replica_of(client) for client in clients}
+        train = self.spec.data.partition.all_train
+        choosing = [client for client in clients if len(train.rows(client))]
+        replica_of = dict.fromkeys(clients, 0)
+        if choosing:
+            losses = self.replica_losses(choosing, None, replicas, versions)
+            replica_of |= zip(choosing, losses.argmin(axis=0).tolist(), strict=True)
+        return replica_of
+
+    def replica_losses(
+        self, clients: Sequence[int], samples: int | None, replicas: Replicas, versions: Versions
+    ) -> np.ndarray:
+        """Return the loss of every replica for each client, [replicas, clients]; see `losses`."""
+        calls = [
+            self._start_losses(
+                clients, samples, replicas.version, [versions.refs[number]] * len(clients)
+            )
+            for number in replicas.numbers
+        ]
+        return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
         """Return the vector of a replica that evaluation uses, in the runtime's store."""
@@ -317,13 +349,22 @@ class Evaluator:
         float64 [clients]; waits. samples: the most samples of each client, drawn by client and
         version; None uses all. published: the published version for each client.
         """
+        calls = self._start_losses(clients, samples, version, published)
+        return self._collect_losses(clients, calls)
+
+    def _start_losses(
+        self, clients: Sequence[int], samples: int | None, version: int, published: Sequence[Ref]
+    ) -> list[Call]:
         tasks = [self._loss_task(client, samples, version) for client in clients]
-        reports = self._collect(self._start_each(tasks, published))
+        return self._start_each(tasks, published)
+
+    def _collect_losses(self, clients: Sequence[int], calls: Sequence[Call]) -> np.ndarray:
+        reports = self._collect(calls)
         loss_of = {report.client: mean_loss(report.losses) for report in reports}
         return np.array([loss_of[client] for client in clients], np.float64)
 
     def _loss_task(self, client: int, samples: int | None, version: int) -> ScoringTask:
-        rows = self.spec.data.partition.train.rows(client)
+        rows = self.spec.data.partition.all_train.rows(client)
         if samples is not None and samples < len(rows):
             generator = stream(self.spec.settings.seed, "selection.loss", client, version)
             rows = np.sort(generator.choice(rows, samples, replace=False))

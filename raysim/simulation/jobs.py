@@ -149,21 +149,25 @@ class JobTable:
         self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)
         row.state = state
         if holds and not has_held:
-            self._versions.hold(row.job.base)
+            for version in row.job.received:
+                self._versions.hold(version)
         elif has_held and not holds:
-            self._versions.release(row.job.base)
+            for version in row.job.received:
+                self._versions.release(version)
 
     def _dispatch(self, row: JobRow) -> None:
         """Add to a job the values that depend on its replica's current version."""
         client = row.job.client
         replica = self._replicas.replica_of(client)
         server = self._replicas.servers[replica]
+        clients_choose = self._replicas.network.chosen_by_loss
         row.job = row.job._replace(
             weight=server.weight(client),
             probe=self._settings.evaluate.probes(self._replicas.version + 1),
             extras=server.sent_to(client),
             replica=replica,
             base=self._replicas.numbers[replica],
+            bases=tuple(self._replicas.numbers) if clients_choose else (),
         )
         self._set_state(row, JobState.DISPATCHED)
         if row.aggregation >= 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.api.declarations import Participation, RunFacts
+from raysim.api.declarations import FORWARD, Participation, RunFacts
 from raysim.api.declare import Declarations
 from raysim.api.setup import MethodDeclaration, number_of_floats
 from raysim.api.topology import Network
@@ -104,6 +104,30 @@ class PeerLoads:
         return Load(load.work, load.down - self._model + floats, load.up - self._model + floats)
 
 
+class ChoiceLoads:
+    """A function that returns the load of each job where clients choose their replica.
+
+    A client receives all replicas, computes the loss of each on its training samples, and sends one
+    number more: its choice.
+    """
+
+    def __init__(self, loads: Loads, declarations: Declarations, replicas: int, counts: np.ndarray):
+        self._loads, self._replicas, self._counts = loads, replicas, counts
+        layout = declarations.layout
+        self._floats = layout.shared
+        for declared in declarations.methods:
+            for send in declared.sends:
+                if send.to == "all":  # each replica has its own
+                    self._floats += number_of_floats(send.floats, layout)
+
+    def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
+        """Return the load of a client's next job; see `Loads`."""
+        load = self._loads(client, version, earlier, accepted)
+        passes = FORWARD * self._replicas * self._counts.item(client)
+        down = load.down + (self._replicas - 1) * self._floats
+        return Load(load.work + passes, down, load.up + 1)
+
+
 def make_planner(
     spec: RunSpec,
     declarations: Declarations,
@@ -117,9 +141,11 @@ def make_planner(
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
     loads = Loads(spec, declarations, counts)
-    load: Loads | PeerLoads = loads
+    load: Loads | PeerLoads | ChoiceLoads = loads
     if network.on_clients:
         load = PeerLoads(loads, network, declarations.layout.shared)
+    elif network.chosen_by_loss:
+        load = ChoiceLoads(loads, declarations, network.replicas, counts)
     fleet_costs = fleet.costs(seed, len(counts))
     costs = None
     if fleet_costs is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from raysim.api.declare import Declarations
 from raysim.api.setup import MethodDeclaration
 from raysim.api.topology import Federation, Network
+from raysim.primitives.streams import torch_seed
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.replicas import Replicas
-from raysim.simulation.server import default_weighting, make_server
+from raysim.simulation.server import Server, default_weighting, make_server
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Vector
 
@@ -42,6 +46,8 @@ def describe_network(network: Network) -> str:
         return ""
     if network.on_clients:
         text = f"{network.replicas} clients with a model each"
+    elif network.moves_clients:
+        text = f"up to {network.replicas} {network.name}s"
     else:
         sizes = np.bincount(network.replica_of, minlength=network.replicas)
         clients = f"{sizes.min()} to {sizes.max()}" if np.ptp(sizes) else f"{sizes[0]}"
@@ -66,7 +72,7 @@ def _check_network(network: Network, spec: RunSpec) -> None:
     counts = spec.data.partition.train.counts
     samples = np.bincount(network.replica_of, counts, minlength=network.replicas)
     empty = np.flatnonzero(samples == 0)
-    if len(empty) and not network.on_clients:
+    if len(empty) and not (network.on_clients or network.moves_clients):
         raise ValueError(
             f"topology: no client of {network.name} {empty[0]} has samples. Assign other clients "
             "to it."
@@ -106,6 +112,17 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
                 f"topology: method '{declared.method}' trains one model on the data of all "
                 "clients, and the topology has several models. Leave one of them out."
             )
+        if network.moves_clients and declared.needs_fixed_clients:
+            raise ValueError(
+                f"topology: method '{declared.method}' needs the same clients for each model "
+                f"({declared.needs_fixed_clients}), and clients change between the models of the "
+                "topology. Leave one of them out."
+            )
+        if network.chosen_by_loss and any(send.to == "client" for send in declared.sends):
+            raise ValueError(
+                f"topology: method '{declared.method}' sends tensors to single clients, and "
+                "clients choose their model after they receive all of them. Leave one of them out."
+            )
         part = server_part(declared)
         if network.on_clients and part:
             raise ValueError(
@@ -134,16 +151,70 @@ def make_replicas(
         return Replicas(network, [first], declarations)
     partition = spec.data.partition
     servers = []
-    is_unseen = np.zeros(len(partition.train), bool)
-    if partition.unseen is not None:
-        is_unseen[partition.unseen] = True
     for replica in range(network.replicas):
         counts, unseen = partition.train.counts, partition.unseen_count
         if not network.on_clients:
-            is_member = network.replica_of == replica
-            counts = np.where(is_member, counts, 0)
-            unseen = len(counts) - int(np.count_nonzero(is_member & ~is_unseen))
+            counts, unseen = replica_clients(spec, network.replica_of, replica)
         servers.append(make_server(spec, declarations, initial, size, counts, unseen, replica))
     for server in servers[1:]:
         server.vector, server.counters = servers[0].vector, servers[0].counters
-    return Replicas(network, servers, declarations)
+        if network.chosen_by_loss:
+            server.vector = _drawn_vector(spec, declarations, server.vector, server.replica)
+    set_clients = functools.partial(_set_clients, spec) if network.moves_clients else None
+    return Replicas(network, servers, declarations, set_clients)
+
+
+def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
+    """Return the training samples of a replica's clients, and the number of all other clients.
+
+    The samples are int64 [clients], 0 for clients of other replicas. Unseen clients count as
+    others.
+    """
+    partition = spec.data.partition
+    is_member = replica_of == replica
+    counts = np.where(is_member, partition.train.counts, 0)
+    if partition.unseen is not None:
+        is_member[partition.unseen] = False
+    return counts, len(counts) - int(np.count_nonzero(is_member))
+
+
+def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
+    """Tell a server which clients its replica has now."""
+    server.set_clients(*replica_clients(spec, replica_of, server.replica))
+
+
+def _drawn_vector(
+    spec: RunSpec, declarations: Declarations, vector: Tensor, replica: int
+) -> Tensor:
+    """Return a copy of a vector whose entries of the model have new initial values.
+
+    Raises ValueError if a layer has no rule for them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(spec.settings.seed, "topology.initial", replica))
+        model = draw_again(declarations.networks["model"])
+    drawn = vector.clone()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for entry in declarations.layout.entries:
+        if entry.network == "model" and not entry.personal:
+            drawn[entry.start : entry.stop] = tensors[entry.path].detach().flatten()
+    return drawn
+
+
+def draw_again(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with new initial values, by PyTorch's rule for each layer.
+
+    Raises ValueError if a layer has no rule for them.
+    """
+    model = copy.deepcopy(model)
+    for name, layer in model.named_modules():
+        if not any(True for _ in layer.parameters(recurse=False)):
+            continue
+        if not hasattr(layer, "reset_parameters"):
+            raise ValueError(
+                f"topology.rule=loss needs models with different initial values, and "
+                f"{name or 'the model'} ({type(layer).__name__}) cannot draw them, because it has "
+                "no reset_parameters. Choose another model, or set topology.rule=updates."
+            )
+        layer.reset_parameters()
+    return model

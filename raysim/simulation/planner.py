@@ -98,7 +98,7 @@ class PlannedAggregation:
     def from_json(cls, values: Mapping[str, Any]) -> PlannedAggregation:
         """Return the aggregation from the fields that `to_json` returned."""
         names = ("dispatched", "aggregated", "lost", "discarded")
-        jobs = {name: [Job(*job) for job in values[name]] for name in names}
+        jobs = {name: [Job.from_json(job) for job in values[name]] for name in names}
         return cls(**{**values, **jobs})
 
 
@@ -715,7 +715,7 @@ class Planner:
             self._selector.restore(selection)
         discarded = set(state["discarded"])
         for values in state["events"]:
-            job = Job(*values)
+            job = Job.from_json(values)
             site = self._site_of(job)
             self._start(site, job)
             if job.number in discarded:
@@ -729,7 +729,7 @@ class Planner:
             site.version, site.sent, site.since = values["version"], values["sent"], values["since"]
             site.down, site.up = values["down"], values["up"]
             site.since_meeting, site.waits = values["since_meeting"], values["waits"]
-            site.arrived = [Job(*job) for job in values["arrived"]]
+            site.arrived = [Job.from_json(job) for job in values["arrived"]]
         if self._costs is not None and state.get("costs"):  # older checkpoints have none
             self._costs.restore(state["costs"])
         self._next = PlannedAggregation.from_json(state["step"])

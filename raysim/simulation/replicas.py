@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from raysim.api.declare import Declarations
 from raysim.api.messages import Failure, GroupSums, Job, PublishedVersion, Update
 from raysim.api.setup import MethodDeclaration
-from raysim.api.topology import MixingRow, Network
+from raysim.api.topology import ClusterView, MixingRow, Network
 from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
@@ -29,15 +29,36 @@ class Replicas:
 
     version: the aggregations of the run so far, of any replica. report: columns of the last
     aggregation's row. numbers: for each replica the number of its published version. A replica gets
-    the next number when it changes; replicas that are equal may share one.
+    the next number when it changes; replicas that are equal may share one. clients_of: int64
+    [clients], the replica that serves each client now; where clients choose, the one that each
+    trained last. cluster_state: the arrays of the rule that moves clients.
+
+    set_clients: tells a server which clients it has, from `clients_of`; None if they never change.
     """
 
-    def __init__(self, network: Network, servers: Sequence[Server], declarations: Declarations):
+    def __init__(
+        self,
+        network: Network,
+        servers: Sequence[Server],
+        declarations: Declarations,
+        set_clients: Callable[[np.ndarray, Server], None] | None = None,
+    ):
         self.network, self.servers = network, servers
         self.version = 0
         self.report: dict[str, float] = {}
         self.numbers = [0] * len(servers)
         self._last_number = 0
+        if network.chosen_by_loss:  # all models are different
+            self.numbers = list(range(len(servers)))
+            self._last_number = len(servers) - 1
+        self._set_clients = set_clients
+        self.clients_of = network.replica_of
+        self.cluster_state: dict[str, np.ndarray] = {}
+        if network.moves_clients:
+            self.clients_of = np.array(network.replica_of)
+        if network.clusters is not None:
+            floats = declarations.layout.trained
+            self.cluster_state = network.clusters.state(len(self.clients_of), floats)
         self._changed: list[int] = list(range(len(servers)))  # not published yet
         self._sends = any(send.to == "all" for each in declarations.methods for send in each.sends)
 
@@ -54,11 +75,11 @@ class Replicas:
     @property
     def summable(self) -> bool:
         """True if workers may sum the updates of a replica."""
-        return self.first.summable
+        return self.first.summable and not self.network.moves_clients
 
     def replica_of(self, client: int) -> int:
         """Return the replica that serves a client."""
-        return 0 if self.is_single else self.network.replica_of.item(client)
+        return 0 if self.is_single else self.clients_of.item(client)
 
     def server_of(self, client: int) -> Server:
         """Return the server of the replica that serves a client."""
@@ -86,6 +107,92 @@ class Replicas:
 
     def _published(self, replica: int) -> PublishedVersion:
         return replace(self.servers[replica].published(), number=self.numbers[replica])
+
+    # --- clients that move ------------------------------------------------------------------------
+    def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
+        """Return the jobs of an aggregation with the replicas that their updates belong to.
+
+        Where clients choose, that is their choice; else it is the one that serves them now.
+        """
+        if not self.network.moves_clients:
+            return jobs
+        placed: list[Job] = []
+        moved: set[int] = set()
+        for job, result in zip(jobs, results, strict=True):
+            replica, base = self.replica_of(job.client), job.base
+            if self.network.chosen_by_loss and isinstance(result, Update):
+                chosen = result.replica
+                base = job.bases[chosen]
+                if chosen != replica:
+                    moved |= {replica, chosen}
+                    self.clients_of[job.client] = replica = chosen
+            placed.append(job._replace(replica=replica, base=base))
+        self._tell_servers(moved)
+        return placed
+
+    def _tell_servers(self, replicas: Iterable[int]) -> None:
+        assert self._set_clients is not None, "only for replicas whose clients move"
+        for replica in replicas:
+            self._set_clients(self.clients_of, self.servers[replica])
+
+    def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
+        """Let the rule move clients after an aggregation; return the replicas that get clients.
+
+        by_replica: the updates of each replica, in the order of acceptance.
+        """
+        rule = self.network.clusters
+        if rule is None:
+            return set()
+        changed: set[int] = set()
+        columns: dict[str, list[float]] = {}
+        trained = self.first.layout.trained
+        for replica, updates in by_replica.items():
+            server, report = self.servers[replica], dict[str, float]()
+            weights = server.counts.astype(np.float64)
+            if server.weighting == "uniform":
+                weights = (server.counts > 0).astype(np.float64)
+            view = ClusterView(
+                replica,
+                np.flatnonzero(server.counts),
+                self.version + 1,
+                np.array([update.client for update in updates], np.int64),
+                [update.delta[:trained] for update in updates if update.delta is not None],
+                weights,
+                self._free_replicas(),
+                self.cluster_state,
+                report,
+            )
+            for target, clients in rule.regroup(view).items():
+                self._check_move(target, clients, view)
+                self._copy_server(server, self.servers[target])
+                self.clients_of[clients] = target
+                changed.add(target)
+                self._tell_servers((replica, target))
+            for name, value in report.items():
+                columns.setdefault(name, []).append(value)
+        self.report |= {name: math.fsum(values) / len(values) for name, values in columns.items()}
+        self.report["topology.clusters"] = len(self.servers) - len(self._free_replicas())
+        return changed
+
+    def _free_replicas(self) -> list[int]:
+        return [replica for replica, server in enumerate(self.servers) if not server.able]
+
+    def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
+        """Raise ValueError unless some clients of a replica, and not all, move to a free one."""
+        is_member = np.isin(clients, view.members)
+        if target not in view.free or not is_member.all() or len(clients) >= len(view.members):
+            raise ValueError(
+                f"topology: {type(self.network.clusters).__name__}.regroup moves clients "
+                f"{clients.tolist()} of replica {view.replica} to replica {target}. Move some of "
+                f"view.members, and not all, to one of view.free ({list(view.free)})."
+            )
+
+    @staticmethod
+    def _copy_server(source: Server, target: Server) -> None:
+        """Let a replica start as a copy of another one, with its server state."""
+        target.vector, target.counters = source.vector, source.counters
+        target.version = source.version
+        target.state = {name: tensor.clone() for name, tensor in source.state.items()}
 
     # --- an aggregation ---------------------------------------------------------------------------
     def receive(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> list[Arrival]:
@@ -156,7 +263,15 @@ class Replicas:
             for name, value in server.report.items():
                 reports.setdefault(name, []).append(value)
         self.report = {name: math.fsum(values) / len(values) for name, values in reports.items()}
-        return set(by_replica)
+        present = {
+            replica: [update for place in places if (update := updates[place]) is not None]
+            for replica, places in by_replica.items()
+        }
+        if self.network.chosen_by_loss:
+            for replica in range(len(self.servers)):
+                share = len(present.get(replica, ())) / max(1, len(updates))
+                self.report[f"topology.share_{replica}"] = share
+        return set(by_replica) | self._regroup(present)
 
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
         """Let replicas exchange after an aggregation; return those that may have changed.
@@ -200,10 +315,17 @@ class Replicas:
         """Return the mean of the replicas [layout.shared], and the maximum of their counters."""
         return self._mean_of([server.vector for server in self.servers])
 
+    def _mean_weights(self) -> list[float]:
+        """Return the weight of each replica in the mean; by samples where clients move."""
+        if not self.network.moves_clients:
+            return list(self.network.mean_weights.tolist())
+        samples = np.array([server.samples for server in self.servers], np.float64)
+        return list((samples / samples.sum()).tolist())
+
     def _mean_of(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if all(vector is vectors[0] for vector in vectors):  # as after a meeting
             return vectors[0], self.first.counters
-        weights = self.network.mean_weights.tolist()
+        weights = self._mean_weights()
         counters = np.max([server.counters.numpy() for server in self.servers], axis=0)
         arrays = [vector.numpy() for vector in vectors]
         return fold_groups([(arrays, weights)]), torch.from_numpy(counters)
@@ -213,16 +335,31 @@ class Replicas:
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
         total = 0.0
-        for server, weight in zip(self.servers, self.network.mean_weights.tolist(), strict=True):
+        for server, weight in zip(self.servers, self._mean_weights(), strict=True):
             distance = torch.linalg.vector_norm(server.vector[:trained] - mean, dtype=torch.float64)
             total += weight * float(distance) ** 2
         return math.sqrt(total)
 
     # --- checkpoints ------------------------------------------------------------------------------
-    def restore(self, version: int, numbers: Sequence[int]) -> None:
-        """Continue from a checkpoint; the servers are already restored."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return where clients are, and the arrays of the rule that moves them, by name."""
+        if not self.network.moves_clients:
+            return {}
+        rule = {f"rule/{name}": array for name, array in self.cluster_state.items()}
+        return {"clients_of": self.clients_of, **rule}
+
+    def restore(
+        self, version: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Continue from a checkpoint; the servers are already restored. arrays: of `arrays`."""
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)
+        if not arrays:
+            return
+        self.clients_of = np.array(arrays["clients_of"])
+        for name, array in self.cluster_state.items():
+            array[...] = arrays[f"rule/{name}"]
+        self._tell_servers(range(len(self.servers)))
 
 
 class _Bases(Mapping[int, PublishedVersion]):

@@ -86,10 +86,7 @@ class Server:
         self.weighting, self.group, self.size = weighting, group, size
         self.format_client = format_client
         self.vector, self.counters = vector, counters
-        self.counts = counts
-        self.population = len(counts) - unseen
-        # Clients that have samples, and all samples; counted once, for a million clients.
-        self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
+        self.set_clients(counts, unseen)
         self.needs_single_updates = declarations.needs_single_updates
         self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
         self.version = 0
@@ -111,6 +108,14 @@ class Server:
         for declared in declarations.methods:
             for name, initial in declared.server_state.items():
                 self.state[f"{declared.method}.{name}"] = initial(self._views[declared.method])
+
+    def set_clients(self, counts: np.ndarray, unseen: int) -> None:
+        """Set the clients of this model. counts, unseen: see `Server`."""
+        self.counts = counts
+        self.population = len(counts) - unseen
+        # Clients that have samples, and all samples; counted once, for a million clients.
+        self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
+        self.__dict__.pop("sample_ends", None)
 
     @property
     def clients(self) -> int:

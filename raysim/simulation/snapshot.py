@@ -50,6 +50,7 @@ def take(run: RunState) -> Snapshot:
         "participations": planner.participations,
         "taken": planner.accepted,
         **{f"selection/{name}": array for name, array in planner.selection_arrays().items()},
+        **{f"topology/{name}": array for name, array in replicas.arrays().items()},
         **{f"best/{name}": array for name, array in best.items()},
         **{f"best_model/{name}": array for name, array in best_model.items()},
     }
@@ -91,7 +92,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     numbers, arrays, server = snapshot.numbers, snapshot.server, run.replicas.first
     for replica, version in enumerate(numbers["replica_versions"]):
         _restore_server(run.replicas.servers[replica], version, arrays, _prefix(replica))
-    run.replicas.restore(numbers["version"], numbers["replicas"])
+    run.replicas.restore(numbers["version"], numbers["replicas"], _under(arrays, "topology/"))
     run.planner.restore(
         numbers["planner"],
         arrays["participations"],
@@ -101,7 +102,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     run.versions.restore(_published(arrays, version) for version in numbers["bases"])
     rows = []
     for state, values in numbers["jobs"]:
-        job = Job(*values)
+        job = Job.from_json(values)
         extras = _under(arrays, f"job/{job.number}/")
         rows.append(JobRow(job._replace(extras=extras), JobState(state)))
     run.jobs.restore(map(PlannedAggregation.from_json, numbers["aggregations"]), rows)

@@ -21,6 +21,7 @@ from raysim.api.topology import (
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream
+from raysim.simulation.clustering import SplitByUpdates
 
 MAX_KMEANS_ROUNDS = 50
 
@@ -128,6 +129,73 @@ class Hierarchical(Topology):
             )
         totals = np.maximum(label_counts.sum(1, keepdims=True), 1)
         return k_means(label_counts / totals, federation.counts > 0, self.edges, generator)
+
+
+@dataclass(frozen=True)
+class Clustered(Topology):
+    """Several models on one server, each for the clients with similar data.
+
+    rule="updates" begins with one model, and splits the clients of a model where their updates
+    point in different directions. Source: Sattler, Mueller and Samek, "Clustered Federated
+    Learning" (IEEE TNNLS 2021), CFL; see `raysim.simulation.clustering`.
+
+    rule="loss" has `clusters` models with different initial values. A client receives all of them
+    and trains the one with the smallest loss on its training samples, in eval mode and without
+    augmentation; of equal losses the first model counts. Scores are of the model with the smallest
+    loss on the client's training samples. Source: Ghosh, Chung, Yin and Ramchandran, "An Efficient
+    Framework for Clustered Federated Learning" (NeurIPS 2020), IFCA, Algorithm 1 with model
+    averaging. The first model is the run's model; the others draw new initial values by PyTorch's
+    rule for each layer.
+
+    clusters: the most models. For rule="updates": mean_norm, max_norm: a cluster is split only if
+    the norm of its mean update is less than mean_norm (eps_1 in the paper) and the longest update
+    longer than max_norm (eps_2). gamma: gamma_max of the paper; 0 splits by the norms alone. start:
+    aggregations before the first split. min_size: clusters of so many clients are not split.
+    """
+
+    rule: str = "updates"
+    clusters: int = 4
+    mean_norm: float = 0.4
+    max_norm: float = 1.6
+    gamma: float = 0.0
+    start: int = 20
+    min_size: int = 2
+
+    def __post_init__(self) -> None:
+        one_of("topology.rule", self.rule, ("updates", "loss"))
+        at_least("topology.clusters", self.clusters, 2)
+        above("topology.mean_norm", self.mean_norm, 0)
+        at_least("topology.max_norm", self.max_norm, 0)
+        in_range("topology.gamma", self.gamma, least=0, below=1)
+        at_least("topology.start", self.start, 0)
+        at_least("topology.min_size", self.min_size, 1)
+
+    def connect(self, federation: Federation) -> Network:
+        """Return the models; all clients begin with the first one."""
+        able = int(np.count_nonzero(federation.counts))
+        if self.clusters > able:
+            raise ValueError(
+                f"topology.clusters={self.clusters} is more than the {able} clients with samples. "
+                f"Set topology.clusters={able} or less."
+            )
+        chosen_by_loss, rule = self.rule == "loss", None
+        summary = "each client trains the one with the smallest loss"
+        if not chosen_by_loss:
+            rule = SplitByUpdates(
+                self.mean_norm, self.max_norm, self.gamma, self.start, self.min_size
+            )
+            summary = (
+                f"one at first, split where a mean update is shorter than {self.mean_norm:g} and "
+                f"one of the updates longer than {self.max_norm:g}"
+            )
+        return Network(
+            np.zeros(federation.clients, np.int64),
+            shares=np.ones(self.clusters),
+            chosen_by_loss=chosen_by_loss,
+            clusters=rule,
+            name="cluster",
+            summary=summary,
+        )
 
 
 @dataclass(frozen=True)

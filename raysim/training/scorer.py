@@ -65,6 +65,30 @@ class Scorer:
                     reports.append(self._report_set(task, self._scored(task, broadcast, state)))
         return reports
 
+    def best_version(
+        self, client: int, versions: Sequence[PublishedVersion], state: ClientState[Tensor]
+    ) -> int:
+        """Return the place of the version with the smallest loss on a client's training samples.
+
+        Losses are means over all samples, in eval mode and without augmentation. Of equal losses
+        the first one counts. state: the client state to which the personal parameters belong.
+        """
+        self.trainer.set_training(False)
+        losses = []
+        for published in versions:
+            broadcast = self.receiver.receive(published)
+            self.trainer.load(broadcast.base, broadcast.counters, state)
+            losses.append(self._mean_loss(client))
+        return losses.index(min(losses))
+
+    def _mean_loss(self, client: int) -> float:
+        model, objective = self.vector.networks["model"], self.trainer.task.objective
+        losses = []
+        with torch.no_grad():
+            for inputs, labels in self.trainer.client_samples(client):
+                losses.append(objective.losses(model(inputs), labels))
+        return float(torch.cat(losses).mean(dtype=torch.float64))
+
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
     ) -> dict[str, Tensor]:

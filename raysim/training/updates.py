@@ -89,6 +89,7 @@ class UpdateBuilder:
             probe=probe,
             loss_rows=sum(loss_rows),
             norm=norm,
+            replica=job.replica,
             delta=None if is_summed else self.copies.copy(delta.clone()),
         )
 

@@ -253,7 +253,7 @@ class _TrainingCall:
         sent: Sequence[StoredState | None] | None,
         sums: WorkerSums,
     ):
-        self.worker, self.jobs, self.published = worker, jobs, published
+        self.worker, self.jobs, self.published = worker, list(jobs), published
         self.sent, self.sums = sent, sums
         self.numbers = [job.number for job in jobs]
         self._order = worker.loop.order(self.numbers)
@@ -278,6 +278,10 @@ class _TrainingCall:
         worker, job = self.worker, self.jobs[place]
         sent = None if self.sent is None else self.sent[place]
         state = worker.states.get(job.client, job.state, sent)
+        if job.bases:
+            received = [self.published[number] for number in job.bases]
+            replica = worker.scorer.best_version(job.client, received, state)
+            job = self.jobs[place] = job._replace(replica=replica, base=job.bases[replica])
         broadcast = self._receive(job.base)
         self._begun[place] = time.perf_counter(), state, broadcast
         prepared = worker.trainer.prepared

@@ -44,7 +44,7 @@ def test_method_runs_by_name_with_the_default_study(name: str) -> None:
 
 
 # Methods with many columns, with client states of several kinds, and with warnings.
-@pytest.mark.parametrize("name", ["fedpac", "ifca", "dp_fedavg"])
+@pytest.mark.parametrize("name", ["fedpac", "dp_fedavg"])
 def test_method_writes_its_results_with_the_default_study(name: str, tmp_path: Path) -> None:
     result = run([*SMALL, f"method={name}", f"out={tmp_path / name}"], quiet=True)
     assert result.summary["rounds"] == 1

@@ -44,7 +44,7 @@ from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.setup import MethodDeclaration, Setup
+from raysim.api.setup import MethodDeclaration
 from raysim.conformance import agreement
 from raysim.conformance.methods import Seen, check_arguments, check_messages
 from raysim.methods.ace import ACE
@@ -89,7 +89,6 @@ from raysim.methods.ffa_lora import FFALoRA
 from raysim.methods.fraug import FRAug
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
-from raysim.methods.ifca import IFCA
 from raysim.methods.inco import InCo
 from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
@@ -412,7 +411,6 @@ TABLE: dict[str, Row] = {
         {"in a client's first participation": Plain(FedALA, run={"rounds": 1})},
         private=True,
     ),
-    "ifca": Row(IFCA, {"clusters=1": Plain(lambda: IFCA(1))}, frozenset({"ifca.cluster"})),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
     "ffa_lora": Row(FFALoRA, model=ADAPTED_MLP),
     "fedsa_lora": Row(FedSALoRA, model=ADAPTED_MLP, personal=True, private=True),
@@ -793,7 +791,7 @@ ALTERNATIVES = [
         ["mixup", name] for name in ("fedmix", "fraug", "fedproto")
     ),  # soft labels and a need for integer ones
     [
-        *("apfl", "ditto", "fedala", "fedpac", "fedproto", "ifca", "partialfed", "pfedavg"),
+        *("apfl", "ditto", "fedala", "fedpac", "fedproto", "partialfed", "pfedavg"),
         "pfedme",
     ],  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
@@ -811,18 +809,7 @@ ALTERNATIVES = [
             "dp_fedavg",
         ),
         "fednova",
-        "ifca",
     ],
-    # One of several models is trained: values for one model, or a part of it on the client, do not
-    # fit.
-    *(
-        ["ifca", name]
-        for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
-    ),
-    *(
-        ["ifca", name]
-        for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedbabu", "fedproto", "local")
-    ),
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not
     # of its arrivals.
     *(
@@ -861,7 +848,7 @@ ALTERNATIVES = [
                 "ditto",
                 "fedrep",
             ),
-            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl", "ifca"),
+            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl"),
         )
     ),
 ]
@@ -870,18 +857,6 @@ ALTERNATIVES = [
 def test_only_alternatives_exclude_each_other() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
     assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
-
-
-class KeepsHead(Method):
-    name = "keeps_head"
-
-    def setup(self, run: Setup) -> None:
-        run.private_parameters(["model.head.weight"])
-
-
-def test_ifca_refuses_users_method_that_keeps_parameters() -> None:
-    with pytest.raises(ValueError, match=r"method 'keeps_head' .*method 'ifca'.* on the client"):
-        declare_run(study(KeepsHead(), IFCA()))
 
 
 def test_three_methods_run_together() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import SEED, coordinate, run_spec, run_to_end, tiny_data, with_settings
+from tiny_runs import SEED, FinishedRun, coordinate, run_spec, run_to_end, tiny_data, with_settings
 from torch import Tensor
 
 from raysim.api.client_state import to_named_arrays
@@ -22,6 +22,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.simulation.server import Server
 from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.worker import Worker
 from textbook.world import Book, Job, World
@@ -72,8 +73,22 @@ class RecordingTrainer(Trainer):
             yield batch
 
 
-def check(row: Row) -> None:
-    """Assert that raysim and the textbook end at the same numbers."""
+@dataclass(frozen=True)
+class Recorded:
+    """A finished run, and the same run without its training, as a textbook gets it.
+
+    starts: the initial values of each replica, by full name.
+    """
+
+    ended: FinishedRun
+    coordinator: Coordinator
+    worker: Worker
+    world: World
+    starts: Sequence[Mapping[str, Tensor]]
+
+
+def run_recorded(row: Row) -> Recorded:
+    """Run raysim at the settings of a row, and record batches and draws."""
     data = row.study.get("data", tiny_data(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
     study = with_settings(
@@ -86,6 +101,9 @@ def check(row: Row) -> None:
     coordinator = coordinate(study, row.schedule, Ideal(), InProcess(worker))
     initial = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
     start = {name: tensor.clone() for name, tensor in initial.items()}
+    starts = [
+        start | replica_tensors(coordinator, server) for server in coordinator.replicas.servers
+    ]
     accepted = record_accepted_jobs(coordinator)
 
     ended = run_to_end(coordinator)
@@ -93,7 +111,22 @@ def check(row: Row) -> None:
     rounds = []
     for jobs in accepted:
         rounds.append([_job(*facts, trainer) for facts in jobs])
-    book = row.book(_world(row, rounds, start, coordinator, worker))
+    world = _world(row, rounds, start, coordinator, worker)
+    return Recorded(ended, coordinator, worker, world, starts)
+
+
+def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tensor]:
+    """Return a copy of the tensors of a replica, by full name."""
+    named = coordinator.initial.named(server.vector, server.counters)
+    return {name: tensor.clone() for name, tensor in named.items()}
+
+
+def check(row: Row) -> None:
+    """Assert that raysim and the textbook end at the same numbers."""
+    recorded = run_recorded(row)
+    ended, coordinator, worker = recorded.ended, recorded.coordinator, recorded.worker
+    study, rounds = coordinator.spec, recorded.world.rounds
+    book = row.book(recorded.world)
 
     personal = _personal_names(coordinator)
     shared = {name: tensor for name, tensor in book.shared.items() if name not in personal}

@@ -1,4 +1,4 @@
-"""Test FedProto, pFedMe, FedALA and IFCA against their textbooks."""
+"""Test FedProto, pFedMe and FedALA against their textbooks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
 from raysim.methods.fedala import FedALA
 from raysim.methods.fedproto import FedProto
-from raysim.methods.ifca import IFCA
 from raysim.methods.pfedme import PFedMe
 from raysim.simulation.schedule import Synchronous
 from textbook.check import Row, check
 from textbook.fedala import fedala
 from textbook.fedproto import fedproto
-from textbook.ifca import ifca
 from textbook.pfedme import pfedme
 
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
@@ -63,11 +61,6 @@ ROWS = {
     "fedala with BatchNorm": local_aggregation(rate=5.0, share=1.0, study=NORMED),
     "fedala, some never train": local_aggregation(study=NORMED, **FEW),
     "fedala, more rounds": local_aggregation(rate=2.0, share=0.5, run={"rounds": 5}),
-    "ifca": Row(partial(ifca, clusters=2), lambda: [IFCA()], run={"rounds": 5}),
-    "ifca, three with BatchNorm": Row(partial(ifca, clusters=3), lambda: [IFCA(3)], NORMED),
-    "ifca, classes that few hold": Row(
-        partial(ifca, clusters=3), lambda: [IFCA(3)], {"data": SKEWED}, {"rounds": 5}
-    ),
     "pfedme": envelopes(),
     "pfedme with BatchNorm": envelopes(3, 5.0, 0.1, study=NORMED),
     "pfedme, part of the mean": envelopes(2, 8.0, 0.05, 0.6, study=NORMED),

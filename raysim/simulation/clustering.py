@@ -1,0 +1,115 @@
+"""CFL: split the clients of a model where their updates point in different directions.
+
+Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed
+Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
+to 3. With updates d_i of the clients i of a cluster, and weights w_i by samples:
+
+    the cluster is split if   |sum_i w_i d_i / sum_i w_i| < eps_1  and  max_i |d_i| > eps_2
+    a_ij = <d_i, d_j> / (|d_i| |d_j|)
+    c_1, c_2 = argmin over all bipartitions of  a_cross = max of a_ij for i in c_1, j in c_2
+    and only if   gamma_max < sqrt((1 - a_cross) / 2)
+
+A model near a stationary point of its own objective, which is not one of single clients, satisfies
+the first line. Both parts start from the model of the cluster and are split again later.
+
+Departures from the paper
+- The update of a client that an aggregation does not have is its last one since its cluster began,
+  so that not all clients have to take part in each round. A cluster is split only when every member
+  has an update.
+- A cluster is split after the aggregation, with the model that follows from it.
+- No split before `start` aggregations, none of a cluster of `min_size` clients or fewer, as in the
+  authors' code, and none when `clusters` models exist.
+- A client that trained from the model before a split belongs to its new cluster at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raysim.api.topology import ClusterRule, ClusterView
+from raysim.vectors.blocks import fold_groups
+from raysim.vectors.gram import gram_matrix
+
+
+def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the bipartition with the smallest largest similarity across it, and that similarity.
+
+    similarities: symmetric, float64 [n, n], n from 2 on. The bipartition is a bool array [n], False
+    for the first client. Pairs are joined from the most similar one on, until two parts are left
+    (Algorithm 1; of equal similarities the first pair counts).
+    """
+    count = len(similarities)
+    one, other = np.triu_indices(count, 1)
+    order = np.argsort(-similarities[one, other], kind="stable")
+    part_of = np.arange(count)
+    parts = count
+    for first, second in zip(one[order].tolist(), other[order].tolist(), strict=True):
+        if part_of[first] == part_of[second]:
+            continue
+        if parts == 2:
+            return part_of != part_of[0], float(similarities[first, second])
+        part_of[part_of == part_of[second]] = part_of[first]
+        parts -= 1
+    raise AssertionError("every pair is in one part, although two parts are left")
+
+
+def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the cosine similarities of vectors [d], float64 [n, n]; 0 for a vector of zeros."""
+    products = gram_matrix([torch.from_numpy(row) for row in rows]).numpy()
+    norms = np.sqrt(np.diag(products))
+    scales = np.outer(norms, norms)
+    return np.divide(products, scales, out=np.zeros_like(products), where=scales > 0)
+
+
+@dataclass(frozen=True)
+class SplitByUpdates(ClusterRule):
+    """The rule of CFL. mean_norm: eps_1. max_norm: eps_2. gamma: gamma_max."""
+
+    mean_norm: float = 0.4
+    max_norm: float = 1.6
+    gamma: float = 0.0
+    start: int = 20
+    min_size: int = 2
+
+    def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
+        """Return the last update of each client since its cluster began, and whether it has one."""
+        return {
+            "updates": np.zeros((clients, floats), np.float32),
+            "is_known": np.zeros(clients, bool),
+        }
+
+    def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
+        """Return the second part of a cluster that is split."""
+        updates, is_known = view.state["updates"], view.state["is_known"]
+        for client, delta in zip(view.clients.tolist(), view.deltas, strict=True):
+            updates[client] = delta
+            is_known[client] = True
+        members = view.members[is_known[view.members]]
+        if not len(members):
+            return {}
+        rows = [updates[client] for client in members.tolist()]
+        weights = view.weights[members]
+        mean = fold_groups([(rows, (weights / weights.sum()).tolist())])
+        norms = [_norm(torch.from_numpy(row)) for row in rows]
+        mean_norm, max_norm = _norm(mean), max(norms)
+        view.report["topology.mean_norm"] = mean_norm
+        view.report["topology.max_norm"] = max_norm
+        is_complete = len(members) == len(view.members) > self.min_size
+        if not (is_complete and view.free and view.version >= self.start):
+            return {}
+        if not (mean_norm < self.mean_norm and max_norm > self.max_norm):
+            return {}
+        is_second, across = bipartition(cosine_similarities(rows))
+        if self.gamma >= math.sqrt(max(0.0, 1 - across) / 2):
+            return {}
+        is_known[members] = False
+        return {view.free[0]: members[is_second]}
+
+
+def _norm(vector: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))

@@ -1,0 +1,207 @@
+"""topology=clustered: whole runs, what is refused, and the rule that splits clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import coordinate, run, run_spec, tiny_data
+
+from raysim import load
+from raysim.api.declarations import Evaluation, Local
+from raysim.api.method import Method
+from raysim.api.topology import ClusterRule, ClusterView, Federation, Network, Topology
+from raysim.conformance.agreement import check_resumed, check_workers
+from raysim.experiment.execute import run as run_experiment
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedcm import FedCM
+from raysim.methods.feddyn import FedDyn
+from raysim.methods.fedopt import FedAdam
+from raysim.methods.fedpac import FedPAC
+from raysim.methods.groupdro import GroupDRO
+from raysim.methods.scaffold import Scaffold
+from raysim.primitives.errors import RefusedError
+from raysim.simulation.clustering import bipartition, cosine_similarities
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
+from raysim.simulation.selection_rules import PowerOfChoice
+from raysim.simulation.topologies import Clustered
+
+CLIENTS = 8
+ALL = Synchronous(CLIENTS)
+# Clusters of the tiny runs are split in the first rounds.
+EAGER = Clustered("updates", 4, mean_norm=100.0, max_norm=0.01, start=0)
+CHOICE = Clustered("loss", 3)
+
+
+def spec(topology: Topology, *methods: Method, **others: Any) -> Any:
+    return run_spec(*methods, data=tiny_data(clients=CLIENTS), topology=topology, **others)
+
+
+@pytest.mark.parametrize("topology", [EAGER, CHOICE], ids=["updates", "loss"])
+@pytest.mark.parametrize(
+    "schedule", [ALL, Buffered(6, 3), Immediate(4)], ids=lambda s: s.__class__.__name__
+)
+@pytest.mark.parametrize("methods", [(), (FedAdam(), FedBN(), FedCM())], ids=["none", "three"])
+def test_runs_agree_on_workers_and_resumed(
+    topology: Topology, schedule: Schedule, methods: tuple[Method, ...]
+) -> None:
+    def make() -> Any:
+        return spec(topology, *methods, local=Local(lr=0.1))
+
+    check_workers(make, schedule, Lognormal())
+    check_resumed(make, schedule, Lognormal())
+
+
+def test_resumed_run_continues_within_clusters() -> None:
+    found = run(spec(EAGER), ALL, rounds=3)
+    assert found.rows[0]["topology.clusters"] == 2
+    assert found.rows[2]["topology.clusters"] == 4
+    assert len({*found.coordinator.replicas.clients_of.tolist()}) == 4
+
+
+def test_choices_are_the_same_in_lanes() -> None:
+    one, several = (run(spec(CHOICE, lanes=lanes), ALL, rounds=3) for lanes in (1, 3))
+    choices = [found.coordinator.replicas.clients_of.tolist() for found in (one, several)]
+    assert choices[0] == choices[1] and len({*choices[0]}) > 1
+
+
+def test_client_with_stale_base_counts_for_its_new_cluster() -> None:
+    """A job that began before a split is aggregated into the model of its client's cluster."""
+    found = run(spec(EAGER), Buffered(6, 3), Lognormal(), rounds=8)
+    replicas = found.coordinator.replicas
+    assert found.rows[-1]["topology.clusters"] > 1
+    for replica, server in enumerate(replicas.servers):
+        members = np.flatnonzero(server.counts)
+        assert (replicas.clients_of[members] == replica).all()
+    assert sum(server.samples for server in replicas.servers) == found.coordinator.counts.sum()
+
+
+def test_choice_costs_all_models_and_a_forward_pass_of_each() -> None:
+    star, choice = (run(spec(topology), ALL, rounds=2) for topology in (_star(), CHOICE))
+    size = star.coordinator.layout.shared
+    assert choice.rows[-1]["floats_down"] == 3 * star.rows[-1]["floats_down"]
+    assert choice.rows[-1]["floats_up"] == star.rows[-1]["floats_up"] + 2 * CLIENTS
+    job, plain = choice.aggregations[0].aggregated[0], star.aggregations[0].aggregated[0]
+    counts = choice.coordinator.counts
+    assert job.down == 3 * size
+    assert job.work == pytest.approx(plain.work + counts[job.client])  # 3 thirds of a step
+
+
+def _star() -> Topology:
+    from raysim.api.topology import Star
+
+    return Star()
+
+
+def test_measured_selection_sees_the_smallest_loss() -> None:
+    make = spec(CHOICE, selection=PowerOfChoice(6, loss="measured"))
+    found = run(make, Synchronous(3), rounds=3)
+    replicas, evaluator = found.coordinator.replicas, found.coordinator.evaluator
+    losses = evaluator.replica_losses(range(CLIENTS), None, replicas, found.coordinator.versions)
+    assert losses.shape == (3, CLIENTS)
+    measured = found.coordinator._measure_losses(range(CLIENTS), None)
+    np.testing.assert_array_equal(measured, losses.min(axis=0))
+
+
+@pytest.mark.parametrize("method", [Scaffold(), FedDyn(), GroupDRO()])
+@pytest.mark.parametrize("topology", [EAGER, CHOICE])
+def test_clustered_refuses_methods_with_fixed_clients(method: Method, topology: Topology) -> None:
+    with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
+        coordinate(spec(topology, method), ALL)
+
+
+def test_choice_refuses_messages_to_single_clients() -> None:
+    with pytest.raises(ValueError, match="topology: method 'fedpac'"):
+        coordinate(spec(CHOICE, FedPAC(), local=Local(epochs=2)), ALL)
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"rule": "kmeans"}, r"topology\.rule"),
+        ({"clusters": 1}, r"topology\.clusters"),
+        ({"mean_norm": 0.0}, r"topology\.mean_norm"),
+        ({"gamma": 1.0}, r"topology\.gamma"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Clustered(**settings)
+
+
+def test_more_clusters_than_clients_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"topology\.clusters=9"):
+        Clustered("loss", 9).connect(Federation(0, np.full(CLIENTS, 5), "samples", 10))
+
+
+def test_method_ifca_is_answered_by_the_topology(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="topology=clustered topology[.]rule=loss"):
+        run_experiment(["method=ifca", f"out={tmp_path}"])
+
+
+def test_client_model_is_that_of_its_cluster(tmp_path: Path) -> None:
+    result = run_experiment(
+        "data=digits data.size=300 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
+        "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "
+        f"runtime=inprocess tracking=none out={tmp_path / 'run'}",
+        quiet=True,
+    )
+    clients = load(result.folder)
+    models = [clients.client_model(client).state_dict() for client in range(6)]
+    replica_of = result.clients["replica"]
+    for one in range(6):
+        for other in range(one):
+            key = "head.weight"
+            is_same = np.array_equal(models[one][key], models[other][key])
+            assert is_same == (replica_of[one] == replica_of[other])
+
+
+# --- the rule ---------------------------------------------------------------------------------
+def test_bipartition_separates_opposite_directions() -> None:
+    rows = [np.array(row, np.float32) for row in ([1, 0.1], [-1, 0], [1, -0.1], [-2, 0.1])]
+    is_second, across = bipartition(cosine_similarities(rows))
+    assert is_second.tolist() == [False, True, False, True]
+    assert across < -0.9
+
+
+def test_bipartition_of_equal_updates_and_zeros() -> None:
+    rows = [np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)]
+    is_second, across = bipartition(cosine_similarities(rows))
+    assert is_second.tolist() == [False, False, True] and across == 0
+
+
+@dataclass(frozen=True)
+class OneByOne(ClusterRule):
+    """Move one client per aggregation to a place of the test's choice."""
+
+    target: int = 1
+    many: bool = False
+
+    def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
+        count = len(view.members) if self.many else 1
+        return {self.target: view.members[:count]} if view.free else {}
+
+
+@dataclass(frozen=True)
+class Pieces(Topology):
+    rule: ClusterRule
+
+    def connect(self, federation: Federation) -> Network:
+        zeros = np.zeros(federation.clients, np.int64)
+        return Network(zeros, shares=np.ones(2), clusters=self.rule)
+
+
+def test_own_rule_moves_clients_to_a_free_replica() -> None:
+    found = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
+    assert found.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
+
+
+@pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
+def test_wrong_move_is_refused(rule: ClusterRule) -> None:
+    with pytest.raises(ValueError, match="topology: OneByOne[.]regroup"):
+        run(spec(Pieces(rule)), ALL, rounds=2)

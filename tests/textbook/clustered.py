@@ -1,0 +1,105 @@
+"""IFCA (Ghosh et al. 2020, Algorithm 1, model averaging) and CFL (Sattler et al. 2020) by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textbook.plain import average, detach, is_buffer, logits, train
+from textbook.world import Params, World
+
+
+@dataclass
+class Clusters:
+    """The models at the end, the model that each client is scored with, and columns."""
+
+    models: list[Params]
+    model_of: list[int]
+    columns: dict[str, list[float]] = field(default_factory=dict)
+
+
+def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
+    """Let each client train the model with the least loss; average each over its clients."""
+    models = [detach(start) for start in starts]
+    shares: list[list[float]] = [[] for _ in models]
+
+    def best(client: int) -> int:
+        inputs, labels = world.data[client]
+        losses = [float(F.cross_entropy(logits(dict(p), inputs, False), labels)) for p in models]
+        return losses.index(min(losses))
+
+    for jobs in world.rounds:
+        chosen = [best(job.client) for job in jobs]
+        trained: list[list[Params]] = [[] for _ in models]
+        samples: list[list[float]] = [[] for _ in models]
+        for job, k in zip(jobs, chosen, strict=True):
+            trained[k].append(detach(train(world, job, models[k])))
+            samples[k].append(float(job.samples))
+        for k in range(len(models)):
+            shares[k].append(len(trained[k]) / len(jobs))
+            if trained[k]:
+                models[k] = average(trained[k], samples[k])
+    columns = {f"topology.share_{k}": values for k, values in enumerate(shares)}
+    return Clusters(models, [best(client) for client in range(world.clients)], columns)
+
+
+def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
+    """Average each cluster; split it by brute force over all bipartitions where norms say so.
+
+    All clients train in each round, as in the paper.
+    """
+    models, members = [detach(world.start)], [list(range(world.clients))]
+    counts = []
+    for jobs in world.rounds:
+        job_of = {job.client: job for job in jobs}
+        # Clusters that this round makes are averaged and split from the next round on.
+        for k in range(len(models)):
+            trained = [detach(train(world, job_of[client], models[k])) for client in members[k]]
+            samples = [float(job_of[client].samples) for client in members[k]]
+            updates = [flat(after) - flat(models[k]) for after in trained]
+            models[k] = average(trained, samples)
+            mean = sum(n * u for n, u in zip(samples, updates, strict=True)) / sum(samples)
+            longest = max(float(update.norm()) for update in updates)
+            if float(mean.norm()) >= mean_norm or longest <= max_norm or len(models) == most:
+                continue
+            if len(members[k]) <= 2:
+                continue
+            second, across = best_bipartition(updates)
+            if gamma >= math.sqrt((1 - across) / 2):
+                continue
+            moved = [client for place, client in enumerate(members[k]) if place in second]
+            members[k] = [client for client in members[k] if client not in moved]
+            members.append(moved)
+            models.append(models[k])
+        counts.append(float(len(models)))
+    model_of = [
+        next(k for k, part in enumerate(members) if c in part) for c in range(world.clients)
+    ]
+    return Clusters(models, model_of, {"topology.clusters": counts})
+
+
+def flat(p: Mapping[str, Tensor]) -> Tensor:
+    """Return all parameters as one vector."""
+    return torch.cat([tensor.flatten() for name, tensor in p.items() if not is_buffer(name)])
+
+
+def best_bipartition(updates: Sequence[Tensor]) -> tuple[set[int], float]:
+    """Return the part without the first update, and the largest cosine similarity across."""
+    best: tuple[float, set[int]] = (math.inf, set())
+    places = range(len(updates))
+    for size in range(1, len(updates)):
+        for second in itertools.combinations(places[1:], size):
+            across = max(
+                float(F.cosine_similarity(updates[i], updates[j], dim=0))
+                for i in second
+                for j in places
+                if j not in second
+            )
+            best = min(best, (across, set(second)), key=lambda pair: pair[0])
+    return best[1], best[0]
