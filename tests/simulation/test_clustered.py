@@ -148,7 +148,7 @@ def test_client_model_is_that_of_its_cluster(tmp_path: Path) -> None:
     result = run_experiment(
         "data=digits data.size=300 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
         "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "
-        f"runtime=inprocess tracking=none out={tmp_path / 'run'}",
+        f"runtime=inprocess runtime.threads=1 tracking=none out={tmp_path / 'run'}",
         quiet=True,
     )
     clients = load(result.folder)
