@@ -21,6 +21,7 @@ from raysim.api.messages import (
     SetReport,
 )
 from raysim.api.metrics import ScoresOfRows
+from raysim.api.objectives import mean_loss
 from raysim.api.state_values import unpack
 from raysim.training.broadcast import Broadcast, Receiver
 from raysim.training.run_spec import RunSpec
@@ -87,7 +88,7 @@ class Scorer:
         with torch.no_grad():
             for inputs, labels in self.trainer.client_samples(client):
                 losses.append(objective.losses(model(inputs), labels))
-        return float(torch.cat(losses).mean(dtype=torch.float64))
+        return mean_loss(torch.cat(losses).cpu().numpy())
 
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
