@@ -140,7 +140,7 @@ def test_more_clusters_than_clients_are_refused() -> None:
 
 
 def test_method_ifca_is_answered_by_the_topology(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="topology=clustered topology[.]rule=loss"):
+    with pytest.raises(RefusedError, match=r"topology=clustered topology\.rule=loss"):
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
 
@@ -203,5 +203,5 @@ def test_own_rule_moves_clients_to_a_free_replica() -> None:
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
 def test_wrong_move_is_refused(rule: ClusterRule) -> None:
-    with pytest.raises(ValueError, match="topology: OneByOne[.]regroup"):
+    with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
         run(spec(Pieces(rule)), ALL, rounds=2)
