@@ -29,7 +29,7 @@ from raysim.data.csr import Ints
 from raysim.data.labels import LabelSet
 from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
 from raysim.data.rows import choose_test_rows
-from raysim.primitives.kinds import IGNORED, Tokens
+from raysim.primitives.kinds import IGNORED, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
 # The tokenizers of raysim; all others are those of Hugging Face.
@@ -309,6 +309,15 @@ def read_documents(
     origin = Origin(f"{columns[0]} ({types[columns[0]]})", labels, user or "", ", ".join(unused))
     raw = pack(documents, vocabulary, settings.length, is_packed, place, origin)
     return raw if users is not None else replace(raw, domains=None, domain_names=[])
+
+
+def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None) -> None:
+    """Raise ValueError if a setting of documents is given for another kind of data."""
+    for key, value in (("prompt", prompt), ("packing", packing)):
+        if value is not None and kind != "causal":
+            raise ValueError(
+                f"data.{key}={value} is for language data. Set data.kind=causal, or leave it null."
+            )
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:

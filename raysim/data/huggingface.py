@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from raysim.data.causal import (
+    DocumentSettings,
+    check_documents,
+    choose_test_documents,
+    read_documents,
+)
 from raysim.data.columns import (
     USER_NAMES,
     TokenSettings,
@@ -44,6 +51,8 @@ class HuggingFace(Source):
     columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
     length, padding, tokenizer: see `TokenSettings`.
+    kind="causal": each row is a document for a language model (causal.py), and needs no label.
+    prompt, packing: see `DocumentSettings`.
     """
 
     root: str | None = None
@@ -58,10 +67,13 @@ class HuggingFace(Source):
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
+    prompt: str | None = None
+    packing: bool | None = None
 
     def check(self) -> None:
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
+        check_documents(self.kind, self.prompt, self.packing)
 
     def files(self) -> list[Path]:
         if not self.root:
@@ -79,15 +91,19 @@ class HuggingFace(Source):
         place = self.root or self.name or ""
         tables = [split.with_format("arrow")[:] for split in splits]
         table, features = pa.concat_tables(tables), splits[0].features
+        test_rows = None
+        if len(tables) > 1:
+            test_rows = np.arange(len(table)) >= len(tables[0])
+        if self.kind == "causal":
+            return self._read_documents(table, test_rows, place)
         label = label_column(list(features), self.label, self.label_column, place)
         values = label_values(table, label, place)
         labels = read_labels(values, self.kind, _class_names(features[label]), place, self.ignore)
         user = self._find_user(list(features), place)
         users = None if user is None else group_values(table, user, place)
-        if len(tables) == 1:
+        is_test = test_rows
+        if is_test is None:
             is_test = spread_test_rows(labels, users, self.test_fraction)
-        else:
-            is_test = np.arange(len(table)) >= len(tables[0])
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
         columns, unused = find_inputs(self.columns or None, types, (label, user), place)
         origin = describe_origin(types, columns, label, user, unused)
@@ -99,6 +115,24 @@ class HuggingFace(Source):
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
         inputs, tokens = read_inputs(table, columns, settings, place)
         return assemble(inputs, labels, users, is_test, tokens, origin)
+
+    def _read_documents(
+        self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
+    ) -> Raw:
+        """Return each row as a document. is_test: None without a split `test`."""
+        user = self._find_user(table.column_names, place)
+        users = None if user is None else group_values(table, user, place)
+        if is_test is None:
+            is_test = choose_test_documents(users, len(table), self.test_fraction)
+        settings = DocumentSettings(
+            self.columns or None,
+            self.prompt,
+            self.tokenizer,
+            self.padding,
+            self.length,
+            self.packing,
+        )
+        return read_documents(table, user, users, is_test, settings, place)
 
     def _find_user(self, names: list[str], place: str) -> str | None:
         """Return the column of users, or None if there is none."""

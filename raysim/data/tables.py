@@ -10,7 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
+from numpy.typing import NDArray
 
+from raysim.data.causal import (
+    DocumentSettings,
+    check_documents,
+    choose_test_documents,
+    read_documents,
+)
 from raysim.data.columns import (
     USER_NAMES,
     TokenSettings,
@@ -44,6 +51,8 @@ class TextTable(Source):
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a test file.
     length, padding, tokenizer: see `TokenSettings`.
+    kind="causal": each row is a document for a language model (causal.py), and needs no label.
+    prompt, packing: see `DocumentSettings`.
     """
 
     root: str | None = None
@@ -54,6 +63,8 @@ class TextTable(Source):
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
+    prompt: str | None = None
+    packing: bool | None = None
     option: ClassVar[str] = ""  # what the user chose, such as "data=csv"
     endings: ClassVar[tuple[str, ...]] = ()  # of its files; messages name the first one
 
@@ -61,6 +72,7 @@ class TextTable(Source):
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
         require("data.columns", self.columns, self.columns != [], "a list of columns, or null")
+        check_documents(self.kind, self.prompt, self.packing)
 
     def with_domains(self, column: str) -> TextTable:
         return replace(self, user=column)
@@ -95,21 +107,38 @@ class TextTable(Source):
         table = _concatenate(tables, paths)
         names = table.column_names
         types = dict(zip(names, table.schema.types, strict=True))
+        test_rows = None
+        if len(tables) > 1:
+            test_rows = np.arange(len(table)) >= len(tables[0])
+        if self.kind == "causal":
+            return self._read_documents(table, test_rows, place)
         label = self.label or find_label(names, place)
         user = self.user or find_column([name for name in names if name != label], USER_NAMES)
         labels = read_labels(
             label_values(table, label, place, "data.label"), self.kind, None, place, self.ignore
         )
         users = None if user is None else group_values(table, user, place, "data.user")
-        if len(tables) == 1:
+        is_test = test_rows
+        if is_test is None:
             is_test = spread_test_rows(labels, users, self.test_fraction)
-        else:
-            is_test = np.arange(len(table)) >= len(tables[0])
         columns, unused = find_inputs(self.columns, types, (label, user), place)
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
         inputs, tokens = read_inputs(table, columns, settings, place)
         origin = describe_origin(types, columns, label, user, unused)
         return assemble(inputs, labels, users, is_test, tokens, origin)
+
+    def _read_documents(
+        self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
+    ) -> Raw:
+        """Return each row as a document. is_test: None without a test file."""
+        user = self.user or find_column(table.column_names, USER_NAMES)
+        users = None if user is None else group_values(table, user, place, "data.user")
+        if is_test is None:
+            is_test = choose_test_documents(users, len(table), self.test_fraction)
+        settings = DocumentSettings(
+            self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
+        )
+        return read_documents(table, user, users, is_test, settings, place)
 
     def _read_file(self, path: Path) -> pa.Table:
         """Return a file's rows. Raise ValueError if it is empty or two columns have one name."""

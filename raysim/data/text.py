@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.causal import Document, number_vocabulary, pack
+from raysim.data.causal import Document, character_vocabulary, number_vocabulary, pack
 from raysim.data.columns import assemble, pad_tokens
 from raysim.data.csr import Floats, Ints
 from raysim.data.labels import LabelSet, read_labels
@@ -36,7 +37,9 @@ class Leaf(Source):
     The files are root/train/*.json and root/test/*.json. Every user is a domain. Inputs are text,
     whose characters become tokens; lists of numbers; names of pictures (CelebA); or lists of fields
     (Sent140). Labels that are single characters are the 80 of LEAF's Shakespeare.
-    length: how many characters of a text are kept, the last ones. shape: the shape of inputs that
+    kind="causal": a language model of the texts, see causal.py; overlapping texts are joined.
+    length: how many characters of a text are kept, the last ones; with kind="causal" those of a
+    row. shape: the shape of inputs that
     are numbers, such as [1, 28, 28] for FEMNIST; None keeps their shape. images: the folder of the
     pictures. field: the number of the field with the text, from 0.
     """
@@ -76,13 +79,46 @@ class Leaf(Source):
                 users += [user] * count
                 is_test += [path.parent.name == "test"] * count
         place = str(user_path(self.root or ""))
-        labels = plain_array(answers, f"{place}: the labels y")
         if self.field is not None:
             inputs = _pick_field(inputs, self.field, place)
+        if self.kind == "causal":
+            return self._read_documents(inputs, answers, users, is_test, place)
+        labels = plain_array(answers, f"{place}: the labels y")
         rows = _LeafRows(labels, np.array(users), np.array(is_test, np.bool_), place)
         if inputs and all(isinstance(x, str) for x in inputs):
             return self._read_text(inputs, rows)
         return self._read_numbers(inputs, rows)
+
+    def _read_documents(
+        self,
+        texts: list[Any],
+        answers: list[Any],
+        users: list[str],
+        is_test: list[bool],
+        place: str,
+    ) -> Raw:
+        """Return the texts of each user as documents.
+
+        If the answers are single characters they belong to the texts, which are windows of longer
+        ones, as in Shakespeare; see `join_windows`.
+        """
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"data.kind=causal: the inputs x of {place} are no text. Choose data of text, or "
+                "set data.field to the field that is the text."
+            )
+        are_next = all(isinstance(answer, str) and len(answer) == 1 for answer in answers)
+        are_windows = are_next and self.field is None
+        groups: dict[tuple[str, bool], list[str]] = {}
+        for text, answer, user, test in zip(texts, answers, users, is_test, strict=True):
+            groups.setdefault((user, test), []).append(text + answer if are_windows else text)
+        vocabulary = character_vocabulary(LETTERS, has_other=True)
+        documents = []
+        for (user, test), windows in groups.items():
+            for text in join_windows(windows) if are_windows else windows:
+                documents.append(Document(vocabulary.encode(text), user, test))
+        origin = Origin("x (text)", "the next token", "users")
+        return pack(documents, vocabulary, self.length, True, place, origin)
 
     def _read_text(self, texts: list[str], rows: _LeafRows) -> Raw:
         are_files = all(PurePath(text).suffix.lower() in PICTURE_SUFFIXES for text in texts)
@@ -145,6 +181,25 @@ class Leaf(Source):
         labels = read_labels(rows.labels, self.kind, None, rows.place, self.ignore)
         origin = rows.origin("lists of numbers")
         return assemble(floats, labels, rows.users, rows.is_test, None, origin)
+
+
+def join_windows(windows: Sequence[str]) -> Iterator[str]:
+    """Yield texts, joined from windows of which each is one character further than the one before.
+
+    A window that does not continue the one before starts a new text. LEAF's Shakespeare has all
+    windows of 80 characters, and the character that follows each.
+    """
+    text = ""
+    for window in windows:
+        overlap = window[:-1]
+        if overlap and text.endswith(overlap):
+            text += window[-1]
+            continue
+        if text:
+            yield text
+        text = window
+    if text:
+        yield text
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from raysim.data.causal import (
     stored_vocabulary,
 )
 from raysim.data.corpus import PythonTopics, Text
+from raysim.data.huggingface import HuggingFace
 from raysim.data.raw import NO_ORIGIN, Raw
-from raysim.data.text import Markov
+from raysim.data.tables import JsonLines
+from raysim.data.text import Leaf, Markov
 from raysim.models import Gpt
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import IGNORED, Tokens
@@ -198,6 +202,135 @@ def test_python_topics_need_no_file() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
+
+
+# --- tables and LEAF ----------------------------------------------------------------------
+QUESTIONS = [
+    {"user": "a", "question": "1+1", "answer": "2"},
+    {"user": "a", "question": "2+2", "answer": "4"},
+    {"user": "b", "question": "3+3", "answer": "6"},
+]
+
+
+def json_lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_table_text_becomes_documents_of_users(tmp_path: Path) -> None:
+    root = json_lines(
+        tmp_path / "t.jsonl", [{"user": "a", "text": "xy"}, {"user": "a", "text": "z"}]
+    )
+    raw = JsonLines(root=root, kind="causal", test_fraction=0.0, tokenizer="characters").read()
+    assert raw.inputs.tolist() == [[0, 1, 2, 0, 3]] and raw.labels.tolist() == [[1, 2, 0, 3, 0]]
+    assert raw.domain_names == ["a"] and raw.class_names == ["<end>", "x", "y", "z"]
+
+
+def test_instructions_learn_the_answer_alone(tmp_path: Path) -> None:
+    root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
+    source = JsonLines(
+        root=root, kind="causal", prompt="question", columns=["answer"], test_fraction=0.5
+    )
+    raw = source.read()
+    assert raw.train_rows == 2 and raw.domain_names == ["a", "b"]
+    texts = [bytes(t - 1 for t in row if t > 0).decode() for row in raw.labels]
+    assert texts == ["2", "6", "4"]
+    assert (raw.labels == 0).sum() == 3  # the end of an answer is learnt, too
+    prompts = [bytes(t - 1 for t in row if t > 0).decode() for row in raw.inputs]
+    assert prompts == ["1+1\n2", "3+3\n6", "2+2\n4"]
+    packed_rows = replace(source, packing=True).read()
+    assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
+
+
+def test_token_lists_are_documents(tmp_path: Path) -> None:
+    root = json_lines(tmp_path / "t.jsonl", [{"t": [3, 4], "p": [5]}, {"t": [6], "p": [5, 5]}])
+    raw = JsonLines(root=root, kind="causal", columns=["t"], prompt="p", test_fraction=0.0).read()
+    assert raw.inputs.tolist() == [[0, 5, 3, 4], [0, 5, 5, 6]]
+    ignored = IGNORED
+    assert raw.labels.tolist() == [[ignored, 3, 4, 0], [ignored, ignored, 6, 0]]
+    assert raw.tokenizer == "numbers" and raw.tokens == Tokens(7) and raw.domains is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"columns": ["nope"]}, r"data\.columns"),
+        ({"columns": ["question", "answer"]}, r"data\.columns=question\+answer"),
+        ({"prompt": "nope", "columns": ["answer"]}, r"data\.prompt"),
+        ({}, r"data\.columns=question"),
+        ({"kind": None, "label": "answer", "prompt": "question"}, r"data\.prompt"),
+        ({"kind": None, "label": "answer", "packing": True}, r"data\.packing"),
+    ],
+)
+def test_documents_refuse_bad_settings(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+    root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
+    with pytest.raises(ValueError, match=key):
+        JsonLines(**{"root": root, "kind": "causal", **settings}).read()
+
+
+def test_hugging_face_folder_becomes_documents(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    train = datasets.Dataset.from_dict({"text": ["ab", "c"], "user": ["x", "y"]})
+    test = datasets.Dataset.from_dict({"text": ["d"], "user": ["x"]})
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(tmp_path / "set"))
+    raw = HuggingFace(root=str(tmp_path / "set"), kind="causal").read()
+    assert raw.train_rows == 2 and raw.domain_names == ["x", "y"]
+    assert [byte_vocabulary().decode(row) for row in raw.inputs.tolist()] == ["ab", "c", "d"]
+
+
+def test_hugging_face_tokenizer_reads_and_writes_text(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_tokenizer(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("the cat saw the dog")
+    raw = Text(
+        root=str(tmp_path), tokenizer=str(tmp_path / "words"), test_fraction=0.0, length=9
+    ).read()
+    names = [raw.class_names[token] for token in raw.labels[0]]
+    assert names == ["the", "cat", "saw", "the", "dog", "<eos>"]
+    vocabulary = stored_vocabulary(raw.tokenizer, raw.class_names)
+    assert vocabulary.decode(raw.labels[0, :-1].tolist()) == "the cat saw the dog"
+    assert raw.inputs[0, 0] == vocabulary.end == raw.class_names.index("<eos>")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of words as Hugging Face does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "the", "cat", "saw", "dog", "<eos>"]
+    model = models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>"
+    )
+    wrapped.save_pretrained(str(folder))
+
+
+def test_leaf_windows_are_joined_to_texts(tmp_path: Path) -> None:
+    text = "To be, or not to be"
+    windows = [{"x": text[i : i + 5], "y": text[i + 5]} for i in range(len(text) - 5)]
+    users = {
+        "HAMLET": {key: [w[key] for w in windows] for key in "xy"},
+        "GHOST": {"x": ["Mark ", "Adieu"], "y": ["m", "!"]},
+    }
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        content = {"user_data": users if split == "train" else {"GHOST": users["GHOST"]}}
+        (tmp_path / split / "all.json").write_text(json.dumps(content))
+    raw = Leaf(root=str(tmp_path), kind="causal", length=40).read()
+    vocabulary = stored_vocabulary(raw.tokenizer, raw.class_names)
+    texts = [vocabulary.decode(row[row != IGNORED].tolist()) for row in raw.labels]
+    assert sorted(texts[: raw.train_rows]) == ["Mark mAdieu!", text]
+    assert raw.domain_names == ["GHOST", "HAMLET"] and texts[raw.train_rows :] == ["Mark mAdieu!"]
+
+
+def test_leaf_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    content = {"user_data": {"a": {"x": [[1.0, 2.0]], "y": [0]}}}
+    (tmp_path / "train" / "all.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"data\.kind=causal"):
+        Leaf(root=str(tmp_path), kind="causal").read()
 
 
 # --- the model ----------------------------------------------------------------------------
