@@ -295,7 +295,7 @@ def read_documents(
                 f"data.prompt={settings.prompt} and data.columns={columns[0]}: one holds text, the "
                 "other token numbers. Give both in one form."
             )
-    vocabulary = _table_vocabulary([*(prompts or ()), *answers], settings, place)
+    vocabulary = _table_vocabulary([*answers, *(prompts or ())], settings, place)
     documents = []
     for row, answer in enumerate(answers):
         prompt = np.empty(0, np.int64)
@@ -305,7 +305,7 @@ def read_documents(
         name = "" if users is None else str(users[row])
         documents.append(Document(tokens, name, bool(is_test[row]), len(prompt)))
     is_packed = settings.prompt is None if settings.packing is None else settings.packing
-    labels = "the next token" if prompts is None else f"the next token, after {settings.prompt}"
+    labels = "" if prompts is None else f"{columns[0]} after {settings.prompt}"
     origin = Origin(f"{columns[0]} ({types[columns[0]]})", labels, user or "", ", ".join(unused))
     raw = pack(documents, vocabulary, settings.length, is_packed, place, origin)
     return raw if users is not None else replace(raw, domains=None, domain_names=[])
@@ -337,7 +337,10 @@ def _table_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of texts, or of rows of token numbers."""
     if isinstance(values[0], str):
-        return text_vocabulary(settings.tokenizer, (str(value) for value in values))
+        texts = [*map(str, values)]
+        if settings.prompt is not None:
+            texts.append(PROMPT_END)
+        return text_vocabulary(settings.tokenizer, texts)
     if settings.tokenizer is not None:
         vocabulary = text_vocabulary(settings.tokenizer, ())
     else:

@@ -72,7 +72,7 @@ def no_streams(place: str) -> ValueError:
     """Return the error for data from which no token streams are made."""
     return ValueError(
         f"data.kind=causal: {place} gives no token streams. Set data=text, csv, jsonl, "
-        "huggingface, leaf or markov."
+        "parquet, huggingface, leaf or markov."
     )
 
 

@@ -14,6 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from raysim.data.causal import (
+    DocumentSettings,
+    check_documents,
+    choose_test_documents,
+    read_documents,
+)
 from raysim.data.columns import (
     USER_NAMES,
     TokenSettings,
@@ -70,6 +76,8 @@ class Parquet(Source):
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
     length, padding, tokenizer: see `TokenSettings`.
+    kind="causal": each row is a document for a language model (causal.py), and needs no label.
+    prompt, packing: see `DocumentSettings`.
     """
 
     root: str | list[str] | None = None
@@ -83,11 +91,14 @@ class Parquet(Source):
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
+    prompt: str | None = None
+    packing: bool | None = None
 
     def check(self) -> None:
         if self.test_fraction is not None:
             in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
+        check_documents(self.kind, self.prompt, self.packing)
 
     def with_domains(self, column: str) -> Parquet:
         for path in self.files():
@@ -107,6 +118,8 @@ class Parquet(Source):
 
     def read(self) -> Raw:
         folders = self._folders()
+        if self.kind == "causal":
+            return self._read_documents(folders)
         paths: list[Path] = []
         test_file_count = 0
         for folder in folders:
@@ -144,6 +157,40 @@ class Parquet(Source):
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
         inputs, tokens = read_inputs(table, columns.inputs, settings, str(folders[0]))
         return assemble(inputs, labels, domains, is_test, tokens, origin, domain_order)
+
+    def _read_documents(self, folders: list[Path]) -> Raw:
+        """Return each row as a document; without users, each of several folders is one."""
+        names = _read_schema(split_files(folders[0], "train")[0]).names
+        user: str | None = self.user or self.domain_column
+        if user not in names and self.user is None:
+            user = find_column(names, USER_NAMES)
+        tables, user_parts, test_parts = [], [], []
+        for folder in folders:
+            files = {split: split_files(folder, split) for split in ("train", "test")}
+            parts = [_read_columns(path, names) for path in (*files["train"], *files["test"])]
+            table = pa.concat_tables(parts)
+            users = np.full(len(table), folder.name)
+            if user is not None:
+                users = group_values(table, user, str(folder), "data.user").astype(np.str_)
+                users = np.char.add(f"{folder.name}/", users) if len(folders) > 1 else users
+            is_test = choose_test_documents(users, len(table), self.test_fraction or 0.0)
+            if files["test"]:
+                is_test = np.arange(len(table)) >= sum(map(len, parts[: len(files["train"])]))
+            tables.append(table)
+            user_parts.append(users)
+            test_parts.append(is_test)
+        has_users = user is not None or len(folders) > 1
+        settings = DocumentSettings(
+            self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
+        )
+        return read_documents(
+            pa.concat_tables(tables),
+            user,
+            np.concatenate(user_parts) if has_users else None,
+            np.concatenate(test_parts),
+            settings,
+            str(folders[0]),
+        )
 
     def _find_columns(self, path: Path) -> ParquetColumns:
         """Return the columns that follow from the settings and the first file's schema."""

@@ -117,7 +117,7 @@ class Leaf(Source):
         for (user, test), windows in groups.items():
             for text in join_windows(windows) if are_windows else windows:
                 documents.append(Document(vocabulary.encode(text), user, test))
-        origin = Origin("x (text)", "the next token", "users")
+        origin = Origin("x (text)", users="users")
         return pack(documents, vocabulary, self.length, True, place, origin)
 
     def _read_text(self, texts: list[str], rows: _LeafRows) -> Raw:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import quick_runs
 import torch
@@ -27,7 +29,9 @@ from raysim.data.causal import (
     stored_vocabulary,
 )
 from raysim.data.corpus import PythonTopics, Text
+from raysim.data.frames import store_table
 from raysim.data.huggingface import HuggingFace
+from raysim.data.parquet import Parquet
 from raysim.data.raw import NO_ORIGIN, Raw
 from raysim.data.tables import JsonLines
 from raysim.data.text import Leaf, Markov
@@ -240,6 +244,28 @@ def test_instructions_learn_the_answer_alone(tmp_path: Path) -> None:
     assert prompts == ["1+1\n2", "3+3\n6", "2+2\n4"]
     packed_rows = replace(source, packing=True).read()
     assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
+
+
+def test_instructions_have_a_vocabulary_of_characters(tmp_path: Path) -> None:
+    root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
+    source = JsonLines(
+        root=root, kind="causal", prompt="question", columns=["answer"], tokenizer="characters"
+    )
+    assert source.read().class_names == ["<end>", *"\n+12346"]
+
+
+def test_parquet_and_frames_become_documents(tmp_path: Path) -> None:
+    for hospital, texts in (("a", ["xx", "x"]), ("b", ["yy", "y"])):
+        (tmp_path / hospital).mkdir()
+        table = pa.table({"text": texts})
+        pq.write_table(table, tmp_path / hospital / "train.parquet")
+    pq.write_table(pa.table({"text": ["z"]}), tmp_path / "b" / "test.parquet")
+    raw = Parquet(root=str(tmp_path), kind="causal", test_fraction=0.5).read()
+    assert raw.domain_names == ["a", "b"] and raw.domains.tolist() == [0, 1, 0, 1]
+    texts = [byte_vocabulary().decode(row) for row in raw.inputs.tolist()]
+    assert texts == ["xx", "yyy", "x", "z"]
+    source = store_table(pa.table({"text": ["ab"], "user": [3]}), {"kind": "causal"})
+    assert source.read().domain_names == ["3"]
 
 
 def test_token_lists_are_documents(tmp_path: Path) -> None:
