@@ -135,6 +135,23 @@ class Finetune:
 
 
 @dataclass(frozen=True)
+class Generation:
+    """The text that the final model of language data writes: the settings `evaluate.generate.*`.
+
+    tokens: the most tokens of a text; 0 for none. prompts: the texts that are continued; none
+    starts a document. temperature: divides the logits; 0 takes the most probable token.
+    """
+
+    tokens: int = 200
+    prompts: list[str] = field(default_factory=list)
+    temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        at_least("evaluate.generate.tokens", self.tokens, 0)
+        at_least("evaluate.generate.temperature", self.temperature, 0)
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
@@ -147,7 +164,7 @@ class Evaluation:
     one; None is the first of them, or the usual metric for the data. lower: metrics of the user for
     which a lower score is better.
     unseen: the share of clients that is drawn at the start, never trained, and scored in separate
-    columns.
+    columns. generate: the text that the final model writes, for language data.
     """
 
     every: int = 1
@@ -162,6 +179,7 @@ class Evaluation:
     metric: str | None = None
     lower: list[str] = field(default_factory=list)
     unseen: float = 0.0
+    generate: Generation = field(default_factory=Generation)
 
     def __post_init__(self) -> None:
         in_range("evaluate.unseen", self.unseen, least=0, below=1)

@@ -44,6 +44,7 @@ from raysim.results.observers import (
     WorkerDeaths,
 )
 from raysim.results.progress import activity_line
+from raysim.results.text_samples import TextSamples
 from raysim.results.tracking import Tracker, flatten, read_record, replay, source_tags
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
@@ -215,6 +216,7 @@ def run_observers(
     def show_activity(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
+    texts = [] if is_trial else [TextSamples(experiment.spec)]
     pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
     return [
@@ -232,6 +234,7 @@ def run_observers(
             print_warning,
         ),
         ProbeFiles(),
+        *texts,
         *pictures,
         ProfileFiles(print_table),
         SummaryFile(),  # after all other files

@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from raysim.api.declarations import Generation
 from raysim.api.learner import LearnerNetwork
 from raysim.api.messages import PublishedVersion, ScoringTask
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
-from raysim.primitives.errors import RefusedError
+from raysim.primitives.errors import RefusedError, errors_as_refusals
+from raysim.results.text_samples import write_texts
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
@@ -120,6 +122,24 @@ class Result:
         if not self._has_parameters():
             raise RefusedError("the parameters of this learner are bytes: use result.parameters()")
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
+
+    def text(
+        self, *prompts: str, tokens: int = 200, temperature: float = 0.8, best: bool = False
+    ) -> list[str]:
+        """Return the texts that the final language model writes after each prompt.
+
+        Without a prompt it is one text from the start of a document. The random numbers depend on
+        the run's seed. tokens, temperature: see `Generation`. best: see `model`. Raise
+        `RefusedError` for data of another kind and for prompts that the data cannot read.
+        """
+        spec = self.experiment.spec
+        if spec.task.kind != "causal":
+            raise RefusedError(
+                f"the data of this run is for {spec.task.kind}, and text needs data.kind=causal"
+            )
+        with errors_as_refusals():
+            generate = Generation(tokens, list(prompts), temperature)
+            return write_texts(spec, self.model(best), generate)
 
     def parameters(self) -> Any:
         """Return the final parameters of a learner, as its `fit` would receive them.

@@ -534,7 +534,15 @@ class TrackingObserver(Observer):
     If all clients share one model, it sends the model, too.
     """
 
-    FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
+    FILES = (
+        "config.yaml",
+        HISTORY,
+        SUMMARY,
+        "model.safetensors",
+        "best.safetensors",
+        FAILURES,
+        "samples.txt",
+    )
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ from raysim.results.report import (
     threshold_columns,
 )
 from raysim.results.rerun import rerun_command
-from raysim.results.stored_runs import Run, distinguishing_settings, flat_settings
+from raysim.results.stored_runs import SAMPLES, Run, distinguishing_settings, flat_settings
 from raysim.results.tables import BEST_RULE, MISSING, Column
 from raysim.results.theme import DARK, DASHES, LIGHT, draw_svg
 from raysim.results.timeline import has_events, timeline_png
@@ -98,7 +98,7 @@ class PagePart:
     """The content of the page below one heading.
 
     plots: rows of SVGs, each with a heading. folded: rows of SVGs that show the same as `plots`, by
-    the title of their axes.
+    the title of their axes. texts: texts of settings that are shown as they are.
     """
 
     title: str
@@ -108,6 +108,7 @@ class PagePart:
     plots: list[Shown] = field(default_factory=list)
     folded: dict[str, list[Shown]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    texts: list[Shown] = field(default_factory=list)
 
 
 def write_report(
@@ -139,6 +140,7 @@ def write_report(
     before_curves += [_section(section) for section in sections]
     before_curves.append(_costs(groups, view))
     after_curves = [
+        _texts(groups),
         _client_scores(groups),
         _splits(groups),
         _timelines(groups),
@@ -602,6 +604,22 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
             axis.set_major_locator(MaxNLocator(6, integer=True))
 
     return [draw_svg(draw, "clients by their number of training samples")]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
+    """Show the text that the final model of each setting writes, for language data."""
+    texts: list[Shown] = []
+    for index, group in enumerate(groups):
+        path = group.runs[0].folder / SAMPLES
+        if path.is_file():
+            swatch = _swatch(index, group.label)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            texts.append({"swatch": swatch, "text": text})
+    if not texts:
+        return None
+    about = "What the final model of the first seed of each setting writes (evaluate.generate)."
+    return PagePart("Text", about, texts=texts)
 
 
 # --- virtual time ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from raysim.results.tables import (
 UNFINISHED = " (unfinished)"
 GROUPS = ("method", "data", "partition")  # configuration groups that the table shows
 RUN_FILES = ("config.yaml", "history.parquet")  # files of a run that can be shown
+SAMPLES = "samples.txt"  # in a run's folder: text that a language model wrote
 # Keys that do not distinguish the runs of a study.
 UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.declarations import Evaluation, Local, Task
+from raysim.api.declarations import Evaluation, Generation, Local, Task
 from raysim.api.declare import Declarations, RunSettingsForMethods, declare
 from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
@@ -23,6 +23,8 @@ from raysim.api.selection import Random, Selection
 from raysim.api.server_view import Weighting
 from raysim.api.setup import number_of_floats
 from raysim.api.topology import Star, Topology
+from raysim.data.causal import stored_vocabulary
+from raysim.data.dataset import Dataset
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
 from raysim.models.split import ExternalModel, WholeNetwork, check_outputs
@@ -266,6 +268,7 @@ def declare_run(spec: RunSpec) -> Declarations:
         declarations = declare(spec.all_methods, task, model, facts)
     _check_loss(task, declarations)
     _check_evaluation(evaluation_of(spec, declarations), task, has_head, declarations.pools)
+    _check_generation(spec.settings.evaluate.generate, spec.data.open())
     _check_own_training(spec, declarations)
     if spec.weights is not None:
         spec.weights.load_into(declarations.networks, declarations.private_names)
@@ -327,6 +330,25 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
             f"evaluate.probe={evaluation.probe} measures features and classes, and {problem}. Set "
             "evaluate.probe=0."
         )
+
+
+def _check_generation(generate: Generation, dataset: Dataset) -> None:
+    """Raise ValueError for prompts that the data cannot turn into tokens."""
+    if not generate.prompts:
+        return
+    if dataset.kind != "causal":
+        raise ValueError(
+            f"evaluate.generate.prompts={generate.prompts} are for language data, and this data is "
+            f"for {dataset.kind}. Set it to [], or choose data.kind=causal."
+        )
+    vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
+    for prompt in generate.prompts:
+        try:
+            vocabulary.encode(prompt)
+        except ValueError as error:
+            raise ValueError(
+                f"evaluate.generate.prompts={prompt!r} cannot be read ({error}). Change it."
+            ) from error
 
 
 def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:

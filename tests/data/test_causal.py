@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import raysim
+from raysim.api.declarations import Generation
 from raysim.api.objectives import OBJECTIVES, mean_loss
 from raysim.data.causal import (
     Document,
@@ -38,6 +39,10 @@ from raysim.data.text import Leaf, Markov
 from raysim.models import Gpt
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import IGNORED, Tokens
+from raysim.results.page import write_report
+from raysim.results.report import RunGroup
+from raysim.results.stored_runs import load_run
+from raysim.results.text_samples import continue_text
 
 FAST = quick_runs.FAST | {"quiet": True, "partition": "natural"}
 del FAST["partition.clients"]
@@ -416,3 +421,63 @@ def test_run_refuses_what_does_not_fit(tmp_path: Path, settings: dict[str, Any],
         changed.pop("model.width")
     with pytest.raises(RefusedError, match=key):
         raysim.run(out=tmp_path / "run", **changed)
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.0, "1 2 3 4"), (1.0, "1 2 3 4")])
+def test_text_continues_until_the_end_token(temperature: float, expected: str) -> None:
+    class Counts(torch.nn.Module):
+        """The next token is one more, and the end after 4."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            following = torch.where(tokens < 4, tokens + 1, 0)
+            return 100.0 * torch.nn.functional.one_hot(following, 9).float().transpose(1, 2)
+
+    generate = Generation(10, temperature=temperature)
+    rng = np.random.default_rng(0)
+    text = continue_text(Counts(), number_vocabulary(9), 3, "", generate, rng)
+    assert text == expected
+    short = continue_text(Counts(), number_vocabulary(9), 3, "2 ", replace(generate, tokens=1), rng)
+    assert short == "2 3"
+
+
+def test_run_writes_the_same_text_again(tmp_path: Path) -> None:
+    settings = {"evaluate.generate.tokens": 5, "evaluate.generate.prompts": ["1 2 ", "3 "]}
+    first, second = run(tmp_path / "a", **settings), run(tmp_path / "b", **settings)
+    text = (first.folder / "samples.txt").read_text()
+    assert text == (second.folder / "samples.txt").read_text()
+    one, other = first.text("1 2 ", "3 ", tokens=5)
+    assert text.startswith(one) and text.endswith(other) and one.startswith("1 2 ")
+    page = write_report([RunGroup("mine", [load_run(first.folder)])], tmp_path / "report")
+    assert one in page.read_text()
+
+
+def test_run_writes_no_text_if_none_is_wanted(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", **{"evaluate.generate.tokens": 0})
+    assert not (result.folder / "samples.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"evaluate.generate.tokens": -1}, r"evaluate\.generate\.tokens"),
+        ({"evaluate.generate.temperature": -0.1}, r"evaluate\.generate\.temperature"),
+        ({"evaluate.generate.prompts": ["100"]}, r"evaluate\.generate\.prompts='100'"),
+        ({"evaluate.generate.prompts": ["a"]}, r"evaluate\.generate\.prompts='a'"),
+    ],
+)
+def test_generation_refuses_bad_settings(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(RefusedError, match=key):
+        run(tmp_path / "run", **settings)
+
+
+def test_prompts_need_language_data(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"evaluate\.generate\.prompts"):
+        raysim.run(
+            out=tmp_path / "run",
+            **FAST,
+            data="markov",
+            model="gru",
+            **{"evaluate.generate.prompts": ["1"]},
+        )

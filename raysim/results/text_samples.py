@@ -1,0 +1,90 @@
+"""Text that a language model writes: samples.txt in a run's folder, and on the report's page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim.data.causal import Vocabulary, stored_vocabulary
+from raysim.primitives.files import replace_file
+from raysim.primitives.streams import stream
+from raysim.results.observers import CurrentRun, Observer
+from raysim.results.shared_model import load_shared_model
+from raysim.results.stored_runs import SAMPLES
+from raysim.simulation.events import Finished
+
+if TYPE_CHECKING:
+    from raysim.api.declarations import Generation
+    from raysim.training.run_spec import RunSpec
+
+LINE = "-" * 72  # between two texts
+
+
+def continue_text(
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    length: int,
+    prompt: str,
+    generate: Generation,
+    rng: np.random.Generator,
+) -> str:
+    """Return the prompt and the text that a model writes after it.
+
+    model: from tokens [B, T] to logits of the next tokens [B, C, T]. length: T, the most tokens
+    that it sees. The text ends before the end of a document, or after `generate.tokens` new tokens.
+    """
+    written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
+    first = len(written)
+    for _ in range(generate.tokens):
+        seen = written[-length:]
+        # the rest of the row is behind the last token, which does not see it
+        row = torch.full((1, length), vocabulary.tokens.padding)
+        row[0, : len(seen)] = torch.tensor(seen)
+        with torch.no_grad():
+            logits: Tensor = model(row)[0, :, len(seen) - 1].double()
+        token = _draw_token(logits, generate.temperature, rng)
+        if token == vocabulary.end:
+            break
+        written.append(token)
+    return prompt + vocabulary.decode(written[first:])
+
+
+def _draw_token(logits: Tensor, temperature: float, rng: np.random.Generator) -> int:
+    if not temperature or not bool(logits.isfinite().all()):
+        return int(logits.argmax())
+    sums = (logits / temperature).softmax(0).cumsum(0).numpy()
+    return min(int(np.searchsorted(sums, rng.random() * sums[-1], side="right")), len(sums) - 1)
+
+
+def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[str]:
+    """Return a text for each prompt; the same for the same model, settings and seed."""
+    dataset = spec.data.open()
+    vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
+    texts = []
+    for number, prompt in enumerate(generate.prompts or [""]):
+        rng = stream(spec.settings.seed, "generate", number)
+        text = continue_text(model, vocabulary, dataset.shape[0], prompt, generate, rng)
+        texts.append(text)
+    return texts
+
+
+class TextSamples(Observer):
+    """An observer that writes samples.txt, if the data is language and clients share a model."""
+
+    def __init__(self, spec: RunSpec):
+        self._spec = spec
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Write the texts of the final model."""
+        generate = self._spec.settings.evaluate.generate
+        if self._spec.task.kind != "causal" or not generate.tokens:
+            return
+        loaded = load_shared_model(self._spec, run.folder / "model.safetensors")
+        if loaded is None:
+            return
+        model, _ = loaded
+        texts = write_texts(self._spec, model, generate)
+        replace_file(run.folder / SAMPLES, f"\n{LINE}\n".join(texts).encode())
