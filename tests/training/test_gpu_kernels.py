@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from raysim.training import gpu_kernels
 from raysim.training.cuda_graph import Branches, no_garbage_collection, recorder
 from raysim.training.gpu_kernels import GpuKernels, NoReading, align, conv2d_as_product
 from raysim.training.recorded_lanes import stacked_rows
@@ -126,3 +130,49 @@ def test_rows_begin_on_borders_and_are_copies() -> None:
     assert rows.tolist() == 3 * [flat.tolist()]
     assert [rows[row].storage_offset() for row in range(3)] == [0, 8, 16]
     assert stacked_rows(flat, 3, border=1).is_contiguous()
+
+
+class SeesAddresses(TorchFunctionMode):
+    """A mode that notes whether all tensors of a function start at multiples of 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aligned: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.batch_norm, F.instance_norm):
+            tensors = [
+                value for value in [*args, *(kwargs or {}).values()] if isinstance(value, Tensor)
+            ]
+            self.aligned.append(all(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["positions", "names"])
+@pytest.mark.parametrize(
+    ("function", "updates"), [(F.batch_norm, "training"), (F.instance_norm, "use_input_stats")]
+)
+def test_running_statistics_are_aligned_and_kept(
+    function: Any, updates: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gpu_kernels,
+        "align",
+        lambda tensor: tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(),
+    )
+    x = torch.arange(60.0).view(4, 3, 5).sin()
+    flats = [torch.linspace(0.5, 2.0, 7) for _ in range(2)]
+    results, notes = [], SeesAddresses()
+    for flat, modes in zip(flats, ([], [notes, GpuKernels([])]), strict=True):
+        mean, var = flat[1:4], flat[4:7]  # as in a client's vector: not at multiples of 16 bytes
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            if by_name:
+                statistics = {"running_mean": mean, "running_var": var}
+                results.append(function(x, **statistics, momentum=0.3, **{updates: True}))
+            else:
+                results.append(function(x, mean, var, None, None, True, 0.3))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(flats[0], flats[1])
+    assert notes.aligned == [True]
