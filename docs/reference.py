@@ -430,6 +430,7 @@ GROUPS = {
     "selection": "Which of the idle, available clients are dispatched; see [Selection](../selection.md).",
     "fleet": "How fast clients train and send on the virtual clock, and when they are available.",
     "topology": "How many models the server has, which clients each serves, and how they exchange.",
+    "compression": "How updates and steps of the server are encoded; see [Compression](../compression.md).",
     "data": "Where the samples come from, and how they are changed.",
     "partition": "Which client holds which samples.",
     "model": "The network.",

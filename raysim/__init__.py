@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.primitives.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.api.compression import Compressor
     from raysim.api.learner import EvaluationData, Learner, LearnerUpdate
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CSR",
     "Classifier",
+    "Compressor",
     "EvaluationData",
     "Federation",
     "Fleet",
@@ -86,6 +88,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "raysim.api.compression": ("Compressor",),
     "raysim.api.learner": ("EvaluationData", "Learner", "LearnerUpdate"),
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),

@@ -36,8 +36,8 @@ examples:
   raysim run method=fedprox --show                        print the configuration, run nothing
 
 An override is key=value. The groups method, schedule, selection, fleet, topology, data, partition,
-model, loss, learner, local, evaluate, runtime, tracking and experiment take the name of an option;
-all other keys take a value.
+model, loss, learner, compression, local, evaluate, runtime, tracking and experiment take the name
+of an option; all other keys take a value.
 A wrong name is answered with the nearest right one. No override above needs quotes in bash or zsh.
 Brackets do: 'method=[fedbn,fedadam]' is the same as method=fedbn+fedadam."""
 STUDY = """\

@@ -29,6 +29,7 @@ _ALONE = {
     "train": "train clients by a function of their own",
     "evaluate": "score sets of samples by a function of their own",
     "finetune": "decide how models are fine-tuned for evaluation",
+    "compressor": "compress what travels",
     "scored": "decide which vector is evaluated",
     "loss": "replace the training loss",
     "step": "own the server's step",
@@ -221,7 +222,7 @@ def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def _check_single_owners(all_declared: Sequence[MethodDeclaration]) -> None:
-    for fact in ("stages", "select", "train", "evaluate", "finetune", "scored"):
+    for fact in ("stages", "select", "train", "evaluate", "finetune", "scored", "compressor"):
         owners = [
             declared.method for declared in all_declared if getattr(declared, fact) is not None
         ]
@@ -271,6 +272,8 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
         parts.append("run.private_parameters")
     if declared.uploads:
         parts.append("run.upload")
+    if declared.compressor is not None:
+        parts.append("run.compress")
     if declared.scored is not None:
         parts.append("run.scores")
     return parts

@@ -12,6 +12,7 @@ from torch import nn
 
 from raysim.api.client_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
+from raysim.api.compression import Compressor
 from raysim.api.declarations import ExtraNetwork, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
@@ -98,6 +99,30 @@ class Declarations:
         """True if a method reads or changes single updates, so that workers may not sum them."""
         changed = any(declared.change_updates is not None for declared in self.methods)
         return changed or self.reads_updates
+
+    @property
+    def compressor(self) -> tuple[str, Compressor] | None:
+        """The compressor of the run with the name of the method that declared it, or None."""
+        declared = self.declarer("compressor")
+        if declared is None or declared.compressor is None:
+            return None
+        return declared.method, declared.compressor
+
+    @property
+    def floats_up(self) -> int:
+        """The floats of 32 bits that a client sends, without the uploads of methods."""
+        compression, shared = self.compressor, self.layout.shared
+        if compression is None or not compression[1].compresses_up:
+            return shared
+        return shared - self.layout.trained + compression[1].words(self.layout)
+
+    @property
+    def step_words(self) -> int | None:
+        """The words of a compressed step of the server; None if steps are not compressed."""
+        compression = self.compressor
+        if compression is None or not compression[1].compresses_down:
+            return None
+        return compression[1].words(self.layout)
 
     @property
     def pools(self) -> bool:

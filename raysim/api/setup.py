@@ -26,6 +26,7 @@ from raysim.api.server_view import ServerView, Weighting
 from raysim.vectors.layout import Layout
 
 if TYPE_CHECKING:
+    from raysim.api.compression import Compressor
     from raysim.models import Classifier
 
 Need: TypeAlias = Literal["classes", "features", "gradients", "images", "numbers"]
@@ -105,6 +106,7 @@ class MethodDeclaration:
         default_factory=dict
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
+    compressor: Compressor | None = None
     has_gradients: bool = True  # whether the model can be differentiated
     has_parameters: bool = True  # False: the model is not in the vector
     evaluate: Callable[[ScoredModel], Mapping[str, float]] | None = None
@@ -394,10 +396,22 @@ class Setup:
         self.declared.contribute = client
         self.declared.assemble = server
 
+    @property
+    def layout(self) -> Layout:
+        """The position of each tensor in the flat vector; known once all methods have declared."""
+        return self._layout[0]
+
+    def compress(self, compressor: Compressor) -> None:
+        """Compress clients' updates or the server's steps; only one method of a list may.
+
+        A `Compressor` declares it by itself.
+        """
+        self.declared.compressor = compressor
+
     def zeros(self, at: int | ServerView = 0) -> Tensor:
         """Return zeros [layout.trained], an initial value for client or server state."""
         if isinstance(at, int):
-            return torch.zeros(self._layout[0].trained)
+            return torch.zeros(self.layout.trained)
         return torch.zeros_like(at.params)
 
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:

@@ -19,8 +19,10 @@ from raysim.conformance.agreement import Make
 from raysim.conformance.runs import FinishedRun, Spy, coordinate, run_to_end
 from raysim.conformance.study import Study
 from raysim.primitives.errors import RefusedError
+from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.load import StepMessages
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
 
@@ -203,20 +205,31 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
         return
     once = sum(array.size for array in spy.kept.values())
     planned = {job.number: job for each in seen.run.aggregations for job in each.dispatched}
-    for job, published in spy.sent:
+    messages = _step_messages(seen.run.coordinator)
+    for job, published in sorted(spy.sent, key=lambda sent: sent[0].number):
         first = once if job.participation == 0 else 0
         received = published.floats + sum(map(np.size, job.extras.values())) + first
+        if messages is not None:
+            received -= messages.saved(job.client, job.version)
         _check_floats("receives", job.number, planned[job.number].down, received)
     _check_floats(
         "receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values())
     )
-    shared = seen.run.coordinator.layout.shared
+    shared = seen.run.coordinator.declarations.floats_up
     for update in spy.updates:
         _check_floats("sends", update.job, planned[update.job].up, shared + update.floats)
     running = seen.run.coordinator.planner.running
     before = sum(array.size for part in spy.contributed for array in part.values())
     up = sum(job.up for job in planned.values() if job.number not in running)
     _check_floats("send", -1, int(row["floats_up"] or 0), before + up)
+
+
+def _step_messages(coordinator: Coordinator) -> StepMessages | None:
+    """Return the messages of a run's compressed steps at its start, or None."""
+    words, layout = coordinator.declarations.step_words, coordinator.layout
+    if words is None:
+        return None
+    return StepMessages(words, layout.trained, len(coordinator.counts))
 
 
 def _check_floats(what: str, number: int, declared: int, moved: int) -> None:

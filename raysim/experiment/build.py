@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from omegaconf import DictConfig
 
 from raysim.api.composition import suspicious_methods
+from raysim.api.compression import Compressor
 from raysim.api.declare import Declarations
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
@@ -77,6 +78,7 @@ def build(
     topology: Topology | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
+    compression: Compressor | Values | str | None = None,
     metrics: Sequence[object] | None = None,
     **settings: object,
 ) -> Experiment:
@@ -95,6 +97,7 @@ def build(
         "topology": topology,
         "loss": loss,
         "learner": learner,
+        "compression": compression,
     }
     with errors_as_refusals():
         objects, options = separate_objects(parts, methods)

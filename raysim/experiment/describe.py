@@ -94,6 +94,10 @@ def _model(experiment: Experiment, declarations: Declarations) -> str:
             sizes = [number_of_floats(size, layout) for size in declared.uploads.values()]
             return f"{option}: bytes; a message counts as {sum(sizes):,} floats"
     travels = f"{layout.shared:,} floats travel in each direction"
+    if declarations.compressor is not None:
+        travels = f"a client sends {declarations.floats_up:,} of {layout.shared:,} floats"
+        if declarations.step_words is not None:
+            travels += f", a version is a message of {declarations.step_words:,}"
     personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
     return f"{option}: {_parameters(networks)}; {travels}{personal}"
 

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysim.api.compression import Compressor
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.selection import Selection
@@ -64,6 +65,7 @@ def run(
     topology: Topology | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
+    compression: Compressor | Values | str | None = None,
     metrics: Sequence[object] | None = None,
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
@@ -87,15 +89,15 @@ def run(
     (`fleet="lognormal"`), or a key with a value.
 
     methods: objects, and names of options. model, data, partition, schedule, selection, fleet,
-    topology, loss, learner: an object, or the name of an option. data: also (inputs, labels) or
-    (inputs, labels, users), or two of these tuples for training and for central tests. They contain
-    arrays or tensors; a torch Dataset may replace a tuple. partition: also the rows of each client,
-    in a list of lists or a dictionary. loss: also a function from outputs and labels to a loss per
-    sample. metrics: names, functions of outputs and labels, and objects `raysim.Metric`; the first
-    one decides best rounds, thresholds and searches unless `evaluate.metric` names another. An
-    object is written into config.yaml if its class can be imported and its arguments are plain
-    values; then the run is continued and repeated like any other. Any other object has to be given
-    again.
+    topology, loss, learner, compression: an object, or the name of an option. data: also (inputs,
+    labels) or (inputs, labels, users), or two of these tuples for training and for central tests.
+    They contain arrays or tensors; a torch Dataset may replace a tuple. partition: also the rows of
+    each client, in a list of lists or a dictionary. loss: also a function from outputs and labels
+    to a loss per sample. metrics: names, functions of outputs and labels, and objects
+    `raysim.Metric`; the first one decides best rounds, thresholds and searches unless
+    `evaluate.metric` names another. An object is written into config.yaml if its class can be
+    imported and its arguments are plain values; then the run is continued and repeated like any
+    other. Any other object has to be given again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own observers, for other moments. They are called after raysim's observers and
@@ -122,6 +124,7 @@ def run(
         "topology": topology,
         "loss": loss,
         "learner": learner,
+        "compression": compression,
         "metrics": metrics,
     }
     given_parts = {key: part for key, part in parts.items() if part is not None}

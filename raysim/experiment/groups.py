@@ -29,6 +29,7 @@ COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtim
 # Groups for which a run may store an object from Python.
 PARTS_FROM_PYTHON = (
     "schedule", "selection", "fleet", "topology", "data", "partition", "model", "learner",
+    "compression",
 )  # fmt: skip
 # Options of earlier versions, with what replaces each of them.
 _MOVED = {("method", "ifca"): "topology=clustered topology.rule=loss"}

@@ -51,6 +51,7 @@ PARTS = {
     "model": "build",
     "loss": "__call__",
     "learner": "setup",
+    "compression": "encode",
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raysim.api.composition import check_names
+from raysim.api.compression import Compressor
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.metrics import Metric
@@ -99,7 +100,7 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the learner of a configuration, if it has one, and its methods.
+    """Return the learner of a configuration, its methods, and its compressor, if it has them.
 
     Raise `RefusedError` for names that are not allowed.
     """
@@ -112,6 +113,14 @@ def build_methods(
                 "raysim.Method that trains clients by run.train"
             )
         methods = (learner, *methods)
+    if config.get("compression"):  # older runs have no group compression
+        compressor = build_part(config, "compression", allow, objects)
+        if not isinstance(compressor, Compressor):
+            raise RefusedError(
+                f"compression={type(compressor).__name__} is no compressor: give a "
+                "raysim.Compressor"
+            )
+        methods = (*methods, compressor)
     check_names(methods)
     return methods
 

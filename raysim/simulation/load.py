@@ -40,7 +40,7 @@ class Loads:
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.hooks_of("cost")]
         self._down: list[_Traffic] = []
-        floats_up = layout.shared
+        floats_up = declarations.floats_up
         for declared in declarations.methods:
             self._down += _downloads(declared, layout)
             for floats in declared.uploads.values():
@@ -82,6 +82,26 @@ def _downloads(declared: MethodDeclaration, layout: Layout) -> list[_Traffic]:
 
 def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool:
     return job.earlier_jobs == 0 and when(job)
+
+
+class StepMessages:
+    """The messages with the compressed steps of the server, and the version that each client has.
+
+    A client receives the messages of all versions since its last job, or the parameters if these
+    are smaller. received: int32 [clients], the version of a client's last job; -1 without one.
+    """
+
+    def __init__(self, words: int, parameters: int, clients: int):
+        self._words, self._parameters = words, parameters
+        self.received = np.full(clients, -1, np.int32)
+
+    def saved(self, client: int, version: int) -> int:
+        """Return the floats that a client does not receive now, and that it has this version."""
+        previous = self.received.item(client)
+        self.received[client] = version
+        if previous < 0:
+            return 0
+        return self._parameters - min(self._parameters, (version - previous) * self._words)
 
 
 class PeerLoads:
@@ -146,6 +166,16 @@ def make_planner(
         load = PeerLoads(loads, network, declarations.layout.shared)
     elif network.chosen_by_loss:
         load = ChoiceLoads(loads, declarations, network.replicas, counts)
+    messages = None
+    if declarations.step_words is not None:
+        if spec.selection.measures:
+            raise ValueError(
+                f"selection={type(spec.selection).__name__}: it measures losses before it "
+                "dispatches, which counts whole models, and compression.direction compresses what "
+                "clients receive. Set compression.direction=up, or choose another selection."
+            )
+        parameters = declarations.layout.trained
+        messages = StepMessages(declarations.step_words, parameters, len(counts))
     fleet_costs = fleet.costs(seed, len(counts))
     costs = None
     if fleet_costs is not None:
@@ -160,4 +190,5 @@ def make_planner(
         spec.selection,
         network,
         costs,
+        messages,
     )

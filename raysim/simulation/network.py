@@ -37,6 +37,7 @@ def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Net
     network = spec.topology.connect(federation)
     _check_network(network, spec)
     _check_methods(network, declarations)
+    _check_compression(network, declarations)
     return network
 
 
@@ -89,6 +90,25 @@ def _check_network(network: Network, spec: RunSpec) -> None:
         raise ValueError(
             "evaluate.unseen: clients that never train have no replica that was trained, because "
             "the topology keeps replicas on clients. Set evaluate.unseen=0."
+        )
+
+
+def _check_compression(network: Network, declarations: Declarations) -> None:
+    """Raise ValueError for a compression that has no meaning with these replicas."""
+    compression = declarations.compressor
+    if compression is None:
+    return
+    name, compressor = compression
+    if network.on_clients:
+        raise ValueError(
+            f"compression={name}: it compresses what clients and a server send, and the "
+            "clients of this topology exchange models. Set compression=none or topology=star."
+        )
+    if compressor.compresses_down and network.replicas > 1:
+        raise ValueError(
+            f"compression.direction={compressor.direction}: a client receives steps of one "
+            f"model, and this topology has {network.replicas}. Set compression.direction=up or "
+            "topology=star."
         )
 
 

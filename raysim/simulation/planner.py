@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -61,6 +61,16 @@ class Load(NamedTuple):
     work: float
     down: int
     up: int
+
+
+class Messages(Protocol):
+    """The compressed steps that clients receive; see `StepMessages`."""
+
+    received: np.ndarray
+
+    def saved(self, client: int, version: int) -> int:
+        """Return the floats that a client does not receive with its next job."""
+        ...
 
 
 @dataclass
@@ -144,7 +154,8 @@ class Planner:
     client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
     to wait at most for a first client. selection: the rule that chooses the clients. network: the
     replicas of the run; None: there is one. If each replica has its own schedule, every one of them
-    is a site. costs: adds up what jobs cost; None if nothing costs anything.
+    is a site. costs: adds up what jobs cost; None if nothing costs anything. messages: the
+    compressed steps that clients receive; None if they receive the parameters.
     """
 
     def __init__(
@@ -158,13 +169,14 @@ class Planner:
         selection: Selection | None = None,
         network: Network | None = None,
         costs: Costs | None = None,
+        messages: Messages | None = None,
     ):
         self._network = network or one_replica(len(counts))
         check_sites(schedule, counts, self._network)
         self.schedule, self.devices, self.seed = schedule, devices, seed
         self._load = load
         self._patience = patience
-        self._costs = costs
+        self._costs, self._messages = costs, messages
         self.eligible = np.flatnonzero(counts)
         self._members = self._divide_into_pools(counts)
         self._sites = [Site(-1, len(self.eligible), max(0, schedule.pools))]
@@ -494,6 +506,8 @@ class Planner:
             earlier = self.participations.item(client)
             self.participations[client] = earlier + 1
             work, down, up = self._load(client, version, earlier, self.accepted.item(client))
+            if self._messages is not None:
+                down -= self._messages.saved(client, version)
             if loss_pass is None:
                 finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
             else:
@@ -669,6 +683,11 @@ class Planner:
         """Return what the selection needs in a checkpoint; empty for `Random`."""
         return {} if self._selector is None else self._selector.arrays()
 
+    @property
+    def received(self) -> np.ndarray | None:
+        """The version that each client has, int32 [clients]; None without compressed steps."""
+        return None if self._messages is None else self._messages.received
+
     def state(self) -> dict[str, Any]:
         """Return everything as JSON, except for arrays over the clients."""
         return {
@@ -703,6 +722,7 @@ class Planner:
         participations: np.ndarray,
         accepted: np.ndarray,
         selection: Arrays = _NO_EXTRAS,
+        received: np.ndarray | None = None,
     ) -> None:
         """Continue from a stored state; only for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
@@ -713,6 +733,8 @@ class Planner:
         self.accepted[:] = accepted
         if self._selector is not None:
             self._selector.restore(selection)
+        if self._messages is not None and received is not None:
+            self._messages.received[:] = received
         discarded = set(state["discarded"])
         for values in state["events"]:
             job = Job.from_json(values)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from raysim.api.composition import failing_method_name
+from raysim.api.compression import Compressor
 from raysim.api.declarations import Local, Task
 from raysim.api.declare import Declarations
+from raysim.api.entries import Entries
 from raysim.api.hook_checks import (
     HookError,
     check_report,
@@ -102,6 +104,10 @@ class Server:
         steppers = declarations.hooks_of("step")
         self._steppers = sorted(steppers, key=lambda pair: "step" in pair[0].owned)
         self._scored = declarations.declarer("scored")
+        self._compression: tuple[str, Compressor] | None = None
+        compression = declarations.compressor
+        if compression is not None and compression[1].compresses_down:
+            self._compression = compression
         # The sizes that hooks may return, by name.
         self._trained = {"layout.trained": layout.trained}
         self._shared = {"layout.shared": layout.shared}
@@ -247,6 +253,7 @@ class Server:
                 aggregation = self._weigh(updates, staleness, bases)
                 direction, buffers = self._combine(aggregation, updates, sums)
                 direction = self._step_of_methods(direction, aggregation)
+                direction = self._compress(direction)
                 self._move(direction, buffers, aggregation)
                 for declared, absorb in self._absorbers:
                     scoped = replace(aggregation, method=declared.method)
@@ -306,6 +313,17 @@ class Server:
             changed = step(direction, scoped, self._views[declared.method])
             direction = check_vector(changed, declared.method, "step", self._trained)
         return direction
+
+    def _compress(self, direction: Tensor) -> Tensor:
+        """Return the step [layout.trained] that clients decode, if steps are compressed."""
+        if self._compression is None:
+            return direction
+        name, compressor = self._compression
+        step = direction.clone()  # the direction may be server state of a method
+        state = Entries[Tensor](self, "state", name)
+        key = int(self.stream("compression").integers(2**63 - 1))
+        state |= compressor.send(step, state, self.layout, key)
+        return step
 
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums

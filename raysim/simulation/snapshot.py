@@ -54,6 +54,8 @@ def take(run: RunState) -> Snapshot:
         **{f"best/{name}": array for name, array in best.items()},
         **{f"best_model/{name}": array for name, array in best_model.items()},
     }
+    if planner.received is not None:
+        arrays["received"] = planner.received
     for replica, server in enumerate(replicas.servers):
         prefix = _prefix(replica)
         arrays |= {
@@ -98,6 +100,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
         arrays["participations"],
         arrays["taken"],
         _under(arrays, "selection/"),
+        arrays.get("received"),
     )
     run.versions.restore(_published(arrays, version) for version in numbers["bases"])
     rows = []

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from raysim.api.composition import STEP_HOOKS, failing_method_name
+from raysim.api.compression import Compressor
 from raysim.api.context import Context
+from raysim.api.entries import Entries
 from raysim.api.hook_checks import check_report, format_error, format_traceback
 from raysim.api.messages import Failure, Job, Probe, Update
 from raysim.training.attack import check_norm
@@ -52,6 +54,10 @@ class UpdateBuilder:
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
         self.spec, self.trainer, self.copies, self.worker = spec, trainer, copies, worker
         self.vector, self.layout = trainer.vector, trainer.vector.layout
+        self.compression: tuple[str, Compressor] | None = None
+        compression = trainer.declarations.compressor
+        if compression is not None and compression[1].compresses_up:
+            self.compression = compression
 
     def update(
         self,
@@ -73,6 +79,7 @@ class UpdateBuilder:
         check_report(ctx.report, "job")
         delta = self.vector.shared.sub_(base)
         loss, norm = self._check(job, ctx.losses, loss_rows, delta, ctx.upload)
+        self._compress(ctx, delta)
         return Update(
             job=job.number,
             client=job.client,
@@ -103,6 +110,15 @@ class UpdateBuilder:
         return Failure(
             job.number, job.client, job.version, self.worker, method, text, format_traceback(error)
         )
+
+    def _compress(self, ctx: Context, delta: Tensor) -> None:
+        """Replace the delta of the parameters by what the server decodes from the message."""
+        if self.compression is None:
+            return
+        name, compressor = self.compression
+        state = Entries[Tensor](ctx, "state", name)
+        key = int(ctx.stream("compression").integers(2**63 - 1))
+        state |= compressor.send(delta[: self.layout.trained], state, self.layout, key)
 
     def _check(
         self,

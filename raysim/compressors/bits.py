@@ -1,0 +1,93 @@
+"""Pack numbers into 32-bit words: digits of a fixed number of bits, and sorted positions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raysim.api.compression import WORD_BITS
+from raysim.vectors.blocks import compile_function
+
+
+def words_of_bits(bits: int) -> int:
+    """Return the number of words that hold so many bits."""
+    return -(-bits // WORD_BITS)
+
+
+def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
+    """Write digits of `width` bits one after another, the lowest bit first."""
+    pending, filled, place = np.uint64(0), 0, 0
+    for digit in digits:
+        pending |= np.uint64(digit) << np.uint64(filled)
+        filled += width
+        if filled >= 32:
+            words[place] = np.uint32(pending & np.uint64(0xFFFFFFFF))
+            pending >>= np.uint64(32)
+            filled -= 32
+            place += 1
+    if filled:
+        words[place] = np.uint32(pending & np.uint64(0xFFFFFFFF))
+
+
+def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
+    """Read the digits that `_pack` wrote."""
+    mask = np.uint64((1 << width) - 1)
+    pending, filled, place = np.uint64(0), 0, 0
+    for index in range(len(digits)):
+        if filled < width:
+            pending |= np.uint64(words[place]) << np.uint64(filled)
+            filled += 32
+            place += 1
+        digits[index] = pending & mask
+        pending >>= np.uint64(width)
+        filled -= width
+
+
+def pack(digits: np.ndarray, width: int) -> np.ndarray:
+    """Return digits [n] below 2^width as words of 32 bits: uint32 [ceil(n width / 32)]."""
+    words = np.zeros(words_of_bits(len(digits) * width), np.uint32)
+    if len(words):
+        compile_function(_pack)(digits, width, words)
+    return words
+
+
+def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
+    """Return `count` digits that `pack` packed."""
+    digits = np.zeros(count, dtype)
+    if count and width:
+        compile_function(_unpack)(words, width, digits)
+    return digits
+
+
+# --- sorted positions -----------------------------------------------------------------------------
+def _low_bits(count: int, length: int) -> int:
+    """Return how many low bits of each position are stored as they are."""
+    return max(0, (length // count).bit_length() - 1)
+
+
+def words_of_places(count: int, length: int) -> int:
+    """Return the size of `pack_places`, in words."""
+    low = _low_bits(count, length)
+    return words_of_bits(count * low) + words_of_bits(count + ((length - 1) >> low))
+
+
+def pack_places(places: np.ndarray, length: int) -> np.ndarray:
+    """Return ascending positions below `length` as words: about 2 + log2(length / count) bits each.
+
+    This is the code of Elias (1974) and Fano (1971). Its size depends on the two numbers only: the
+    low bits of each position are stored as they are, and the i-th position p sets bit (p >> low) +
+    i of a second string.
+    """
+    count, low = len(places), _low_bits(len(places), length)
+    lowest = pack(places & ((1 << low) - 1), low)
+    bits = np.zeros(words_of_bits(count + ((length - 1) >> low)) * WORD_BITS, np.uint8)
+    bits[(places >> low) + np.arange(count)] = 1
+    return np.concatenate([lowest, np.packbits(bits, bitorder="little").view(np.uint32)])
+
+
+def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
+    """Return the positions that `pack_places` packed: int64 [count]."""
+    low = _low_bits(count, length)
+    cut = words_of_bits(count * low)
+    bits = np.unpackbits(words[cut:].view(np.uint8), bitorder="little")
+    high = np.flatnonzero(bits) - np.arange(count)
+    return (high << low) | unpack(words[:cut], low, count).astype(np.int64)

@@ -1,0 +1,196 @@
+"""Random rounding to a few levels: QSGD, FedPAQ and TernGrad.
+
+Sources: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient
+Quantization and Encoding" (NeurIPS 2017), Section 3; Reisizadeh, Mokhtari, Hassani, Jadbabaie and
+Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Periodic Averaging and
+Quantization" (AISTATS 2020), Example 1; Wen et al., "TernGrad: Ternary Gradients to Reduce
+Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Section 3.3.
+
+With u uniform in [0, 1):
+
+    qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s         |v|: of v_i's bucket
+    fedpaq    the same, with one bucket for all parameters
+    terngrad  C(v)_i = s sign(v_i) [|v_i| > s u]                        s = max |v_i| of its tensor
+
+Departures from the papers
+- QSGD codes levels by their frequency (Elias); here each level has the same number of bits, so that
+  the size is known before the training. s = 1, 3, 7 levels take 2, 3, 4 bits with the sign.
+- FedPAQ averages uniformly; set weighting=uniform for it.
+- v is a client's update, and not a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.compressors.bits import pack, unpack, words_of_bits
+from raysim.primitives.checks import at_least, in_range
+from raysim.vectors.blocks import compile_function
+from raysim.vectors.layout import Layout
+
+
+def _round_randomly(
+    values: np.ndarray,
+    starts: np.ndarray,
+    scales: np.ndarray,
+    levels: int,
+    key: int,
+    digits: np.ndarray,
+) -> None:
+    """Write level + levels for each entry, with the level floor(levels |v| / scale + u), signed.
+
+    The numbers u follow from key and position, by the finaliser of a 32-bit hash (lowbias32).
+    """
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
+    for bucket in range(len(starts) - 1):
+        scale = scales[bucket]
+        factor = np.float32(levels) / scale if scale > 0 else np.float32(0)
+        for place in range(starts[bucket], starts[bucket + 1]):
+            mixed = np.uint32(np.uint32(place) * np.uint32(0x9E3779B9)) ^ low
+            mixed = np.uint32(mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+            mixed = np.uint32(mixed) + high
+            mixed = np.uint32(mixed ^ (np.uint32(mixed) >> np.uint32(15)))
+            mixed = np.uint32(mixed * np.uint32(0x735A2D97))
+            mixed = np.uint32(mixed ^ (mixed >> np.uint32(15)))
+            uniform = np.float32(mixed >> np.uint32(8)) * np.float32(2.0**-24)
+            value = values[place]
+            level = min(int(abs(value) * factor + uniform), levels)
+            digits[place] = levels + level if value >= 0 else levels - level
+
+
+def _restore(
+    digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
+) -> None:
+    """Write (digit - levels) scale / levels for each entry."""
+    for bucket in range(len(starts) - 1):
+        unit = scales[bucket] / np.float32(levels)
+        for place in range(starts[bucket], starts[bucket + 1]):
+            out[place] = np.float32(np.int64(digits[place]) - levels) * unit
+
+
+class _Quantizer(Compressor):
+    """A compressor that sends a scale for each bucket and a level for each entry."""
+
+    levels: int
+
+    def starts(self, layout: Layout) -> np.ndarray:
+        """Return where buckets begin, and the end of the last one: int64 [buckets + 1]."""
+        raise NotImplementedError
+
+    def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return the scale of each bucket: float32 [buckets]."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """The bits of an entry: for its level and its sign."""
+        return (2 * self.levels).bit_length()
+
+    def words(self, layout: Layout) -> int:
+        """Return the size of the scales and the levels."""
+        return len(self.starts(layout)) - 1 + words_of_bits(self.width * layout.trained)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the scales, then the levels."""
+        starts, array = self.starts(layout), values.numpy()
+        scales = self.scales(array, starts)
+        digits = np.empty(len(array), np.uint16 if self.width > 8 else np.uint8)
+        compile_function(_round_randomly)(array, starts, scales, self.levels, key, digits)
+        return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with each level times the scale of its bucket, divided by s."""
+        starts = self.starts(layout)
+        buckets = len(starts) - 1
+        dtype = np.uint16 if self.width > 8 else np.uint8
+        digits = unpack(message[buckets:], self.width, layout.trained, dtype)
+        scales = message[:buckets].view(np.float32)
+        compile_function(_restore)(digits, starts, scales, self.levels, out.numpy())
+
+
+class QSGD(_Quantizer):
+    """Random rounding to s levels of the norm.
+
+    levels: s. bucket: consecutive entries that share a norm; None: all of them, as FedPAQ does.
+    """
+
+    name = "qsgd"
+    paper = "Alistarh et al., NeurIPS 2017"
+
+    def __init__(
+        self,
+        levels: int = 7,
+        bucket: int | None = 512,
+        direction: Direction = "up",
+        feedback: Feedback = "none",
+    ):
+        super().__init__(direction, feedback)
+        self.levels = int(in_range("compression.levels", levels, least=1, most=32767))
+        self.bucket = bucket
+        if bucket is not None:
+            at_least("compression.bucket", bucket, 1)
+
+    def starts(self, layout: Layout) -> np.ndarray:
+        """Return where buckets begin, and the end of the last one."""
+        size = self.bucket or max(1, layout.trained)
+        return np.append(np.arange(0, layout.trained, size), layout.trained)
+
+    def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return the norm of each bucket."""
+        squares = np.add.reduceat(np.square(values, dtype=np.float64), starts[:-1])
+        return np.sqrt(squares).astype(np.float32)
+
+    def contraction(self, layout: Layout) -> float:
+        """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s) for buckets of b entries.
+
+        This is the bound of Lemma 3.1 in the paper.
+        """
+        size = min(self.bucket or layout.trained, layout.trained)
+        omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
+        return 1 / (1 + omega)
+
+
+class TernGrad(_Quantizer):
+    """Random rounding to -s, 0 and s.
+
+    clip: entries are first clipped to this many standard deviations of their tensor; 0: they are
+    not.
+    """
+
+    name = "terngrad"
+    paper = "Wen et al., NeurIPS 2017"
+    levels = 1
+
+    def __init__(self, clip: float = 2.5, direction: Direction = "up", feedback: Feedback = "none"):
+        super().__init__(direction, feedback)
+        self.clip = at_least("compression.clip", clip, 0.0)
+
+    def starts(self, layout: Layout) -> np.ndarray:
+        """Return where tensors begin, and the end of the last one."""
+        entries = [entry.start for entry in layout.entries if entry.stop <= layout.trained]
+        return np.array([*entries, layout.trained], np.int64)
+
+    def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return the largest absolute value of each tensor after clipping."""
+        scales = np.maximum.reduceat(np.abs(values), starts[:-1])
+        if not self.clip:
+            return scales
+        sizes = np.diff(starts)
+        means = np.add.reduceat(values, starts[:-1], dtype=np.float64) / sizes
+        squares = np.add.reduceat(np.square(values, dtype=np.float64), starts[:-1]) / sizes
+        deviations = np.sqrt(np.maximum(squares - means**2, 0))
+        # A tensor of equal entries has no deviation, and nothing to clip.
+        bounds = np.where(deviations > 0, self.clip * deviations, np.inf)
+        return np.minimum(scales, bounds).astype(np.float32)
+
+    def contraction(self, layout: Layout) -> float:
+        """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2 for the largest tensor of b.
+
+        The second moment of C(v) is max|v| sum|v|, at most (1 + sqrt(b)) / 2 times |v|^2.
+        """
+        largest = int(np.diff(self.starts(layout)).max())
+        return 2 / (1 + math.sqrt(largest))

@@ -1,0 +1,94 @@
+"""Signs: signSGD with majority vote, and signs with a scale.
+
+Sources: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for
+Non-Convex Problems" (ICML 2018), Algorithm 3; Karimireddy, Rebjock, Stich and Jaggi, "Error
+Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), Algorithm 1, for the
+scale:
+
+    C(v) = size sign(v), or (|v|_1 / d) sign(v) if size is None
+
+In both directions with a fixed size this is majority vote: clients send signs, and each parameter
+moves by `size` in the direction that most of them voted for.
+
+Choices where the papers are silent
+- sign(0) is 1.
+- Votes have the weights of the updates; set weighting=uniform for one vote each, as in the paper.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.compressors.bits import words_of_bits
+from raysim.primitives.checks import above
+from raysim.vectors.blocks import compile_function
+from raysim.vectors.layout import Layout
+
+
+def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
+    """Set the bit of each entry that is not negative."""
+    for word in range(len(words)):
+        bits = np.uint32(0)
+        first = 32 * word
+        for index in range(min(32, len(values) - first)):
+            bits |= np.uint32(values[first + index] >= 0) << np.uint32(index)
+        words[word] = bits
+
+
+def _unpack_signs(words: np.ndarray, scale: float, out: np.ndarray) -> None:
+    """Write scale or -scale for each bit."""
+    for word in range(len(words)):
+        bits = words[word]
+        first = 32 * word
+        for index in range(min(32, len(out) - first)):
+            out[first + index] = scale if (bits >> np.uint32(index)) & 1 else -scale
+
+
+class SignSGD(Compressor):
+    """One bit for each entry.
+
+    size: the absolute value of a decoded entry; None: the mean absolute value, which travels with
+    the signs. Error feedback needs None.
+    """
+
+    name = "signsgd"
+    paper = "Bernstein et al., ICML 2018"
+
+    def __init__(
+        self,
+        size: float | None = 0.001,
+        direction: Direction = "both",
+        feedback: Feedback = "none",
+    ):
+        super().__init__(direction, feedback)
+        self.size = size
+        if size is not None:
+            above("compression.size", size, 0)
+            if feedback != "none":
+                raise ValueError(
+                    f"compression.size={size}: error feedback ({feedback}) corrects the size of "
+                    "what was sent, which a fixed size cannot follow. Set compression.size=null."
+                )
+
+    def words(self, layout: Layout) -> int:
+        """Return the size of the signs, and of a scale unless it is fixed."""
+        return words_of_bits(layout.trained) + (self.size is None)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the scale, unless it is fixed, then the signs."""
+        signs = np.empty(words_of_bits(len(values)), np.uint32)
+        compile_function(_pack_signs)(values.numpy(), signs)
+        if self.size is not None:
+            return signs
+        mean = torch.linalg.vector_norm(values, 1, dtype=torch.float64) / max(1, len(values))
+        return np.concatenate([np.array([float(mean)], np.float32).view(np.uint32), signs])
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the scale and the signs."""
+        scale, signs = np.float32(self.size or 0), message
+        if self.size is None:
+            scale, signs = message[:1].view(np.float32)[0], message[1:]
+        compile_function(_unpack_signs)(signs, scale, out.numpy())

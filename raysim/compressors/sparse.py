@@ -1,0 +1,146 @@
+"""Sparse messages: the largest entries, or random ones.
+
+Sources: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), and
+Alistarh et al., "The Convergence of Sparsified Gradient Methods" (NeurIPS 2018), for the largest
+entries; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), for both.
+
+With k of d entries sent:
+
+    topk   C(v)_i = v_i for the k entries of the largest |v_i|, else 0
+    randk  C(v)_i = (d / k) v_i for k random entries, else 0; under error feedback without d / k
+
+Choices where the papers are silent
+- Of entries with equal |v_i|, those of the lowest positions are sent.
+- k is share * d, rounded up; entries are chosen among all parameters together, not by layer.
+- The positions of randk follow from a seed of 64 bits, which is in the message.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.compressors.bits import pack_places, unpack_places, words_of_places
+from raysim.primitives.checks import in_range
+from raysim.vectors.blocks import compile_function
+from raysim.vectors.layout import Layout
+
+SAMPLE = 1 << 14  # entries from which the threshold of a long vector is estimated
+SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
+
+
+def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
+    """Write the positions of entries with |v| >= threshold; return how many there are."""
+    count, room = 0, len(places)
+    for place in range(len(values)):
+        if abs(values[place]) >= threshold:
+            if count == room:
+                return room + 1
+            places[count] = place
+            count += 1
+    return count
+
+
+def largest_places(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions of the `count` entries of largest absolute value, ascending.
+
+    Of equal entries the first ones are taken. values: float32 [d].
+    """
+    candidates = _candidates(values, count)
+    sizes = np.abs(values if candidates is None else values[candidates])
+    threshold = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
+    places = np.flatnonzero(sizes > threshold)
+    ties = np.flatnonzero(sizes == threshold)[: count - len(places)]
+    places = np.sort(np.concatenate([places, ties]))
+    return places if candidates is None else candidates[places]
+
+
+def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
+    """Return positions that contain the `count` largest, ascending; None means all positions.
+
+    A threshold from a sample leaves few candidates, in one pass over a long vector.
+    """
+    length = len(values)
+    if length <= SMALL or 4 * count >= length:
+        return None
+    sample = np.abs(values[:: length // SAMPLE])
+    wanted = math.ceil(len(sample) * count / length * 1.25) + 16
+    threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
+    places = np.empty(2 * count + length // 64, np.int64)
+    found = compile_function(_collect)(values, threshold, places)
+    # The sample was not typical: too many entries are that large, or too few.
+    return places[:found] if count <= found <= len(places) else None
+
+
+class _Sparse(Compressor):
+    """A compressor that sends a share of the entries. share: from above 0 to 1."""
+
+    def __init__(
+        self, share: float = 0.01, direction: Direction = "up", feedback: Feedback = "none"
+    ):
+        super().__init__(direction, feedback)
+        self.share = in_range("compression.share", share, above=0, most=1)
+
+    def count(self, layout: Layout) -> int:
+        """Return k, the number of entries in a message."""
+        return math.ceil(self.share * layout.trained)
+
+
+class TopK(_Sparse):
+    """The entries of the largest absolute values, with their positions."""
+
+    name = "topk"
+    paper = "Aji and Heafield, EMNLP 2017"
+
+    def words(self, layout: Layout) -> int:
+        """Return the size of k floats and their positions."""
+        count = self.count(layout)
+        return count + words_of_places(count, layout.trained)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the entries, then their positions."""
+        array = values.numpy()
+        places = largest_places(array, self.count(layout))
+        return np.concatenate([array[places].view(np.uint32), pack_places(places, len(array))])
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the entries, and 0 elsewhere."""
+        count = self.count(layout)
+        places = unpack_places(message[count:], count, layout.trained)
+        out.zero_()
+        out.numpy()[places] = message[:count].view(np.float32)
+
+
+class RandK(_Sparse):
+    """Random entries; the receiver draws their positions from the seed in the message."""
+
+    name = "randk"
+    paper = "Stich et al., NeurIPS 2018"
+
+    def words(self, layout: Layout) -> int:
+        """Return the size of k floats and a seed."""
+        return self.count(layout) + 2
+
+    def _places(self, seed: np.ndarray, layout: Layout) -> np.ndarray:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
+        return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the seed, then the entries."""
+        seed = np.array([key], np.uint64).view(np.uint32)
+        entries = values.numpy()[self._places(seed, layout)]
+        return np.concatenate([seed, entries.view(np.uint32)])
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the entries times d / k, and 0 elsewhere."""
+        count = self.count(layout)
+        out.zero_()
+        entries = message[2:].view(np.float32) * np.float32(layout.trained / count)
+        out.numpy()[self._places(message[:2], layout)] = entries
+
+    def contraction(self, layout: Layout) -> float:
+        """Return k / d: the entries without the factor that makes them unbiased."""
+        return self.count(layout) / layout.trained
