@@ -97,7 +97,7 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
     """Raise ValueError for a compression that has no meaning with these replicas."""
     compression = declarations.compressor
     if compression is None:
-    return
+        return
     name, compressor = compression
     if network.on_clients:
         raise ValueError(
