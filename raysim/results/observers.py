@@ -158,7 +158,14 @@ class ProgressLine(Observer):
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Show which worker the run waits for."""
         clients = [self._data.number(client) for client in event.clients]
-        self._progress.wait(event.worker, clients, event.seconds, event.node, event.replaced_after)
+        self._progress.wait(
+            event.worker,
+            clients,
+            event.seconds,
+            event.node,
+            event.replaced_after,
+            event.node_timeout,
+        )
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Close the bar; its last state stays on the screen."""

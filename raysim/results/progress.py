@@ -171,10 +171,11 @@ class Progress:
         seconds: float,
         node: str = "",
         replaced_after: float = math.inf,
+        node_timeout: float | None = None,
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
-        clients: the clients that it trains. node, replaced_after: see `Waiting`.
+        clients: the clients that it trains. node, replaced_after, node_timeout: see `Waiting`.
         """
         who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:
@@ -182,7 +183,13 @@ class Progress:
             ellipsis = ", ..." if len(clients) > MAX_NAMED_CLIENTS else ""
             who += f" with client{'s' if len(clients) > 1 else ''} {names}{ellipsis}"
         self._wait_text = f"{who} has not answered for {format_duration(seconds)}"
-        if node and math.isfinite(replaced_after):
+        if node_timeout is not None:
+            limit = format_duration(node_timeout)
+            self._wait_text += (
+                f", its node does not answer either; after {limit} (faults.node_timeout) other "
+                "workers get its jobs"
+            )
+        elif node and math.isfinite(replaced_after):
             limit = format_duration(replaced_after)
             self._wait_text += f", and is replaced after {limit} (faults.timeout)"
         self._show(is_line_due=True)

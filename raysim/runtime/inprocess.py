@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.runtime import LostNode
 from raysim.simulation.schedule import Schedule
 from raysim.training.determinism import openblas_threads
 from raysim.training.resident import StateHandle
@@ -54,6 +55,25 @@ class InProcess:
 
     def revive(self, worker: int) -> None:
         """Do nothing: a worker in this process cannot die alone."""
+
+    def silent_node_timeout(self, worker: int) -> float | None:
+        """Return None, because all workers are in this process."""
+        return None
+
+    def find_lost_workers(self) -> Mapping[int, LostNode]:
+        """Return nothing, because all workers are in this process."""
+        return {}
+
+    def release(self, worker: int) -> None:
+        """Do nothing: a worker in this process is never lost."""
+
+    def take_new_workers(self) -> Sequence[int]:
+        """Return nothing, because no worker joins."""
+        return ()
+
+    def take_notices(self) -> Sequence[str]:
+        """Return nothing."""
+        return ()
 
 
 @contextmanager

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raysim.simulation.client_states import ClientStates, StateUse
-from raysim.simulation.events import RunStoppedError, Waiting
-from raysim.simulation.runtime import START_TIMEOUT_S, Ref, Runtime, WorkerDiedError
+from raysim.simulation.events import Notice, ProcessLostError, RunStoppedError, Waiting
+from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Ref, Runtime, WorkerDiedError
 
 MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
+# Calls that any worker can carry out, so that another one gets them if a node is lost.
+REPEATABLE = ("ready", "store_constants", "contribute", "train", "train_apart", "evaluate")
 SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
 
 
@@ -43,15 +45,23 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 class WorkerCalls:
     """The object that makes every call to workers.
 
-    A dead worker is replaced, and its unanswered calls are repeated. timeout_s: a worker counts as
-    dead if it does not answer a call for so many seconds.
+    A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
+    workers get these calls. timeout_s: a worker counts as dead if it does not answer a call for so
+    many seconds.
+
+    workers: the number of workers, the released ones included. active: the workers that get new
+    calls, ascending.
     """
 
     def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
         self._runtime, self._client_states, self._timeout_s = runtime, client_states, timeout_s
         self.workers = runtime.workers
+        self.active = list(range(self.workers))
         self.deaths = 0  # of workers
         self.when_answered: Callable[[Call], None] = lambda call: None
+        # Called with a call that another worker has now, and the worker that had it.
+        self.when_moved: Callable[[Call, int], None] = lambda call, previous: None
+        self._notices: list[Notice] = []
         # By worker: its unanswered calls in order, and when it began with the first of them.
         self._unanswered: list[list[Call]] = [[] for _ in range(self.workers)]
         self._waiting_since = [0.0] * self.workers
@@ -67,7 +77,16 @@ class WorkerCalls:
         return self.start(Call(worker, method, args, states))
 
     def start(self, call: AnyCall) -> AnyCall:
-        """Make a call for the first time."""
+        """Make a call for the first time; another worker gets it if its worker was released.
+
+        Raises ProcessLostError if the worker was released, with values that the run needs.
+        """
+        if call.worker not in self.active:
+            if call.method not in REPEATABLE:
+                raise ProcessLostError(
+                    f"worker {call.worker} is lost, with values that the run needs"
+                )
+            call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:
             self._waiting_since[call.worker] = time.monotonic()
         self._unanswered[call.worker].append(call)
@@ -80,7 +99,7 @@ class WorkerCalls:
 
     def call_all(self) -> None:
         """Call every worker once. A worker has more time until its first answer."""
-        for worker in range(self.workers):
+        for worker in self.active:
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
@@ -89,7 +108,7 @@ class WorkerCalls:
         Workers that start later get them, too.
         """
         self._constants = args
-        for call in [self.call(worker, "store_constants", *args) for worker in range(self.workers)]:
+        for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
             self.wait(call)
 
     def _send(self, call: Call) -> None:
@@ -109,12 +128,21 @@ class WorkerCalls:
             pass
         return call.value
 
-    def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting]:
-        """Wait for these calls; yield an event whenever no answer came for a long time."""
+    def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting | Notice]:
+        """Wait for these calls; yield an event whenever no answer came for a long time.
+
+        Other events tell which workers left.
+        """
         for call in calls:
             while not call.is_answered:
                 if not self._wait_for_any():
                     yield self._describe_wait(call.worker)
+                yield from self.take_notices()
+
+    def take_notices(self) -> list[Notice]:
+        """Return what happened to the workers since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def _describe_wait(self, worker: int) -> Waiting:
         since = self._waiting_since[worker]
@@ -124,16 +152,21 @@ class WorkerCalls:
             seconds=time.monotonic() - since,
             node=self._runtime.node_name(worker),
             replaced_after=self._deadline(worker) - since,
+            node_timeout=self._runtime.silent_node_timeout(worker),
         )
 
     def _wait_for_any(self) -> bool:
         """Wait a limited time for an answer of any worker; return False if nothing happened."""
+        if self._leave_lost_nodes():
+            return True
         first_calls = [calls[0] for calls in self._unanswered if calls]
         deadline, slowest = min((self._deadline(call.worker), call.worker) for call in first_calls)
         left_s = max(0.0, deadline - time.monotonic())
         index = self._runtime.ready(
             [call.ref for call in first_calls], min(left_s, SILENCE_WARNING_S)
         )
+        if index is None and self._leave_lost_nodes():
+            return True
         if index is None and left_s > SILENCE_WARNING_S:
             return False
         if index is None:  # its process was stopped, or its node is out of reach
@@ -157,7 +190,8 @@ class WorkerCalls:
         try:
             call.value = self._runtime.get(call.ref)
         except WorkerDiedError as death:
-            self._replace(worker, death)
+            if not self._leave_lost_nodes():
+                self._replace(worker, death)
             return
         call.is_answered, call.args, call.ref = True, (), None
         self._unanswered[worker].remove(call)
@@ -172,7 +206,12 @@ class WorkerCalls:
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:
             raise RunStoppedError(self._describe_deaths(worker, death))
-        self._runtime.revive(worker)
+        try:
+            self._runtime.revive(worker)
+        except WorkerDiedError:
+            if self._leave_lost_nodes():
+                return
+            raise
         self._waiting_since[worker] = time.monotonic()
         self._client_states.worker_died(worker)
         if self._constants is not None:
@@ -180,6 +219,96 @@ class WorkerCalls:
         for call in self._unanswered[worker]:
             self._send(call)
 
+    # --- nodes that leave or join -----------------------------------------------------------------
+    def _leave_lost_nodes(self) -> bool:
+        """Stop using the workers of lost nodes; return True if a call has another worker now."""
+        lost_workers = self._runtime.find_lost_workers()
+        has_moved = False
+        for worker, node in lost_workers.items():
+            others = [other for other in self.active if other not in lost_workers]
+            if node.is_reachable:
+                self._retire(worker, node, others)
+            else:
+                has_moved = True
+                self._give_up(worker, node, others)
+        return has_moved
+
+    def _retire(self, worker: int, node: LostNode, others: Sequence[int]) -> None:
+        """Give no new calls to a worker whose node will leave; release it after its last answer."""
+        if worker in self.active:
+            if not others:  # there is nobody else
+                return
+            self.active.remove(worker)
+            self._note_departure(worker, node.reason)
+        if not self._unanswered[worker]:
+            self._client_states.copy_states_of(worker)
+            self._release(worker)
+
+    def _give_up(self, worker: int, node: LostNode, others: Sequence[int]) -> None:
+        """Give the unanswered calls of a worker on a lost node to other workers.
+
+        Raises ProcessLostError if the run cannot continue without the node.
+        """
+        name = self._runtime.node_name(worker) or f"the node of worker {worker}"
+        has_states = bool(self._client_states.states_of(worker))
+        self._release(worker)
+        calls, self._unanswered[worker] = self._unanswered[worker], []
+        if has_states:
+            raise ProcessLostError(f"{name} {node.reason}, and it has client states")
+        if not others:
+            raise ProcessLostError(f"{name} {node.reason}, and there is no other worker")
+        for call in calls:
+            if call.method not in REPEATABLE:
+                raise ProcessLostError(f"{name} {node.reason}, and it has sums of updates")
+        if worker in self.active:
+            self.active.remove(worker)
+            self.deaths += 1
+            self._note_departure(worker, node.reason)
+        # A job may start from the state that the one before leaves, so they stay together.
+        stays_together = self._client_states.stateful
+        heir = self._least_busy(others)
+        for call in calls:
+            if call.method == "ready" or call.method == "store_constants":
+                call.is_answered = True
+                continue
+            call.worker = heir if stays_together else self._least_busy(others)
+            self.when_moved(call, worker)
+            self.start(call)
+
+    def _least_busy(self, workers: Sequence[int]) -> int:
+        return min(workers, key=lambda worker: len(self._unanswered[worker]))
+
+    def _release(self, worker: int) -> None:
+        self._runtime.release(worker)
+        self._client_states.worker_died(worker)
+
+    def _note_departure(self, worker: int, reason: str) -> None:
+        name = self._runtime.node_name(worker)
+        place = f"{name} {reason}" if name else reason
+        count = len(self.active)
+        workers = "1 worker is" if count == 1 else f"{count} workers are"
+        self._notices.append(Notice(f"worker {worker} leaves: {place}; {workers} left"))
+
+    def update_workers(self) -> list[Notice]:
+        """Leave lost nodes, and start to use new workers; return what happened."""
+        self._leave_lost_nodes()
+        for worker in self._runtime.take_new_workers():
+            while worker >= len(self._unanswered):
+                self._unanswered.append([])
+                self._waiting_since.append(0.0)
+                self._has_started.append(True)
+                self._deaths_in_a_row.append(0)
+            self.workers = len(self._unanswered)
+            self._has_started[worker], self._deaths_in_a_row[worker] = True, 0
+            self.active = sorted({*self.active, worker})
+            if self._constants is not None:
+                self.call(worker, "store_constants", *self._constants)
+            name = self._runtime.node_name(worker)
+            self._notices.append(Notice(f"worker {worker} joins" + (f" on {name}" if name else "")))
+        self._notices += map(Notice, self._runtime.take_notices())
+        return self.take_notices()
+
+    # --- texts ------------------------------------------------------------------------------------
     def _describe_deaths(self, worker: int, death: WorkerDiedError) -> str:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
         work = f", last while training clients {clients}" if clients else ""

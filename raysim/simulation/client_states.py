@@ -64,6 +64,7 @@ class ClientStates:
         self._places: dict[int, tuple[int, int]] = {}
         self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
         self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
+        self._makers: dict[int, int] = {}  # by job: the worker that makes the state it leaves
         self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once known
         self._total_size = 0  # sum of them
         # By client: bytes of its accepted state, unless that is on disk; the latest accepted last.
@@ -110,6 +111,23 @@ class ClientStates:
             client: place for client, place in self._places.items() if place[0] != worker
         }
 
+    def states_of(self, worker: int) -> list[int]:
+        """Return the jobs that left the states which this worker made and which are in the store.
+
+        The store has them on the worker's node only.
+        """
+        return [
+            number
+            for number, maker in self._makers.items()
+            if maker == worker and number in self._sizes
+        ]
+
+    def copy_states_of(self, worker: int) -> None:
+        """Copy the states that this worker made to the coordinator's node; waits."""
+        for number in self.states_of(worker):
+            self._stored[number] = self.runtime.put(self.runtime.get(self._stored[number]))
+            del self._makers[number]
+
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
         """Split a list of clients; each part reads at most a worker's share of the budget."""
         limit = self.budget / self.runtime.workers
@@ -144,6 +162,7 @@ class ClientStates:
                 if previous != worker:
                     moved.setdefault(previous, []).append(client)
                 self._places[client] = worker, next_job
+                self._makers[next_job] = worker
         self._evict(moved)
         self._read_bytes += read_bytes
         return sent, read_bytes
@@ -206,6 +225,7 @@ class ClientStates:
     def _drop(self, client: int, number: int) -> None:
         """Remove an accepted state from the store."""
         self._stored.pop(number, None)
+        self._makers.pop(number, None)
         self._total_size -= self._sizes.pop(number, 0)
         self._in_memory_bytes -= self._in_memory.pop(client, 0)
 

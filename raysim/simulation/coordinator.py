@@ -144,6 +144,7 @@ class Coordinator:
 
         Meanwhile workers score the version before.
         """
+        yield from self.calls.update_workers()
         try:
             aggregation = self.jobs.next_aggregation()
         except NoClientsLeftError:

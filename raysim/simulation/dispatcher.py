@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -80,7 +81,8 @@ class Dispatcher:
         self._queue = JobQueue()
         # By job: from its dispatch to a worker until it is collected.
         self._call_of: dict[int, TrainCall] = {}
-        self._loads = [0.0] * calls.workers  # by worker: samples of its unanswered calls to train
+        # By worker: samples of its unanswered calls to train.
+        self._loads: defaultdict[int, float] = defaultdict(float)
         # Jobs on workers; the client states that they leave do not exist yet.
         self._unanswered: set[int] = set()
         self._trained_samples = 0.0  # of all answered calls
@@ -88,7 +90,7 @@ class Dispatcher:
         self.busy_s: dict[str, float] = {}
         self.device_use: dict[str, float] = {}
         self.pending_floats = 0  # of the results that are not collected yet, client states apart
-        calls.when_answered = self._receive
+        calls.when_answered, calls.when_moved = self._receive, self._move
 
     # --- dispatch ---------------------------------------------------------------------------------
     def enqueue(self, job: Job, aggregation: int) -> None:
@@ -115,7 +117,7 @@ class Dispatcher:
             and has_one_version
             and not self._client_states.stateful
         ):
-            groups = summable_groups(jobs, self._group_size, self._calls.workers)
+            groups = summable_groups(jobs, self._group_size, len(self._calls.active))
         group_of = {
             job.number: tuple(member.number for member in group)
             for group in groups
@@ -127,24 +129,35 @@ class Dispatcher:
         else:
             ungrouped = [job for job in unsent if job.number not in group_of]
             units = sorted(groups, key=total_work, reverse=True) + units_by_client(ungrouped)
-            workers = assign_units(units, self._loads, self._runtime.nodes, self._home)
+            workers = assign_units(units, self._active_loads(), self._active_nodes(), self._home)
         jobs_of: dict[int, list[Job]] = {}
-        for unit, worker in zip(units, workers, strict=True):
-            jobs_of.setdefault(worker, []).extend(unit)
+        for unit, place in zip(units, workers, strict=True):
+            jobs_of.setdefault(self._calls.active[place], []).extend(unit)
         for worker, worker_jobs in jobs_of.items():
             stays_on_node = bool(group_workers) and self._runtime.nodes[worker] > 0
             for chunk in self._chunks(worker_jobs, group_of):
                 self._send(worker, chunk, group_of, "train_apart" if stays_on_node else "train")
         self._fill_workers()
 
+    def _active_loads(self) -> list[float]:
+        """Return the load of each active worker."""
+        return [self._loads[worker] for worker in self._calls.active]
+
+    def _active_nodes(self) -> list[int]:
+        """Return the node of each active worker."""
+        return [self._runtime.nodes[worker] for worker in self._calls.active]
+
     def _workers_on_nodes(self, groups: Sequence[Sequence[Job]]) -> list[int]:
-        """Return a worker per group such that nodes can add up the sums; none if that is no use."""
-        nodes = self._runtime.nodes
+        """Return a worker per group such that nodes can add up the sums; none if that is no use.
+
+        A worker is its place among the active ones.
+        """
+        nodes = self._active_nodes()
         if (
             not groups
             or self._floats < self._runtime.combine_from
             or not any(nodes)
-            or any(self._loads)
+            or any(self._active_loads())
         ):
             return []
         return assign_groups_to_nodes(groups, nodes)
@@ -155,15 +168,17 @@ class Dispatcher:
         yield from (jobs[start : start + size] for start in range(0, len(jobs), size))
 
     def _home(self, client: int) -> StateHome | None:
-        """Return the worker that has a client's state."""
+        """Return the worker that has a client's state, as its place among the active workers."""
         place = self._client_states.place(client)
-        return None if place is None else StateHome(place[0], place[1] in self._unanswered)
+        if place is None or place[0] not in self._calls.active:
+            return None
+        return StateHome(self._calls.active.index(place[0]), place[1] in self._unanswered)
 
     def _fill_workers(self) -> None:
         """Send jobs from the queue to workers that have time."""
         if not self._queue:
             return
-        for worker in sorted(range(self._calls.workers), key=self._loads.__getitem__):
+        for worker in sorted(self._calls.active, key=self._loads.__getitem__):
             while self._count_train_calls(worker) < MAX_CALLS:
                 bundle = self._take_bundle(worker)
                 if not bundle:
@@ -183,7 +198,7 @@ class Dispatcher:
 
         def accepts(job: Job, is_first: bool) -> bool:
             home = self._home(job.client)
-            if home is None or home.worker == worker:
+            if home is None or self._calls.active[home.worker] == worker:
                 return True
             return is_idle and is_first and not home.is_pending
 
@@ -240,6 +255,13 @@ class Dispatcher:
             self._unanswered.difference_update(call.updates)
             self._client_states.note_sizes(result)
         self._fill_workers()
+
+    def _move(self, call: Call, previous: int) -> None:
+        """Record that another worker trains the jobs of a call now."""
+        if isinstance(call, TrainCall):
+            work = total_work(call.jobs)
+            self._loads[previous] -= work
+            self._loads[call.worker] += work
 
     def calls_of(self, jobs: Sequence[Job]) -> list[TrainCall]:
         """Return the calls that train these jobs, each once."""

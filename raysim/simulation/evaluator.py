@@ -205,7 +205,7 @@ class Evaluator:
             central = self._batches(self.spec.data.central)
             scoring.reports["mean"] = self._start(central, mean)
             for place, ref in enumerate(refs.values()):
-                worker = place % self.runtime.workers
+                worker = self.calls.active[place % len(self.calls.active)]
                 scoring.replicas.append([self.calls.call(worker, "evaluate", central, ref)])
         return scoring
 
@@ -304,9 +304,12 @@ class Evaluator:
         """Send tasks, each with its published version, to the workers as `_start` does."""
         # By worker: consecutive tasks with one version.
         tasks_of_worker: dict[int, list[tuple[Ref, list[ScoringTask]]]] = {}
+        workers = self.calls.active
         for index, (task, ref) in enumerate(zip(tasks, refs, strict=True)):
             place = self.client_states.place(task.client)
-            worker = index * self.runtime.workers // len(tasks) if place is None else place[0]
+            worker = workers[index * len(workers) // len(tasks)]
+            if place is not None and place[0] in workers:
+                worker = place[0]
             parts = tasks_of_worker.setdefault(worker, [])
             if not parts or parts[-1][0] is not ref:
                 parts.append((ref, []))

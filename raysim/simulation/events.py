@@ -76,7 +76,8 @@ class Waiting:
     worker: the worker that the run waits for. clients: the clients that it trains, if any. seconds:
     the time since its last answer or, if it has not answered yet, since its current call began.
     node: name and address of its machine; "" if unknown. replaced_after: the seconds without an
-    answer after which another worker takes its place; infinite if none does.
+    answer after which another worker takes its place; infinite if none does. node_timeout: if the
+    machine does not answer either, the seconds after which it counts as lost; otherwise None.
     """
 
     worker: int
@@ -84,6 +85,17 @@ class Waiting:
     seconds: float
     node: str = ""
     replaced_after: float = math.inf
+    node_timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class Notice:
+    """The event that something happened which the user should know, such as a lost node.
+
+    text: one sentence or more.
+    """
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class Finished:
     processes: tuple[Identity, ...] = ()
 
 
-Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished
+Event: TypeAlias = Started | Waiting | Notice | Round | Saved | Profiled | Finished
 
 
 class RunStoppedError(RuntimeError):

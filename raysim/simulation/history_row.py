@@ -128,10 +128,14 @@ class RowWriter:
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
         shares: list[float] = []
+        left = {f"worker-{worker}" for worker in range(self.calls.workers)}
+        left -= {f"worker-{worker}" for worker in self.calls.active}
         for worker, total in worked.items():
+            if worker in left:
+                continue
             since_last_row = total - self._worked.get(worker, 0.0)
             shares.append(min(1.0, since_last_row / span))
-        shares += [0.0] * (self.calls.workers - len(shares))
+        shares += [0.0] * (len(self.calls.active) - len(shares))
         self._worked, self._row_at = dict(worked), now
         row: Row = {"worker_busy": _mean(shares), "worker_busy_least": min(shares)}
         device_use = list(self.dispatcher.device_use.values())

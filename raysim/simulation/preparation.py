@@ -30,9 +30,11 @@ def collect_contributions(
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
-    shares = np.array_split(planner.eligible, calls.workers)
+    workers = calls.active
+    shares = np.array_split(planner.eligible, len(workers))
     started = [
-        calls.call(worker, "contribute", clients.tolist()) for worker, clients in enumerate(shares)
+        calls.call(worker, "contribute", clients.tolist())
+        for worker, clients in zip(workers, shares, strict=True)
     ]
     parts = [part for call in started for part in calls.wait(call)]
     planner.count_contributions(sum(array.size for part in parts for array in part.values()))

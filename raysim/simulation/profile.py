@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ class WatchedRuntime:
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
         # By worker: the times of its calls.
-        self.call_times: list[list[float]] = [[] for _ in range(runtime.workers)]
+        self.call_times: defaultdict[int, list[float]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
@@ -49,6 +50,11 @@ class WatchedRuntime:
         self.call_times[worker] = []
         self.runtime.revive(worker)
 
+    def release(self, worker: int) -> None:
+        """Stop using a worker; its profile is lost."""
+        self.call_times.pop(worker, None)
+        self.runtime.release(worker)
+
 
 class Profile:
     """The times of a coordinator's parts, and the profiles of the workers at the end."""
@@ -77,7 +83,7 @@ class Profile:
         rest = max(0.0, stop - self.start - sum(track.seconds.values()))
         tracks = [Track(track.name, {**track.seconds, "other": rest}, track.spans, track.count)]
         runtime = self.runtime.runtime
-        for worker, call_times in enumerate(self.runtime.call_times):
+        for worker, call_times in sorted(self.runtime.call_times.items()):
             worker_track: WorkerTrack = runtime.get(runtime.call(worker, "profile")[0])
             tracks.append(add_idle_time(worker_track, call_times, self.start, stop))
         return Profiled(self.start, stop, tuple(tracks))

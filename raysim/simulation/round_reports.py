@@ -11,7 +11,7 @@ from raysim.api.messages import Failure, Probe
 from raysim.simulation.best_model import BestModel
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.evaluator import Evaluator, Scoring
-from raysim.simulation.events import JobRecord, Round, Row, Waiting
+from raysim.simulation.events import JobRecord, Notice, Round, Row, Waiting
 from raysim.simulation.history_row import RowWriter
 
 
@@ -42,7 +42,7 @@ class RoundReports:
         """Add a round, which the next `report` reports."""
         self._pending.append(pending)
 
-    def report(self) -> Iterator[Round | Waiting]:
+    def report(self) -> Iterator[Round | Waiting | Notice]:
         """Wait for the scores of the pending rounds, and report them."""
         for pending in self._pending:
             for scoring in pending.scorings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 START_TIMEOUT_S = 300.0  # for a worker to start; before, its first answer is not late
 
@@ -17,12 +17,22 @@ class WorkerDiedError(RuntimeError):
     """
 
 
+class LostNode(NamedTuple):
+    """A node whose workers are not used any more.
+
+    reason: a clause about the node. is_reachable: True if values on the node can still be read.
+    """
+
+    reason: str
+    is_reachable: bool = False
+
+
 class Runtime(Protocol):
     """The interface that calls workers. Calls to one worker run in the order they were made."""
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
+        """The number of workers, the released ones included."""
         ...
 
     @property
@@ -64,5 +74,34 @@ class Runtime(Protocol):
         ...
 
     def revive(self, worker: int) -> None:
-        """Replace a worker that died. Raises RunStoppedError if there is no room for a process."""
+        """Replace a worker that died, on its node.
+
+        Raises WorkerDiedError if the node is lost, and RunStoppedError if it has no room.
+        """
+        ...
+
+    def silent_node_timeout(self, worker: int) -> float | None:
+        """Return None if a worker's node answers.
+
+        Otherwise return the seconds without an answer after which the node counts as lost.
+        """
+        ...
+
+    def find_lost_workers(self) -> Mapping[int, LostNode]:
+        """Return the workers, not released yet, whose node is lost or leaves the cluster."""
+        ...
+
+    def release(self, worker: int) -> None:
+        """Stop using a worker; it may be unreachable."""
+        ...
+
+    def take_new_workers(self) -> Sequence[int]:
+        """Return the workers that have joined, or come back, since the last call.
+
+        A worker that joins has the next free number; then `workers` and `nodes` contain it.
+        """
+        ...
+
+    def take_notices(self) -> Sequence[str]:
+        """Return what the user should know about the cluster since the last call, as sentences."""
         ...

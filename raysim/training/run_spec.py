@@ -65,12 +65,15 @@ class Faults:
 
     tolerate: the largest share of an aggregation's clients that may fail before the run stops.
     norm: the largest norm of an update; None allows any. timeout: seconds after which a worker that
-    does not answer a call is replaced; None waits forever.
+    does not answer a call is replaced; None waits forever. node_timeout: seconds after which a node
+    of a cluster that does not answer counts as lost, so that other workers get its jobs; None waits
+    until Ray declares it dead.
     """
 
     tolerate: float = 0.1
     norm: float | None = None
     timeout: float | None = 3600.0
+    node_timeout: float | None = 30.0
 
     def __post_init__(self) -> None:
         between("faults.tolerate", self.tolerate, 0, 1)
@@ -78,6 +81,8 @@ class Faults:
             above("faults.norm", self.norm, 0)
         if self.timeout is not None:
             above("faults.timeout", self.timeout, 0)
+        if self.node_timeout is not None:
+            above("faults.node_timeout", self.node_timeout, 0)
 
 
 @dataclass(frozen=True)

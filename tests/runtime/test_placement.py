@@ -786,6 +786,7 @@ def test_coordinator_writes_nothing_before_events_are_read(tmp_path: Path) -> No
     spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))
     runtime: Any = InProcess(Worker(spec))
     runtime.participants = None  # no worker to compare with this process
+    runtime.watch_nodes = runtime.stop_watch = lambda *_: None
     folder = tmp_path / "run"
     coordinator = RayCoordinator(spec, Synchronous(3), Ideal(), runtime, str(folder), "")
     begun = [event for batch in coordinator.begin() for event in batch]

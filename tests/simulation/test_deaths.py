@@ -39,9 +39,16 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
 from raysim.simulation import calls as worker_calls
-from raysim.simulation.events import Finished, ProcessLostError, Round, RunStoppedError, Waiting
+from raysim.simulation.events import (
+    Finished,
+    Notice,
+    ProcessLostError,
+    Round,
+    RunStoppedError,
+    Waiting,
+)
 from raysim.simulation.fleet import Lognormal
-from raysim.simulation.runtime import START_TIMEOUT_S, Runtime, WorkerDiedError
+from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Runtime, WorkerDiedError
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.resident import StateHandle
 from raysim.training.run_spec import Faults, RunSpec
@@ -138,6 +145,72 @@ class Mortal:
         self.revived += 1
         self.members[worker] = Worker(self.study, f"worker-{worker}")
 
+    def silent_node_timeout(self, worker: int) -> float | None:
+        return None
+
+    def find_lost_workers(self) -> dict[int, LostNode]:
+        return {}
+
+    def release(self, worker: int) -> None:
+        pass
+
+    def take_new_workers(self) -> list[int]:
+        return []
+
+    def take_notices(self) -> list[str]:
+        return []
+
+
+class Vanishing(Mortal):
+    """Workers whose node is lost, or leaves, in the call with this number.
+
+    They come back, and others join, in the second round after it.
+    """
+
+    def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):
+        super().__init__(study, workers, set())
+        self.number, self.is_reachable = number, is_reachable
+        self.lost: dict[int, LostNode] = {}
+        self.released: set[int] = set()
+        self.rounds_until_return = 2
+
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        assert worker not in self.released or method == "release", method
+        if self.calls + 1 == self.number:
+            self.lost[worker] = LostNode("vanished", self.is_reachable)
+            for refs in self.waiting[worker]:
+                for ref in refs:
+                    ref.lost = not self.is_reachable
+        refs = super().call(worker, method, *args, returns=returns)
+        if worker in self.lost and not self.is_reachable:
+            for ref in refs:
+                ref.lost = True
+        return refs
+
+    def ready(self, refs: Any, seconds: float) -> int | None:
+        return next((place for place, ref in enumerate(refs) if not ref.lost), None)
+
+    def find_lost_workers(self) -> dict[int, LostNode]:
+        return {w: node for w, node in self.lost.items() if w not in self.released}
+
+    def release(self, worker: int) -> None:
+        self.released.add(worker)
+
+    def take_new_workers(self) -> list[int]:
+        if not self.released:
+            return []
+        self.rounds_until_return -= 1
+        if self.rounds_until_return:
+            return []
+        back, self.released, self.lost = sorted(self.released), set(), {}
+        for worker in back:
+            self.members[worker] = Worker(self.study, f"worker-{worker}")
+        self.members.append(Worker(self.study, f"worker-{self.workers}"))
+        self.waiting.append([])
+        self.workers += 1
+        self.nodes = (0,) * self.workers
+        return [*back, self.workers - 1]
+
 
 class Stopped(Mortal):
     """Workers that stop answering with the calls with these numbers, and stay alive."""
@@ -172,6 +245,39 @@ def test_silent_worker_is_replaced_with_the_same_bits(
     assert set(revived) <= {0, 1} and sum(revived) >= len(revived) - 1, (
         "the last call may be one that nobody waits for"
     )
+
+
+@pytest.mark.parametrize("is_reachable", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", METHODS)
+def test_lost_node_changes_no_bits(name: str, schedule: str, is_reachable: bool) -> None:
+    (whole, calls), texts = calls_of(name, schedule), []
+    ended = 0
+    for number in range(2, calls + 1, 13):
+        runtime = Vanishing(study(name), 2, number, is_reachable)
+        events: list[Any] = []
+        try:
+            for event in coordinate(
+                study(name), SCHEDULES[schedule], runtime=runtime, **ASKED
+            ).run():
+                events.append(event)
+        except ProcessLostError as error:  # the run continues from a checkpoint
+            assert not is_reachable and "state" in name and "client states" in str(error)
+            ended += 1
+            continue
+        assert (events[-1].model_sha256, events[-1].state_sha256) == whole.bits, number
+        texts += [event.text for event in events if isinstance(event, Notice)]
+    assert any("leaves: node-" in text and "1 worker is left" in text for text in texts)
+    assert "worker 2 joins on node-2 (10.0.0.2)" in texts
+    assert (ended > 0) == (not is_reachable and "state" in name)
+
+
+def test_last_node_that_is_lost_ends_the_run() -> None:
+    spec = study("sums on workers")
+    with pytest.raises(ProcessLostError, match="no other worker"):
+        run_to_end(
+            coordinate(spec, SCHEDULES["rounds"], runtime=Vanishing(spec, 1, 9, False), **ASKED)
+        )
 
 
 def test_waiting_events_name_the_silent_worker(clock: None) -> None:
@@ -369,7 +475,7 @@ def test_run_waits_until_ray_reports_a_lost_node(
     def nodes() -> list[dict[str, Any]]:
         return [
             {"NodeID": "here", "Alive": True},
-            {"NodeID": "there", "Alive": len(waited) < looks},
+            {"NodeID": "there", "Alive": len(waited) < 30 * looks},
         ]
 
     for name, instead in {"wait": wait, "nodes": nodes, "kill": lambda actor: None}.items():
@@ -379,7 +485,7 @@ def test_run_waits_until_ray_reports_a_lost_node(
     monkeypatch.setattr(on_ray.ray.util, "placement_group_table", lambda group: places)
     with pytest.raises(ProcessLostError, match="worker 0 died"):
         on_ray.RayRuntime(1, lambda worker: MagicMock()).revive(0)
-    assert waited == [30] * looks
+    assert waited == [1] * 30 * looks
 
 
 NODE = """

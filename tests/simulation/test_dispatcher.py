@@ -64,6 +64,15 @@ class Slow:
     def revive(self, worker: int) -> None:
         raise AssertionError
 
+    def find_lost_workers(self) -> dict[int, Any]:
+        return {}
+
+    def take_new_workers(self) -> list[int]:
+        return []
+
+    def take_notices(self) -> list[str]:
+        return []
+
 
 def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow:
     spec = run_spec(

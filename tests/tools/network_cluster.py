@@ -49,6 +49,14 @@ PORT = 6379  # of Ray's head
 PROGRAMS = ("ip", "tc", "unshare", "nsenter")
 START_TIMEOUT_S = 120.0
 COMMANDS = "N WORDS, cut N, join N, freeze N, thaw N, kill N, start N, bytes, quit"
+# Ray starts late on a busy machine, where a worker of lower priority hardly runs.
+RAY_VARIABLES = {
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_worker_niceness": "0",
+}
 CLONE_NEWNET = 0x40000000
 # A tun device that passes on whole Ethernet frames, without a header of its own.
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
@@ -305,6 +313,7 @@ class NetworkCluster:
         self.environment: dict[str, str] = {
             **inherited,
             "PATH": f"{folder}:{inherited['PATH']}",
+            **RAY_VARIABLES,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "TMPDIR": "/tmp",

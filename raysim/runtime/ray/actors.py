@@ -8,9 +8,11 @@ import inspect
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import bundle_options
+from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch
+from raysim.runtime.ray.recruiter import Growth, Place, Recruiter
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import (
     Event,
@@ -33,7 +37,7 @@ from raysim.simulation.events import (
     Started,
 )
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import START_TIMEOUT_S, WorkerDiedError
+from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, WorkerDiedError
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
@@ -45,6 +49,17 @@ BATCH_S = 0.1  # seconds in which finished rounds are collected for one message 
 REPLACEMENT_TIMEOUT_S = 300  # for a new worker in the place of a dead one
 # Seconds between two checks whether a new worker has room. Ray may learn late that a node is lost.
 ROOM_CHECK_S = 30
+NODE_CHECK_S = 1.0  # between two checks for lost nodes while the coordinator waits
+# The resident memory of a worker before its first job: Python, torch and Ray. Measured: 380 MiB.
+PROCESS_BYTES = 400 * 2**20
+# Vectors of the model's size in a job: received and current model, gradient, momentum, update and
+# a spare one for methods.
+MODEL_COPIES = 6
+
+
+def worker_bytes(model_floats: int, itemsize: int) -> int:
+    """Return the memory that a worker needs, for a model of this size."""
+    return PROCESS_BYTES + MODEL_COPIES * model_floats * itemsize
 
 
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
@@ -137,6 +152,11 @@ class RayCoordinator:
         self._start_timeout_s = START_TIMEOUT_S + (spec.settings.faults.timeout or math.inf)
         self._packages, self._runtime = spec.packages, runtime
         coordinator = Coordinator(local_spec, schedule, fleet, runtime, folder, resume)
+        runtime.watch_nodes(
+            spec.settings.faults.node_timeout or math.inf,
+            worker_bytes(coordinator.layout.total, spec.dtype.itemsize),
+            local_spec.data.dataset_path,
+        )
         self._events = coordinator.run()
 
     def begin(self) -> Iterator[list[Event]]:
@@ -173,18 +193,25 @@ class RayCoordinator:
                 if not isinstance(event, Round) or time.monotonic() - since > BATCH_S:
                     yield batch
                     batch, since = [], time.monotonic()
+        except WorkerDiedError as error:
+            yield batch
+            raise ProcessLostError(str(error)) from error
         except Exception:
             yield batch
             raise
+        finally:
+            self._runtime.stop_watch()
 
 
 class RayRuntime:
     """A `Runtime` whose workers are actors and whose values lie in the object store.
 
-    start: starts the actor of a worker, given its number. nodes, combine_from: see `Runtime`.
-    actors: the actors of the workers, if they exist. participants: compares each worker that is
-    ready with the driver; None compares nothing. identify: starts a task at the place of a worker
-    that died, given its number; it returns the identity of that place.
+    start: starts the actor of a worker, given its number. node_ids: Ray's name of the node of each
+    worker; the node of the coordinator has number 0. combine_from: see `Runtime`. actors: the
+    actors of the workers, if they exist. participants: compares each worker that is ready with the
+    driver; None compares nothing. identify: starts a task at the place of a worker that died, given
+    its number; it returns the identity of that place. growth: how workers start during the run;
+    None: none do.
     """
 
     is_in_process = False
@@ -193,15 +220,25 @@ class RayRuntime:
         self,
         workers: int,
         start: Callable[[int], Any],
-        nodes: Sequence[int] = (),
+        node_ids: Sequence[str] = (),
+        coordinator_node: str = "",
         combine_from: float = math.inf,
         actors: Sequence[Any] = (),
         participants: Participants | None = None,
         identify: Callable[[int], ray.ObjectRef[Identity]] | None = None,
+        growth: Growth | None = None,
     ):
-        self.participants, self._identify = participants, identify
+        self.participants, self._identify, self._growth = participants, identify, growth
         self.workers, self._make, self.combine_from = workers, start, combine_from
-        self.nodes = nodes or (0,) * workers
+        self._first_workers = workers
+        self._node_ids = list(node_ids) or [coordinator_node] * workers
+        self._node_numbers = {coordinator_node: 0}
+        self.nodes = [self._number_of(node) for node in self._node_ids]
+        self._released: set[int] = set()
+        self._watch: NodeWatch | None = None
+        self._recruiter: Recruiter | None = None
+        self._notices: list[str] = []
+        self._next_recruiting = 0.0
         self.actors = list(actors) or [start(worker) for worker in range(workers)]
         # Methods of actors by worker, name and number of results.
         self._methods: dict[tuple[int, str, int], Any] = {}
@@ -237,32 +274,146 @@ class RayRuntime:
         """Wait for a result; its arrays are read-only views into the object store."""
         if not isinstance(ref, ray.ObjectRef):
             return ref
-        try:
-            return ray.get(ref)
-        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise WorkerDiedError(first_line(error)) from None
+        while True:
+            try:
+                return ray.get(ref, timeout=None if self._watch is None else NODE_CHECK_S)
+            except ray.exceptions.GetTimeoutError:
+                if self._has_unreachable_worker():
+                    raise WorkerDiedError("a node is lost") from None
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+                raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """Return the index of the first result that exists, in the order of `refs`."""
-        timeout = None if math.isinf(seconds) else seconds
-        existing, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
-        return refs.index(existing[0]) if existing else None
+        """Return the index of the first result that exists, in the order of `refs`.
 
+        Return None early if a node is lost.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            left_s = max(0.0, end - time.monotonic())
+            wait_s = left_s if self._watch is None else min(left_s, NODE_CHECK_S)
+            timeout = None if math.isinf(wait_s) else wait_s
+            existing, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
+            if existing:
+                return refs.index(existing[0])
+            if left_s <= wait_s or self._has_unreachable_worker():
+                return None
+
+    # --- nodes that leave or join ---------------------------------------------------------------
+    def _number_of(self, node: str) -> int:
+        return self._node_numbers.setdefault(node, len(self._node_numbers))
+
+    def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
+        """Notice lost nodes from now on, and start workers on nodes that join.
+
+        timeout_s: see `NodeWatch`. worker_bytes, dataset_path: see `Recruiter`.
+        """
+        if self._growth is not None:
+            self._watch = NodeWatch(timeout_s)
+            self._recruiter = Recruiter(self._growth, self._watch, worker_bytes, dataset_path)
+
+    def stop_watch(self) -> None:
+        """End what `watch_nodes` started."""
+        if self._watch is not None and self._recruiter is not None:
+            self._watch.stop()
+            self._recruiter.stop()
+
+    def silent_node_timeout(self, worker: int) -> float | None:
+        """Return None if a worker's node answers; see `Runtime`."""
+        if self._watch is None or not self._watch.is_silent(self._node_ids[worker]):
+            return None
+        return self._watch.timeout_s
+
+    def find_lost_workers(self) -> Mapping[int, LostNode]:
+        """Return the workers, not released yet, whose node is lost or leaves the cluster."""
+        if self._watch is None or not self._watch.lost:
+            return {}
+        lost = self._watch.lost
+        return {
+            worker: lost[node]
+            for worker, node in enumerate(self._node_ids)
+            if node in lost and worker not in self._released
+        }
+
+    def _has_unreachable_worker(self) -> bool:
+        return any(not node.is_reachable for node in self.find_lost_workers().values())
+
+    def release(self, worker: int) -> None:
+        """End a worker that is not used any more; it may be unreachable."""
+        ray.kill(self.actors[worker])
+        self._released.add(worker)
+
+    def take_new_workers(self) -> Sequence[int]:
+        """Return the workers that are ready since the last call; start others if there is room."""
+        recruiter = self._recruiter
+        if recruiter is None:
+            return ()
+        joined = [
+            worker for worker, identity in recruiter.take_ready() if self._admit(worker, identity)
+        ]
+        self._released.difference_update(joined)
+        if time.monotonic() < self._next_recruiting:
+            return joined
+        self._next_recruiting = time.monotonic() + PROBE_INTERVAL_S
+        free = [worker for worker in range(self._first_workers) if worker in self._released]
+        active = self.workers - len(self._released)
+        for number, place in recruiter.find_places(free, active):
+            self._start_at(number, place, recruiter)
+        return joined
+
+    def _start_at(self, number: int, place: Place, recruiter: Recruiter) -> None:
+        """Start a worker: again, or a new one if the number is -1."""
+        worker = self.workers if number < 0 else number
+        actor = recruiter.start(worker, place)
+        if number < 0:
+            self.workers += 1
+            self.actors.append(actor)
+            self._node_ids.append(place.node)
+            self.nodes.append(self._number_of(place.node))
+            self._released.add(worker)  # until it is ready
+        else:
+            self.actors[worker] = actor
+            self._node_ids[worker] = place.node
+            self.nodes[worker] = self._number_of(place.node)
+        self._methods.clear()
+
+    def _admit(self, worker: int, identity: Identity) -> bool:
+        """Return True if a new worker computes the same bits; otherwise end it."""
+        try:
+            if self.participants is not None:
+                self.participants.add(identity)
+        except UnequalWorkersError as error:
+            ray.kill(self.actors[worker])
+            self._notices.append(f"worker {worker} does not join: {error}")
+            return False
+        return True
+
+    def take_notices(self) -> Sequence[str]:
+        """Return what happened to workers that should have joined, since the last call."""
+        notices, self._notices = self._notices, []
+        if self._recruiter is not None:
+            notices += self._recruiter.notices
+            self._recruiter.notices = []
+        return notices
+
+    # --- workers that die -----------------------------------------------------------------------
     def revive(self, worker: int) -> None:
         """Start another actor in the same bundle.
 
-        Ray moves the bundle if its node is lost and another node has room.
+        Raises WorkerDiedError if its node is lost, and ProcessLostError if it does not start.
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
         self._methods.clear()
         actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
-        for _ in range(REPLACEMENT_TIMEOUT_S // ROOM_CHECK_S):
-            if ray.wait([ready], timeout=ROOM_CHECK_S)[0]:
+        for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
+            if ray.wait([ready], timeout=1)[0]:
                 self._meet_replacement(worker, ready)
                 return
-            if _has_lost_bundle():
+            if worker in self.find_lost_workers():
+                raise WorkerDiedError("its node is lost")
+            if second % ROOM_CHECK_S == 0 and _has_lost_bundle():
                 break
         raise ProcessLostError(
             f"worker {worker} died, and no other worker started in its place. Its node may be lost."
@@ -365,11 +516,13 @@ def start_workers_in(
     participants: Participants | None = None,
     packages: Sequence[str] = (),
     device: str = "",
+    most: int = 0,
 ) -> RayRuntime:
     """Start workers in the bundles of a group, all at once, or let actors become them.
 
     kind: the class of the workers. The run stays in the object store, for replacements of dead
-    workers. participants: see `RayRuntime`. packages, device: see `identify`.
+    workers. participants: see `RayRuntime`. packages, device: see `identify`. most: the most
+    workers that the run may have if nodes join; 0 starts none later.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
@@ -380,6 +533,13 @@ def start_workers_in(
         resources = bundle_options(group, index + 1, size.each)
         return actor.options(name=f"{name}/{worker}", **resources).remote(shared, worker, content)
 
+    def start_at(index: int, place: Place, content: Sequence[ray.ObjectRef[Any]]) -> Any:
+        worker = f"worker-{index}"
+        resources = bundle_options(place.group, place.bundle, size.each)
+        # A lost worker may still have the name.
+        actor_name = f"{name}/{worker}-{uuid.uuid4().hex[:6]}"
+        return actor.options(name=actor_name, **resources).remote(shared, worker, content)
+
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
         task: Any = ray.remote(max_retries=0)(identify_process).options(
             **bundle_options(group, index + 1, size.each)
@@ -387,9 +547,17 @@ def start_workers_in(
         identity: ray.ObjectRef[Identity] = task.remote(f"worker-{index}", packages, device)
         return identity
 
-    nodes = _nodes(group)[1 : size.workers + 1]
+    coordinator_node, *nodes = bundle_nodes(group)
     return RayRuntime(
-        size.workers, start, nodes, options.combine_from, actors, participants, identify_place
+        size.workers,
+        start,
+        nodes[: size.workers],
+        coordinator_node,
+        options.combine_from,
+        actors,
+        participants,
+        identify_place,
+        Growth(group, size.each, most, options, start_at, content) if most else None,
     )
 
 
@@ -403,10 +571,7 @@ def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
     ray.get(calls, timeout=START_TIMEOUT_S)
 
 
-def _nodes(group: PlacementGroup) -> list[int]:
-    """Return the node number of each bundle; the node of the first bundle is 0."""
+def bundle_nodes(group: PlacementGroup) -> list[str]:
+    """Return Ray's name of the node of each bundle; the coordinator has the first bundle."""
     node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    numbers: dict[str, int] = {}
-    for index in range(len(node_ids)):
-        numbers.setdefault(node_ids[index], len(numbers))
-    return [numbers[node_ids[index]] for index in range(len(node_ids))]
+    return [node_ids[index] for index in range(len(node_ids))]

@@ -27,6 +27,7 @@ from raysim.runtime.placement import (
     worker_capacity,
 )
 from raysim.runtime.ray.failures import describe_failed_start
+from raysim.runtime.ray.node_watch import avoid_silent_nodes, living_nodes
 
 Say = Callable[[str], None]
 
@@ -119,11 +120,11 @@ def start_local_nodes(count: int, cpus: int) -> Any:
 
 
 def node_resources() -> list[dict[str, float]]:
-    """Return all resources of each living node, in use or not; the driver's node is the first."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    driver_node = ray.get_runtime_context().get_node_id()
-    alive.sort(key=lambda node: node["NodeID"] != driver_node)
-    return [node["Resources"] for node in alive]
+    """Return all resources of each living node, in use or not; the driver's node is the first.
+
+    A node that does not answer is not living.
+    """
+    return [node["Resources"] for node in living_nodes()]
 
 
 def has_gpus() -> bool:
@@ -161,7 +162,12 @@ def reserve(
     if outer is not None:
         yield outer
         return
-    group = ray.util.placement_group(bundles, strategy=options.strategy, name=name)
+    group = ray.util.placement_group(
+        bundles,
+        strategy=options.strategy,
+        name=name,
+        bundle_label_selector=avoid_silent_nodes(len(bundles)),
+    )
     try:
         _wait_for(group, bundles, options, say)
         yield group

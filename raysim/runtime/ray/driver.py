@@ -28,10 +28,11 @@ from raysim.runtime.ray.actors import (
     ROOM_CHECK_S,
     store_dataset,
     with_local_dataset,
+    worker_bytes,
 )
 from raysim.runtime.ray.cluster import Say, bundle_options, node_resources, reserve
 from raysim.runtime.ray.processes import end_waiting, release_processes, start_processes
-from raysim.simulation.events import Event, ProcessLostError, Started
+from raysim.simulation.events import Event, Notice, ProcessLostError, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
 from raysim.simulation.schedule import Schedule
@@ -40,11 +41,6 @@ from raysim.training.run_spec import RunSpec, build_networks
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
-# The resident memory of a worker before its first job: Python, torch and Ray. Measured: 380 MiB.
-PROCESS_BYTES = 400 * 2**20
-# Vectors of the model's size in a job: received and current model, gradient, momentum, update and
-# a spare one for methods.
-MODEL_COPIES = 6
 SILENCE_WARNING_S = 60.0  # without any message, after which the user is told
 
 
@@ -99,8 +95,7 @@ def _limit_by_memory(
     say: Say,
 ) -> Size:
     """Return fewer workers if the memory of the nodes is too small for all; at least one."""
-    model_bytes = build_networks(spec)[1].total * spec.dtype.itemsize
-    need = PROCESS_BYTES + MODEL_COPIES * model_bytes
+    need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
     if limited != size:
         say(
@@ -207,6 +202,9 @@ def run(
             messages = method.options(num_returns="streaming").remote()
             for ref in _receive(messages, spec.settings.faults.timeout, extra_s, say):
                 for event in ray.get(ref):
+                    if isinstance(event, Notice):
+                        say(event.text)
+                        continue
                     if isinstance(event, Started) and not are_equal(event.processes):
                         say(
                             "runtime.mixed=true: the processes of this run differ. The same bits "

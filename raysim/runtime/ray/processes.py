@@ -52,6 +52,11 @@ class RunProcesses:
         return False
 
 
+def is_inside_trial() -> bool:
+    """Return True in a trial of a search, whose placement group decides on the workers."""
+    return ray.util.get_current_placement_group() is not None
+
+
 @dataclass
 class _WaitingProcesses:
     """The processes that wait for the next run, if there are any.
@@ -64,8 +69,7 @@ class _WaitingProcesses:
 
     def take(self, request: Request) -> RunProcesses | None:
         """Remove and return processes of this request; end processes of another request."""
-        is_inside_trial = ray.util.get_current_placement_group() is not None
-        if self.processes is not None and (self.processes.request != request or is_inside_trial):
+        if self.processes is not None and (self.processes.request != request or is_inside_trial()):
             self.end()
         processes, self.processes = self.processes, None
         return processes
@@ -149,6 +153,7 @@ def start_processes(
             Participants(identify_process("driver", spec.packages), options.mixed),
             spec.packages,
             spec.device,
+            0 if is_inside_trial() else options.workers or parts[0].concurrency,
         )
         return runtime, (shared, *parts, runtime, *places, content)
 

@@ -1,0 +1,156 @@
+"""Notice nodes that do not answer, leave the cluster or join it, before Ray declares it.
+
+Ray declares a node dead after a minute without an answer. Until then it schedules processes there.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from raysim.simulation.runtime import LostNode
+
+PROBE_INTERVAL_S = 3.0
+PROBE_TIMEOUT_S = 3.0
+MAX_PROBES = 32  # at a time
+# What a client of HTTP/2 sends first: the preface, and empty settings (RFC 9113, section 3.4). A
+# raylet's server answers, and every other server does so, too, or closes the connection.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+NODE_LABEL = "ray.io/node-id"  # of every node
+DRAINING = "DRAINING"  # the status of a node that will leave the cluster
+
+
+def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Return True if a node's raylet answers. node: an entry of `ray.nodes()`."""
+    address = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+    try:
+        with socket.create_connection(address, timeout=timeout_s) as connection:
+            connection.sendall(PREFACE)
+            connection.recv(1)
+            return True
+    except ConnectionResetError:
+        return True
+    except OSError:
+        return False
+
+
+def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> list[bool]:
+    """Return for each node whether its raylet answers; all are asked at the same time."""
+    if not nodes:
+        return []
+    with ThreadPoolExecutor(min(len(nodes), MAX_PROBES)) as pool:
+        return list(pool.map(lambda node: is_answering(node, timeout_s), nodes))
+
+
+def living_nodes() -> list[Mapping[str, Any]]:
+    """Return the entries of `ray.nodes()` that Ray declares alive and that answer.
+
+    The node of this process is the first.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    this_node = ray.get_runtime_context().get_node_id()
+    alive.sort(key=lambda node: node["NodeID"] != this_node)
+    answers = [True, *probe(alive[1:])]  # this process is on the first one
+    return [node for node, answer in zip(alive, answers, strict=False) if answer]
+
+
+def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
+    """Return label selectors that keep bundles away from nodes that do not answer; None: all do."""
+    living = {node["NodeID"] for node in living_nodes()}
+    silent = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    silent = [node for node in silent if node not in living]
+    if not silent:
+        return None
+    return [{NODE_LABEL: f"!in({','.join(silent)})"} for _ in range(bundles)]
+
+
+def draining_nodes(address: str) -> set[str]:
+    """Return the nodes that will leave the cluster, as a spot instance does after its notice.
+
+    address: of the cluster. An older Ray that cannot tell returns none.
+    """
+    try:
+        from ray.autoscaler.v2.sdk import get_cluster_status
+    except ImportError:
+        return set()
+    status = get_cluster_status(address)
+    nodes = [*status.active_nodes, *status.idle_nodes]
+    return {str(node.node_id) for node in nodes if node.node_status == DRAINING}
+
+
+class NodeWatch:
+    """A thread that asks the nodes of a cluster every few seconds.
+
+    timeout_s: seconds without an answer after which a node counts as dead; infinite: never.
+    lost: the nodes that have left, or will, with the reason.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.lost: Mapping[str, LostNode] = {}
+        self._usable: Sequence[Mapping[str, Any]] = ()
+        # By node: seconds without an answer. Only time in which this process asked counts.
+        self._silent_s: dict[str, float] = {}
+        self._draining: Collection[str] = ()
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="raysim-nodes", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        address = str(ray.get_runtime_context().gcs_address)
+        while not self._has_ended.is_set():
+            # Without an answer of the cluster's head nothing new is known.
+            with suppress(Exception):
+                self._look(address)
+            self._has_ended.wait(PROBE_INTERVAL_S)
+
+    def _look(self, address: str) -> None:
+        since = time.monotonic()
+        nodes = ray.nodes()
+        alive = [node for node in nodes if node["Alive"]]
+        if math.isfinite(self.timeout_s):
+            answers = probe(alive)
+            round_s = time.monotonic() - since + PROBE_INTERVAL_S
+            for node, answer in zip(alive, answers, strict=True):
+                silent_s = self._silent_s.get(node["NodeID"], 0.0) + round_s
+                self._silent_s[node["NodeID"]] = 0.0 if answer else silent_s
+        with suppress(Exception):  # then it is unknown
+            self._draining = draining_nodes(address)
+        lost = {node["NodeID"]: self._find_reason(node) for node in nodes}
+        self.lost = {name: reason for name, reason in lost.items() if reason is not None}
+        self._usable = [
+            node
+            for node in alive
+            if node["NodeID"] not in self.lost and not self._silent_s.get(node["NodeID"])
+        ]
+
+    def _find_reason(self, node: Mapping[str, Any]) -> LostNode | None:
+        name = node["NodeID"]
+        if not node["Alive"]:
+            return LostNode("was declared dead by Ray")
+        silent_s = self._silent_s.get(name, 0.0)
+        if silent_s >= self.timeout_s:
+            return LostNode(f"has not answered for {silent_s:.0f} s (faults.node_timeout)")
+        if name in self._draining:
+            return LostNode("will leave the cluster (Ray drains it)", is_reachable=True)
+        return None
+
+    def is_silent(self, node: str) -> bool:
+        """Return True if a node did not answer when it was asked last."""
+        return self._silent_s.get(node, 0.0) > 0
+
+    def usable_nodes(self) -> Sequence[Mapping[str, Any]]:
+        """Return the entries of `ray.nodes()` of the nodes that are alive, answer and stay."""
+        return self._usable
+
+    def stop(self) -> None:
+        """End the thread, soon."""
+        self._has_ended.set()

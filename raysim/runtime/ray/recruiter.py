@@ -1,0 +1,161 @@
+"""Start workers on nodes that join a cluster during a run, and where workers were lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from raysim.primitives.errors import first_line
+from raysim.runtime.placement import RayOptions, Resources, Size, limit_by_memory, node_capacity
+from raysim.runtime.ray.node_watch import NODE_LABEL, NodeWatch
+from raysim.training.identity import Identity
+
+# Another run may have taken the room of a new node; then the worker there is given up.
+ROOM_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where a worker starts. bundle: the index of a bundle of the group."""
+
+    node: str
+    group: PlacementGroup
+    bundle: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How workers start during a run.
+
+    group: the run's own placement group. each: the resources of a worker. most: the most workers
+    that can have work. start: function that starts the actor of a worker, given its number, its
+    place, and the stored content of the data set's file. content: this content, if it is stored.
+    """
+
+    group: PlacementGroup
+    each: Resources
+    most: int
+    options: RayOptions
+    start: Callable[[int, Place, Sequence[ray.ObjectRef[Any]]], Any]
+    content: Sequence[ray.ObjectRef[Any]]
+
+
+@dataclass
+class _Recruit:
+    """A worker that starts. answer: will be its identity."""
+
+    worker: int
+    place: Place
+    actor: Any
+    answer: ray.ObjectRef[Identity]
+    since: float
+
+
+class Recruiter:
+    """The object that starts workers during a run.
+
+    watch: knows the nodes. worker_bytes: the memory that a worker needs. dataset_path: the file of
+    the data set on this node, which a node that joins may lack.
+    """
+
+    def __init__(self, growth: Growth, watch: NodeWatch, worker_bytes: int, dataset_path: Path):
+        self._growth, self._watch, self._worker_bytes = growth, watch, worker_bytes
+        self._content, self._dataset_path = growth.content, dataset_path
+        self._starting: list[_Recruit] = []
+        self._groups: list[PlacementGroup] = []  # of workers on nodes that joined
+        nodes = ray.util.placement_group_table(growth.group)["bundles_to_node_id"]
+        # Nodes that were there at the start had their chance.
+        self._known_nodes = {node["NodeID"] for node in ray.nodes()} | set(nodes.values())
+        self.notices: list[str] = []
+
+    def find_places(self, free_workers: Sequence[int], active: int) -> list[tuple[int, Place]]:
+        """Return places for new workers: pairs of a worker's number, or -1 for a new one.
+
+        free_workers: the workers of the run's own group that were lost. active: the number of
+        workers in use.
+        """
+        usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
+        starting = {recruit.worker for recruit in self._starting}
+        room = self._growth.most - active - len(self._starting)
+        places: list[tuple[int, Place]] = []
+        if set(free_workers) - starting and room > 0:
+            nodes = ray.util.placement_group_table(self._growth.group)["bundles_to_node_id"]
+            for worker in free_workers:
+                node = nodes.get(worker + 1, "")
+                if worker not in starting and node in usable and len(places) < room:
+                    places.append((worker, Place(node, self._growth.group, worker + 1)))
+        for name in usable.keys() - self._known_nodes:
+            count = min(self._capacity(usable[name]["Resources"]), room - len(places))
+            if count > 0:
+                self._known_nodes.add(name)
+            places += [(-1, self._reserve(name)) for _ in range(count)]
+        return places
+
+    def _capacity(self, node: Resources) -> int:
+        """Return how many workers fit on an empty node."""
+        growth = self._growth
+        count = node_capacity(node, growth.each)
+        count = growth.most if count is None else min(count, growth.most)
+        if not count:
+            return 0
+        size = Size(count, growth.each)
+        return limit_by_memory(size, growth.options, [node], self._worker_bytes).workers
+
+    def _reserve(self, node: str) -> Place:
+        bundle = dict(self._growth.each) or {"memory": 1}
+        group = ray.util.placement_group([bundle], bundle_label_selector=[{NODE_LABEL: node}])
+        self._groups.append(group)
+        return Place(node, group, 0)
+
+    def start(self, worker: int, place: Place) -> Any:
+        """Start a worker at a place; return its actor."""
+        if not self._content:
+            self._content = [ray.put(np.fromfile(self._dataset_path, np.uint8))]
+        actor = self._growth.start(worker, place, self._content)
+        answer = actor.identity.remote()
+        self._starting.append(_Recruit(worker, place, actor, answer, time.monotonic()))
+        return actor
+
+    def take_ready(self) -> list[tuple[int, Identity]]:
+        """Return the workers that are ready now. Those that cannot start are given up."""
+        if not self._starting:
+            return []
+        answers = [recruit.answer for recruit in self._starting]
+        existing, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
+        ready: list[tuple[int, Identity]] = []
+        for recruit in list(self._starting):
+            if recruit.answer in existing:
+                self._starting.remove(recruit)
+                try:
+                    ready.append((recruit.worker, ray.get(recruit.answer)))
+                except ray.exceptions.RayError as error:
+                    self._give_up(recruit, first_line(error))
+            elif recruit.place.node in self._watch.lost:
+                self._starting.remove(recruit)
+                self._give_up(recruit, self._watch.lost[recruit.place.node].reason)
+            elif time.monotonic() - recruit.since > ROOM_TIMEOUT_S:
+                self._starting.remove(recruit)
+                self._give_up(recruit, f"there was no room on its node for {ROOM_TIMEOUT_S:g} s")
+        return ready
+
+    def _give_up(self, recruit: _Recruit, reason: str) -> None:
+        ray.kill(recruit.actor)
+        self.notices.append(f"worker {recruit.worker} does not join: {reason}")
+        if recruit.place.group is not self._growth.group:
+            ray.util.remove_placement_group(recruit.place.group)
+
+    def stop(self) -> None:
+        """End the workers that start, and free the room on nodes that joined."""
+        for recruit in self._starting:
+            ray.kill(recruit.actor)
+        for group in self._groups:
+            with suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)

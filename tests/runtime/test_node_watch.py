@@ -1,0 +1,106 @@
+"""A node is asked whether it answers, without Ray."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysim.runtime.ray import node_watch
+from raysim.runtime.ray.node_watch import (
+    PREFACE,
+    NodeWatch,
+    avoid_silent_nodes,
+    is_answering,
+    probe,
+)
+
+
+def entry(port: int, name: str = "node", alive: bool = True) -> dict[str, Any]:
+    address = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 2.0}, **address}
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """Listen, but answer nobody, as a stopped process does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def port_of(server: socket.socket) -> int:
+    return int(server.getsockname()[1])
+
+
+def test_probe_needs_an_answer_not_only_a_port(server: socket.socket) -> None:
+    assert not is_answering(entry(port_of(server)), timeout_s=0.2)
+
+    def answer() -> None:
+        connection, _ = server.accept()  # that of the probe before
+        connection, _ = server.accept()
+        assert connection.recv(100) == PREFACE
+        connection.send(b"\0")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert probe([entry(port_of(server))], timeout_s=5.0) == [True]
+    thread.join()
+
+
+def test_closed_port_is_no_answer(server: socket.socket) -> None:
+    port = port_of(server)
+    server.close()
+    assert probe([entry(port)], timeout_s=5.0) == [False]
+    assert probe([]) == []
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set[str]) -> NodeWatch:
+    """Return a watch without its thread, at the time 0."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(node_watch, "time", clock)
+    monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(node_watch, "draining_nodes", lambda address: draining)
+    monkeypatch.setattr(NodeWatch, "_watch", lambda self: None)
+    return NodeWatch(9.0)
+
+
+def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = entry(1, "dead", alive=False)
+    nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good")]
+    watched = watch(monkeypatch, *nodes, draining={"leaving"})
+    monkeypatch.setattr(
+        node_watch, "probe", lambda nodes: [node["NodeManagerPort"] > 1 for node in nodes]
+    )
+    watched._look("")
+    assert {name: node.is_reachable for name, node in watched.lost.items()} == {
+        "dead": False,
+        "leaving": True,
+    }
+    assert watched.is_silent("silent") and not watched.is_silent("good")
+    assert [node["NodeID"] for node in watched.usable_nodes()] == ["good"]
+    watched._look("")
+    assert "silent" not in watched.lost, "6 s of 9 s"
+    watched._look("")
+    assert "faults.node_timeout" in watched.lost["silent"].reason
+    monkeypatch.setattr(node_watch, "probe", lambda nodes: [True] * len(nodes))
+    watched._look("")
+    assert "silent" not in watched.lost and len(watched.usable_nodes()) == 2
+
+
+def test_silent_nodes_are_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [entry(1, "far"), entry(2, "here"), entry(3, "gone", alive=False), entry(1, "away")]
+    monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(node_watch.ray, "get_runtime_context", lambda: context)
+    answers = {"far": True, "away": False}
+    monkeypatch.setattr(
+        node_watch, "probe", lambda nodes: [answers[node["NodeID"]] for node in nodes]
+    )
+    assert [node["NodeID"] for node in node_watch.living_nodes()] == ["here", "far"]
+    assert avoid_silent_nodes(2) == [{"ray.io/node-id": "!in(away)"}] * 2
+    answers["away"] = True
+    assert avoid_silent_nodes(2) is None
