@@ -768,7 +768,7 @@ def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -
 
     if resume is None:
         check_free(folder)
-    keys = {override.partition("=")[0] for override in arguments.overrides}
+    keys = {override.partition("=")[0] for override in arguments.overrides} - {"runtime"}
     is_bare = not (arguments.auto_resume or arguments.config or keys > {"out", "resume"})
     if resume == "latest" and is_bare and not folder.exists():
         raise RefusedError(

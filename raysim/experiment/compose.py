@@ -29,7 +29,13 @@ from raysim.experiment.groups import (
 )
 from raysim.experiment.hydra_composition import compose_files
 from raysim.experiment.instantiate import format_value
-from raysim.experiment.keys import ALTERNATIVES, check_key, empty_alternatives, set_value
+from raysim.experiment.keys import (
+    ALTERNATIVES,
+    RUNTIME_KEYS_OF_BITS,
+    check_key,
+    empty_alternatives,
+    set_value,
+)
 from raysim.experiment.run_overrides import (
     SetValue,
     check_no_plus,
@@ -96,13 +102,16 @@ def _draft_config(
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
+    resumed = None
     if stored is None and "experiment" not in options:
-        stored = _load_resumed(values)
+        stored = resumed = _load_resumed(values)
     all_options = _stored_options(stored, groups) | options
     hashable_options = tuple((group, tuple(names)) for group, names in all_options.items())
     config = copy.deepcopy(compose_files(hashable_options, groups, tuple(roots)))
     if stored is not None:
         _restore_objects(config, stored, options, groups)
+    if resumed is not None and "runtime" in options:
+        _keep_runtime(config, resumed)
     for key, (value, text) in set_values.items():
         check_key(config, key, groups)
         check_no_plus(text)
@@ -154,6 +163,18 @@ def _restore_objects(
         if group not in options and is_object:
             config[group] = stored.get(group)
             config.choices[group] = choices.get(group)
+
+
+def _keep_runtime(config: DictConfig, stored: Node) -> None:
+    """Keep settings of a resumed run if an override chooses its runtime.
+
+    With the same option all of them stay, with another one those that bits depend on.
+    """
+    kept = stored.get("runtime") or {}
+    is_same = stored["choices"].get("runtime") == config.choices.get("runtime")
+    for name in config.runtime:
+        if name in kept and (is_same or f"runtime.{name}" in RUNTIME_KEYS_OF_BITS):
+            config.runtime[name] = kept[name]
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ FREE_MAPPINGS = (
     "learner.train_config",
     "learner.evaluate_config",
 )
+# The only keys of runtime that the bits of a run depend on.
+RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")
 # Keys of an earlier version, and what they are called now.
 RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
 # Setting one empties the other, unless both are set. A checksum belongs to the file of its line.

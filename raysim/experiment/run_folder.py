@@ -10,6 +10,7 @@ from pathlib import Path
 
 from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.instantiate import format_value
+from raysim.experiment.keys import RUNTIME_KEYS_OF_BITS
 from raysim.experiment.many_runs import check_free, dated_folder, folder_to_resume
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError
@@ -46,9 +47,6 @@ FREE_KEYS = (
     "data.download",
     "init.file",  # its checksum counts: init.sha256
 )
-
-# The only keys of runtime that the bits of a run depend on.
-RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ class TestCommand:
         for override in ("runtime=inprocess", "resume=latest"):
             other = job_command("study", "out=/s/a", override)
             assert "runtime=cluster" not in other.entrypoint
+        continued = job_command("run", "out=/s/a", "resume=latest")
+        assert shlex.split(continued.entrypoint) == [*start, *continued.words[1:]]
 
     @pytest.mark.parametrize(
         "words",

@@ -618,6 +618,20 @@ def test_resume_keeps_stored_settings(
     assert other["method"] == {} and other["local"] == to_dict(stored)["local"]
 
 
+def test_resume_with_a_runtime_keeps_its_settings(tmp_path: Path) -> None:
+    stored = compose(["runtime=cluster", "runtime.workers=7", "runtime.threads=2"])
+    (tmp_path / "config.yaml").write_text(to_yaml(to_dict(stored)))
+    resumed = [f"out={tmp_path}", "resume=latest"]
+    same = compose([*resumed, "runtime=cluster"]).runtime
+    assert same == stored.runtime
+    changed = compose([*resumed, "runtime=cluster", "runtime.workers=3"]).runtime
+    assert changed == {**stored.runtime, "workers": 3}
+    other = compose([*resumed, "runtime=local"]).runtime
+    assert (other.name, other.threads, other.workers) == ("local", 2, None)
+    new = compose(["runtime=cluster", "resume=latest", f"out={tmp_path / 'new'}"]).runtime
+    assert (new.name, new.threads) == ("cluster", 1)
+
+
 @pytest.mark.parametrize("key", ["runtime.hosts"])
 def test_renamed_key_error_names_new_key(key: str) -> None:
     with pytest.raises(RefusedError, match=key.replace("hosts", "workers")):

@@ -172,10 +172,11 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command for the cluster's shell.
 
-        The command joins the cluster, unless it has a `runtime=` or continues a run, which stores
-        one.
+        The command joins the cluster, unless it has a `runtime=` or continues a study or a search,
+        which stores one.
         """
-        joins = [] if {"runtime", "resume"} & self.settings.keys() else ["runtime=cluster"]
+        continues = "resume" in self.settings and self.words[0] != "run"
+        joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]
         # Overrides come first: argparse takes no more of them after a flag.
         return shlex.join(["python", "-m", "raysim", self.words[0], *joins, *self.words[1:]])
 
