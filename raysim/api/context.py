@@ -145,6 +145,7 @@ class Context:
     report: dict[str, float] = field(default_factory=dict)  # columns of the history
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     optimizers: Optimizers = field(default_factory=Optimizers)
+    step_factor: float = 1.0  # on the learning rate of this step, see `Local.step_factors`
     step: int = 0
     stage: Stage = field(default_factory=Stage)
     kept: dict[str, Tensor] = field(default_factory=dict)  # `LocalJob.scratch` of all methods

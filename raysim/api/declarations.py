@@ -209,11 +209,15 @@ SCHEDULES = ("constant", "cosine", "linear", "step")
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate
-    for each version. schedule: how the learning rate also changes with the version; see `rate`.
-    schedule_rounds: the number T of versions of "cosine" and "linear". final_lr: their learning
-    rate at version T. drop_every, drop_factor: "step" multiplies the rate by drop_factor after each
-    drop_every versions. warmup_rounds: number W of versions in which the rate grows. clip: largest
+    optimizer: "sgd", "adam", "adamw", "lion", or "muon" for matrices with "adamw" for all other
+    parameters. rates: factors on the learning rate of parts of the model: "head", "body",
+    "adapters", or the full name of a module ("model.extractor.0"). lr: learning rate. lr_decay:
+    factor on the learning rate for each version. schedule: how the learning rate also changes with
+    the version; see `rate`. schedule_rounds: the number T of versions of "cosine" and "linear".
+    final_lr: their learning rate at version T. drop_every, drop_factor: "step" multiplies the rate
+    by drop_factor after each drop_every versions. warmup_rounds: number W of versions in which the
+    rate grows. schedule_over: "steps" lets the schedule run from the first to the last step of each
+    job instead. warmup_steps: number of steps of each job in which the rate grows. clip: largest
     norm of a gradient; 0 for no limit.
     epochs, steps: number of passes over the client's samples, or number of batches; one is None.
     batch: number of samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the
@@ -222,7 +226,7 @@ class Local:
     optimizer continue, with momentum and step counts, where the client's last job left it.
     """
 
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False
@@ -235,6 +239,9 @@ class Local:
     drop_every: int | None = None
     drop_factor: float = 0.1
     warmup_rounds: int = 0
+    schedule_over: Literal["rounds", "steps"] = "rounds"
+    warmup_steps: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
     epochs: int | None = 1
     steps: int | None = None
     batch: int = 32
@@ -255,16 +262,21 @@ class Local:
         at_least("local.clip", self.clip, 0.0)
         at_least("local.phases", self.phases, 1)
         in_range("local.lr_decay", self.lr_decay, above=0, most=1)
+        for name, factor in self.rates.items():
+            at_least(f"local.rates.{name}", factor, 0.0)
         self._check_schedule()
         self.settings()
 
     def _check_schedule(self) -> None:
         """Raise ValueError for a schedule of the learning rate that lacks a setting."""
         one_of("local.schedule", self.schedule, SCHEDULES)
+        one_of("local.schedule_over", self.schedule_over, ("rounds", "steps"))
         at_least("local.warmup_rounds", self.warmup_rounds, 0)
+        at_least("local.warmup_steps", self.warmup_steps, 0)
         in_range("local.final_lr", self.final_lr, least=0, most=self.lr)
         in_range("local.drop_factor", self.drop_factor, above=0, most=1)
-        if self.schedule in ("cosine", "linear") and self.schedule_rounds is None:
+        needs_rounds = self.schedule in ("cosine", "linear") and self.schedule_over == "rounds"
+        if needs_rounds and self.schedule_rounds is None:
             raise ValueError(
                 f"local.schedule={self.schedule} needs the number of rounds in which the rate "
                 "falls. Set local.schedule_rounds."
@@ -297,20 +309,39 @@ class Local:
         lr_decay^version and, in the first W versions, by (version + 1) / (W + 1). The shapes are
         those of torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
         """
-        rate = self._scheduled_rate(version) * self.lr_decay**version
+        rate = self.lr * self.lr_decay**version
+        if self.schedule_over == "rounds":
+            length = self.schedule_rounds or 1
+            rate = self._scheduled(version, length, self.warmup_rounds) * self.lr_decay**version
         if version < self.warmup_rounds:
             rate *= (version + 1) / (self.warmup_rounds + 1)
         return rate
 
-    def _scheduled_rate(self, version: int) -> float:
+    def step_factors(self, steps: int) -> list[float] | None:
+        """Return the factor on the rate of each of a job's steps; None if all are 1.
+
+        With `schedule_over="steps"` they follow the formulas of `rate` with the step in place of
+        the version, T = steps and W = warmup_steps. In the first W steps they grow in any case.
+        """
+        if self.schedule_over == "rounds" and not self.warmup_steps:
+            return None
+        factors = [1.0] * steps
+        if self.schedule_over == "steps":
+            warmup = self.warmup_steps
+            factors = [self._scheduled(step, steps, warmup) / self.lr for step in range(steps)]
+        for step in range(min(self.warmup_steps, steps)):
+            factors[step] *= (step + 1) / (self.warmup_steps + 1)
+        return factors
+
+    def _scheduled(self, place: int, end: int, warmup: int) -> float:
+        """Return the rate of the schedule at a place, a version or a step, of `end` places."""
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "step":
             assert self.drop_every is not None, "checked at the start"
-            return self.lr * self.drop_factor ** (version // self.drop_every)
-        assert self.schedule_rounds is not None, "checked at the start"
-        length = max(1, self.schedule_rounds - self.warmup_rounds)
-        progress = min(1.0, max(0, version - self.warmup_rounds) / length)
+            return self.lr * self.drop_factor ** (place // self.drop_every)
+        length = max(1, end - warmup)
+        progress = min(1.0, max(0, place - warmup) / length)
         if self.schedule == "linear":
             return self.lr + (self.final_lr - self.lr) * progress
         return self.final_lr + (self.lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2

@@ -154,10 +154,18 @@ def _local(local: Local, declarations: Declarations) -> str:
     rate = f"lr {local.lr:g}"
     if local.warmup_rounds:
         rate += f" after a warm-up of {_count(local.warmup_rounds, 'round')}"
+    if local.warmup_steps:
+        rate += f" after {_count(local.warmup_steps, 'step')} of warm-up in each job"
+    unit, end = "round", f"in round {local.schedule_rounds}"
+    if local.schedule_over == "steps":
+        unit, end = "step", "at the end of each job"
     if local.schedule in ("cosine", "linear"):
-        rate += f", {local.schedule} to {local.final_lr:g} in round {local.schedule_rounds}"
+        rate += f", {local.schedule} to {local.final_lr:g} {end}"
     if local.schedule == "step":
-        rate += f", times {local.drop_factor:g} every {_count(local.drop_every or 0, 'round')}"
+        rate += f", times {local.drop_factor:g} every {_count(local.drop_every or 0, unit)}"
+    rates = [f"{name} times {factor:g}" for name, factor in local.rates.items()]
+    if rates:
+        rate += f"; {', '.join(rates)}"
     return f"{amount} of batch {local.batch}, {local.optimizer} {rate}"
 
 

@@ -15,6 +15,7 @@ from raysim.primitives.errors import RefusedError, nearest, suggest
 # Keys below which any name may be given.
 FREE_MAPPINGS = (
     "runtime.resources",
+    "local.rates",
     "learner.options",
     "learner.run_config",
     "learner.train_config",

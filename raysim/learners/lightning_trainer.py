@@ -59,6 +59,11 @@ class LightningTrainer(Method):
 
     def setup(self, run: Setup) -> None:
         """Train clients with `train_client`."""
+        run.require(
+            run.local.optimizer in OPTIMIZERS,
+            f"local.optimizer={run.local.optimizer}: learner=lightning has "
+            f"{', '.join(OPTIMIZERS)}. Set one of them.",
+        )
         run.train(self.train_client)
 
     def module(self, job: LocalJob) -> Any:

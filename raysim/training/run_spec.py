@@ -32,6 +32,7 @@ from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.kinds import PackedShape
 from raysim.training.attack import Attack, Attackers
 from raysim.training.initial_weights import Init, InitialWeights
+from raysim.training.rates import is_in_part
 from raysim.vectors.layout import Layout
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
@@ -272,6 +273,7 @@ def declare_run(spec: RunSpec) -> Declarations:
         has_head = is_split(model)
         declarations = declare(spec.all_methods, task, model, facts)
     _check_loss(task, declarations)
+    _check_rates(settings.local, declarations)
     _check_evaluation(evaluation_of(spec, declarations), task, has_head, declarations.pools)
     _check_generation(spec.settings.evaluate.generate, spec.data.open())
     _check_own_training(spec, declarations)
@@ -292,6 +294,18 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
     if declared is None or declared.finetune is None:
         return spec.settings.evaluate
     return replace(spec.settings.evaluate, finetune=declared.finetune)
+
+
+def _check_rates(local: Local, declarations: Declarations) -> None:
+    """Raise ValueError for a part in `local.rates` that has no parameters."""
+    names = [entry.name for entry in declarations.layout.entries if entry.parameter]
+    for part in local.rates:
+        if not any(is_in_part(name, part) for name in names):
+            modules = sorted({name.rpartition(".")[0] for name in names})
+            raise ValueError(
+                f"local.rates.{part}: no parameter belongs to it. Use body, head, adapters, or one "
+                f"of {', '.join(modules[:8])}."
+            )
 
 
 def _check_loss(task: Task, declarations: Declarations) -> None:
@@ -361,8 +375,13 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     declared = declarations.declarer("train")
     if declared is None:
         return
-    evaluation = evaluation_of(spec, declarations)
-    needs: list[tuple[str, object, str]] = []
+    evaluation, local = evaluation_of(spec, declarations), spec.settings.local
+    over_steps = local.schedule if local.schedule_over == "steps" else ""
+    needs: list[tuple[str, object, str]] = [
+        ("local.rates", local.rates, "is for raysim's own steps"),
+        ("local.warmup_steps", local.warmup_steps, "is for raysim's own steps"),
+        ("local.schedule_over=steps local.schedule", over_steps, "is for raysim's own steps"),
+    ]
     if not declared.has_gradients:
         needs += [
             ("evaluate.finetune.epochs", evaluation.finetune.epochs, "trains by gradients"),

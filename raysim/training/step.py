@@ -6,7 +6,7 @@ Each stage ends with one step of its optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +17,26 @@ from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.declare import Declarations
 from raysim.api.hook_checks import check_scalar, check_type
 from raysim.api.objectives import Loss
+from raysim.training.rates import rate_factors
 from raysim.training.second_pass import RecordedOutputs, SecondPass
-from raysim.vectors.layout import Vector
+from raysim.vectors.layout import Entry, Vector
 from raysim.vectors.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True)
+class OptimizedPart:
+    """The parameters of a group that one optimizer moves.
+
+    name: the end of the optimizer's name; "" for the only part of a group. places: positions in the
+    group's parameters. shared: the slices of the shared parameters that they cover. factor: on the
+    learning rate.
+    """
+
+    name: str
+    settings: OptimizerSettings
+    factor: float
+    places: tuple[int, ...]
+    shared: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class ParameterGroup:
     views: list[Tensor]  # of the vector, one for each parameter, without gradient
     runs: tuple[slice, ...]  # the contiguous parts of the vector that the parameters cover
     shared: tuple[slice, ...]  # the runs that lie in the shared parameters
+    parts: tuple[OptimizedPart, ...]
 
 
 def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
@@ -103,7 +121,7 @@ class Step:
 
     clip: the largest norm of a stage's gradient; 0 allows any. usual_loss: the task's loss, a mean
     over the batch, unless a method replaces it. precision: the type of matrix products under
-    autocast, while vector and optimizer keep theirs; None uses no autocast.
+    autocast, while vector and optimizer keep theirs; None uses no autocast. rates: see `Local`.
     """
 
     def __init__(
@@ -114,8 +132,10 @@ class Step:
         clip: float = 0.0,
         usual_loss: Loss = cross_entropy,
         precision: torch.dtype | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self.precision = precision
+        self._rates = rates or {}
         self.vector, self.optimizer, self.clip = vector, optimizer, clip
         hooks = _StepHooks(declarations)
         self.hooks = hooks
@@ -189,11 +209,8 @@ class Step:
         """Move the parameters of a stage against the gradient of its loss."""
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
-        targets = self.optimized_tensors(group)
-        optimizer = ctx.optimizers.of(stage.name, self.optimizer, targets, group.shared, stage.rate)
-        rate = ctx.rate * stage.rate
         if not self.is_flat:
-            optimizer.step(targets, grads, rate)
+            self._optimize(ctx, stage, group, grads)
             return
         flat = self._flatten(grads)
         if second is not None:
@@ -208,7 +225,31 @@ class Step:
                     correct(ctx.view(name), part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
-        optimizer.step(targets, parts, rate)
+        if len(group.parts) > 1 or group.parts[0].name:
+            sizes = [view.numel() for view in group.views]
+            pieces = zip(flat.split(sizes), group.views, strict=True)
+            parts = [piece.view(view.shape) for piece, view in pieces]
+        self._optimize(ctx, stage, group, parts)
+
+    def _optimize(
+        self, ctx: Context, stage: Stage, group: ParameterGroup, grads: list[Tensor]
+    ) -> None:
+        """Make a step of each optimizer of a group. grads: in the order of its targets."""
+        rate = ctx.rate * stage.rate * ctx.step_factor
+        first = group.parts[0]
+        if not first.name:
+            targets = self.optimized_tensors(group)
+            optimizer = ctx.optimizers.of(
+                stage.name, self.optimizer, targets, group.shared, stage.rate
+            )
+            optimizer.step(targets, grads, rate)
+            return
+        for part in group.parts:
+            targets = [group.views[place] for place in part.places]
+            factor = stage.rate * part.factor
+            name = f"{stage.name}.{part.name}"
+            optimizer = ctx.optimizers.of(name, part.settings, targets, part.shared, factor)
+            optimizer.step(targets, [grads[place] for place in part.places], rate * part.factor)
 
     def _perturb(
         self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
@@ -268,5 +309,26 @@ class Step:
                 views=[self.vector.data[e.start : e.stop].view(e.shape) for e in entries],
                 runs=runs,
                 shared=tuple(run for run in runs if run.stop <= layout.trained),
+                parts=self._parts(entries),
             )
         return group
+
+    def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
+        """Return the parts of a group's parameters that have optimizers of their own."""
+        factors = rate_factors(entries, self._rates)
+        places_of: dict[tuple[str, float], list[int]] = {}
+        for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):
+            kind = self.optimizer.kind
+            if kind == "muon" and len(entry.shape) < 2:
+                kind = "adamw"
+            places_of.setdefault((kind, factor), []).append(place)
+        layout = self.vector.layout
+        is_usual = self.optimizer.kind != "muon" and not self._rates
+        parts = []
+        for (kind, factor), places in places_of.items():
+            runs = layout.stretches(entries[place] for place in places)
+            shared = tuple(run for run in runs if run.stop <= layout.trained)
+            settings = replace(self.optimizer, kind=kind)
+            name = "" if is_usual else f"{kind}*{factor:g}"
+            parts.append(OptimizedPart(name, settings, factor, tuple(places), shared))
+        return tuple(parts)

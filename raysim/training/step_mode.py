@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
+from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import ExternalModel
@@ -27,6 +28,10 @@ _METHODS = "raysim.methods."
 
 def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
     """Raise LanesError if `runtime.lanes` or `runtime.graph` does not fit the run."""
+    reason = _unbatched_steps(spec.settings.local)
+    if reason and (spec.graph or spec.lanes > 1):
+        key = "runtime.graph=true" if spec.graph else f"runtime.lanes={spec.lanes}"
+        raise LanesError(f"{key}: {reason}. Set runtime.graph=false and runtime.lanes=1.")
     if spec.graph:
         trainer = declarations.declarer("train")
         if trainer is not None:
@@ -47,6 +52,17 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
         if spec.device.startswith("cuda"):
             advice += ", or runtime.graph=true to record steps"
         raise LanesError(f"runtime.lanes={spec.lanes}: {obstacle}. {advice}.")
+
+
+def _unbatched_steps(local: Local) -> str:
+    """Return which setting needs steps of one client that are not recorded, or ""."""
+    if local.optimizer == "muon":
+        return "local.optimizer=muon orthogonalises the matrices of one client"
+    if local.rates:
+        return "local.rates gives parts of the model optimizers of their own"
+    if local.schedule_over == "steps" or local.warmup_steps:
+        return "the learning rate changes from step to step (local.schedule_over, warmup_steps)"
+    return ""
 
 
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
@@ -76,6 +92,8 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
     linear layers with full batches, where batched products save most of the time of Python and
     autograd.
     """
+    if _unbatched_steps(spec.settings.local):
+        return 1
     networks = declarations.networks.values()
     size = sum(parameter.numel() for network in networks for parameter in network.parameters())
     if spec.graph and spec.device.startswith("cuda"):
@@ -102,6 +120,8 @@ def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool |
     """
     if setting is not None:
         return setting
+    if _unbatched_steps(spec.settings.local):
+        return False
     are_methods_built_in = all(
         type(method).__module__.startswith(_METHODS) for method in spec.methods
     )

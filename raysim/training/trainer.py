@@ -100,7 +100,7 @@ class Trainer:
     ):
         self.task, self.vector, self.local, self.seed = task, vector, local, seed
         self.declarations = declarations
-        settings = local.settings(), local.clip, task.objective.loss, precision
+        settings = local.settings(), local.clip, task.objective.loss, precision, local.rates
         self.step = Step(vector, declarations, *settings)
         self._finetuning_step = Step(vector, None, *settings)
         self.usual_sizes = usual_batch_sizes(partition.counts, local.batch)
@@ -232,8 +232,13 @@ class Trainer:
             running.result = self.own_training.train(ctx)
             self._record_own_training(running, running.result)
             return
+        factors = self.local.step_factors(ctx.plan.steps)
+        if factors:
+            ctx.optimizers.mean_factor = sum(factors) / len(factors)
         for index, batch in enumerate(running.batches):
             ctx.step = index
+            if factors:
+                ctx.step_factor = factors[index]
             loss = self.step(ctx, batch, cycle[index % len(cycle)])
             if loss is not None:
                 running.losses.append(loss)

@@ -1,4 +1,4 @@
-"""The local optimizer: SGD, Adam and AdamW on views or on one flat tensor."""
+"""The local optimizer on views or on one flat tensor: SGD, Adam, AdamW, Lion and Muon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch import Tensor
 
 from raysim.primitives.checks import at_least, one_of
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "muon")
+LION_BETAS = 0.9, 0.99
+MUON_MOMENTUM = 0.95
+# Of the iteration of Newton and Schulz that Muon uses, and the number of its steps.
+NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS = (3.4445, -4.775, 2.0315), 5
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -23,11 +27,12 @@ def widest_float(device: torch.device) -> torch.dtype:
 class OptimizerSettings:
     """The settings of the local optimizer; its buffers start at 0 in every job.
 
-    weight_decay: with "sgd" and "adam" it is added to the gradient; "adamw" decays the parameters
-    themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
+    weight_decay: with "sgd" and "adam" it is added to the gradient; the others decay the parameters
+    themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does. "muon" is for tensors
+    of two or more dimensions.
     """
 
-    kind: Literal["sgd", "adam", "adamw"] = "sgd"
+    kind: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -38,7 +43,7 @@ class OptimizerSettings:
         at_least("local.weight_decay", self.weight_decay, 0.0)
         if self.nesterov and not self.momentum:
             raise ValueError("local.nesterov=true needs momentum. Set local.momentum above 0.")
-        if self.is_adam and self.momentum:
+        if self.kind != "sgd" and self.momentum:
             raise ValueError(
                 f"local.momentum={self.momentum} has no effect with local.optimizer={self.kind}. "
                 "Set it to 0."
@@ -49,9 +54,17 @@ class OptimizerSettings:
         """True if the optimizer keeps Adam's moments."""
         return self.kind in ("adam", "adamw")
 
+    @property
+    def decays_parameters(self) -> bool:
+        """True if weight decay is applied to the parameters, and not added to the gradient."""
+        return self.kind in ("adamw", "lion", "muon")
+
 
 class LocalOptimizer:
-    """The optimizer of one stage. SGD gives the same bits as torch.optim.SGD."""
+    """The optimizer of one stage.
+
+    It gives the same bits as SGD, Adam, AdamW and Muon of torch.optim and Lion of timm.
+    """
 
     def __init__(self, settings: OptimizerSettings):
         self.settings = settings
@@ -88,12 +101,16 @@ class LocalOptimizer:
         """
         settings = self.settings
         self.steps += 1
-        if settings.weight_decay and settings.kind == "adamw":
+        if settings.weight_decay and settings.decays_parameters:
             _decay(params, rate, settings.weight_decay)
         elif settings.weight_decay:
             grads = list(torch._foreach_add(grads, params, alpha=settings.weight_decay))
         if settings.is_adam:
             return self._adam(params, grads, rate)
+        if settings.kind == "lion":
+            return self._lion(params, grads, rate)
+        if settings.kind == "muon":
+            return self._muon(params, grads, rate)
         if settings.momentum:
             if not self.first:
                 self.first = [grad.clone() for grad in grads]
@@ -122,6 +139,39 @@ class LocalOptimizer:
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
 
+    def _lion(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        """Make a step of Lion (Chen et al., NeurIPS 2023, Algorithm 2)."""
+        if not self.first:
+            self._allocate(grads)
+        now, later = LION_BETAS
+        for param, grad, momentum in zip(params, grads, self.first, strict=True):
+            direction = momentum.lerp(grad, 1 - now).sign_()
+            if isinstance(rate, Tensor):
+                param.sub_(direction.mul_(rate.to(param.dtype)))
+            else:
+                param.add_(direction, alpha=-rate)
+            momentum.lerp_(grad, 1 - later)
+
+    def _muon(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
+        """Make a step of Muon (Jordan et al. 2024) with Nesterov's momentum.
+
+        Tensors of more than two dimensions are matrices whose rows are the entries of the first.
+        """
+        assert not isinstance(rate, Tensor), "Muon's steps are not recorded"
+        if not self.first:
+            self._allocate(grads)
+        for param, grad, momentum in zip(params, grads, self.first, strict=True):
+            if param.ndim < 2:
+                raise ValueError(
+                    "local.optimizer=muon: it moves matrices, and a method trains one flat vector. "
+                    "Set another optimizer, or leave the method out."
+                )
+            momentum.lerp_(grad, 1 - MUON_MOMENTUM)
+            matrix = grad.lerp(momentum, MUON_MOMENTUM).flatten(1)
+            direction = orthogonalized(matrix)
+            stretch = max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+            param.add_(direction.view(param.shape), alpha=-rate * stretch)
+
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
@@ -139,10 +189,29 @@ class LocalOptimizer:
 
     def _allocate(self, like: Sequence[Tensor]) -> None:
         """Make the buffers before the first step, filled with zeros."""
-        if self.settings.momentum or self.settings.is_adam:
+        if self.settings.momentum or self.settings.kind != "sgd":
             self.first = [torch.zeros_like(part) for part in like]
         if self.settings.is_adam:
             self.second = [torch.zeros_like(part) for part in like]
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return an approximation of the nearest matrix with orthonormal rows or columns, [n, m].
+
+    Five steps of the quintic iteration of Newton and Schulz in bfloat16, as torch.optim.Muon makes
+    them.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16, copy=True)
+    if is_tall:
+        x = x.T
+    x.div_(x.norm().clamp(min=1e-7))
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return (x.T if is_tall else x).contiguous()
 
 
 class StackedOptimizer(LocalOptimizer):
@@ -252,6 +321,8 @@ class Optimizers:
     def __init__(self) -> None:
         self._working: dict[str, _StageOptimizer] = {}
         self._saved: Mapping[str, Tensor] = {}
+        # The mean of the factors on the learning rate of the job's steps, see `Local.step_factors`.
+        self.mean_factor = 1.0
 
     def of(
         self,
@@ -312,5 +383,6 @@ class Optimizers:
         for name, working in self._working.items():
             earlier_steps = int(self.saved_buffers(name).get("steps", 0))
             steps = working.optimizer.steps - earlier_steps
-            moves += [(part, steps, working.rate) for part in working.shared]
+            factor = working.rate * self.mean_factor
+            moves += [(part, steps, factor) for part in working.shared]
         return moves

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from timm.optim import Lion
 from tiny_runs import NORMED, declare_methods, method_views, run_spec
 from torch import Tensor, nn
 
@@ -82,17 +83,31 @@ def test_sgd_equals_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) ->
 
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-@pytest.mark.parametrize("kind", ["adam", "adamw"])
-def test_adam_equals_pytorch_up_to_rounding(
-    kind: Literal["adam", "adamw"], decay: float, flat: bool
+@pytest.mark.parametrize("kind", ["adam", "adamw", "lion"])
+def test_optimizer_equals_its_library_bit_for_bit(
+    kind: Literal["adam", "adamw", "lion"], decay: float, flat: bool
 ) -> None:
     ours = by_us(OptimizerSettings(kind, weight_decay=decay), flat)
-    reference = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    theirs = by_torch(reference, weight_decay=decay)
-    assert all(
-        torch.allclose(one, other, rtol=1e-5, atol=1e-7)
-        for one, other in zip(ours, theirs, strict=True)
-    )
+    reference: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "lion": Lion}[kind]
+    theirs = by_torch(reference, weight_decay=decay, foreach=False)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_muon_equals_pytorch_bit_for_bit() -> None:
+    shapes, rates = ((6, 4), (4, 6), (5, 5)), (0.02, 0.1, 0.1)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, theirs = [value.clone() for value in start], [nn.Parameter(value) for value in start]
+    mine = LocalOptimizer(OptimizerSettings("muon", weight_decay=0.1))
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
+    for rate in rates:
+        grads = [torch.randn(shape, generator=generator) for shape in shapes]
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad.clone()
+        reference.param_groups[0]["lr"] = rate
+        reference.step()
+        mine.step(ours, grads, rate)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 # --- the step on a small network ------------------------------------------------------------------

@@ -29,14 +29,14 @@ def test_unknown_optimizer_is_refused() -> None:
 
 
 def test_stacked_optimizers_start_at_zero() -> None:
-    for kind in ("sgd", "adam", "adamw"):
+    for kind in ("sgd", "adam", "adamw", "lion"):
         stacked = StackedOptimizer(
             OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
         )
         assert stacked.counts == [0, 0, 0] and not any(
             part.any() for part in (*stacked.first, *stacked.second)
         )
-        assert (len(stacked.first), len(stacked.second)) == (1, int(kind != "sgd"))
+        assert (len(stacked.first), len(stacked.second)) == (1, int(kind in ("adam", "adamw")))
 
 
 SETTINGS = [
@@ -45,6 +45,7 @@ SETTINGS = [
     OptimizerSettings(momentum=0.5, weight_decay=0.1),
     OptimizerSettings("adam"),
     OptimizerSettings("adamw", weight_decay=0.1),
+    OptimizerSettings("lion", weight_decay=0.1),
 ]
 
 

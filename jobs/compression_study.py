@@ -1,0 +1,203 @@
+"""Compare compressors on W3's model and phones' uplinks.
+
+It makes the page docs/studies/compression.md:
+
+    python -m jobs.compression_study run runs/compression          15 runs; continues if it was stopped
+    python -m jobs.compression_study collect runs/compression      docs/studies/compression.json
+    python -m jobs.compression_study page                          docs/studies/compression.md and .png
+
+Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jobs.command import run
+from jobs.study_curves import curves_figure, draw_panel
+
+PAGE = Path(__file__).parents[1] / "docs" / "studies" / "compression.md"
+STORE = PAGE.with_suffix(".json")
+TARGET = 0.80
+SETTING = [
+    "data=digit_domains", "data.domains=[usps]", "data.size=28", "data.channels=1",
+    "data.mean=[0.5]", "data.std=[0.5]", "data.augment=[]", "model=mlp",
+    "model.widths=[2700,2700]", "partition=dirichlet", "partition.alpha=0.5",
+    "partition.clients=20", "partition.test_fraction=0.0", "local.epochs=null", "local.steps=2",
+    "local.batch=32", "local.lr=0.1", "weighting=uniform", "schedule=synchronous",
+    "schedule.cohort=10", "rounds=20", "evaluate.every=2", "fleet=devices",
+    "fleet.classes.phone_low.share=0.4", "fleet.classes.phone_mid.share=0.35",
+    "fleet.classes.phone_high.share=0.25", "fleet.classes.tablet.share=0",
+    "fleet.classes.edge_box.share=0", "checkpoint.every=0", "tracking=none", "runtime=inprocess",
+    "runtime.threads=1",
+]  # fmt: skip
+# The most telling ones first.
+COMPRESSORS: dict[str, list[str]] = {
+    "none": ["compression=none"],
+    "topk 1 %, ef14": ["compression=topk", "compression.feedback=ef14"],
+    "int8": ["compression=int8"],
+    "signsgd, majority": ["compression=signsgd", "compression.size=0.0001"],
+    "powersgd rank 2, ef14": ["compression=powersgd", "compression.feedback=ef14"],
+    "qsgd 7 levels": ["compression=qsgd"],
+    "topk 1 %": ["compression=topk"],
+    "randk 1 %, ef14": ["compression=randk", "compression.feedback=ef14"],
+    "terngrad": ["compression=terngrad"],
+    "float16": ["compression=float16"],
+    "fp8": ["compression=fp8"],
+    "fedpaq 1023 levels": ["compression=fedpaq", "compression.levels=1023"],
+    "topk 1 %, ef14, both": [
+        "compression=topk", "compression.direction=both", "compression.feedback=ef14",
+    ],
+    "topk 1 %, ef21": ["compression=topk", "compression.feedback=ef21"],
+    "signs, ef14": [
+        "compression=signsgd", "compression.size=null", "compression.direction=up",
+        "compression.feedback=ef14",
+    ],
+}  # fmt: skip
+DRAWN = (
+    "none", "int8", "qsgd 7 levels", "signsgd, majority", "powersgd rank 2, ef14", "topk 1 %",
+    "topk 1 %, ef14", "topk 1 %, ef14, both",
+)  # fmt: skip
+
+
+# --- runs ---------------------------------------------------------------------------------------
+def folder_of(folder: Path, name: str) -> Path:
+    """Return the folder of a run."""
+    return folder / re.sub(r"[^a-z0-9]+", "_", name)
+
+
+def run_all(folder: Path, more: Sequence[str]) -> None:
+    """Make the missing runs."""
+    import raysim
+
+    for name, overrides in COMPRESSORS.items():
+        out = folder_of(folder, name)
+        if (out / "summary.json").exists():
+            continue
+        print(name, flush=True)
+        resume = ["resume=latest"] if out.exists() else []
+        raysim.run([*SETTING, *overrides, f"out={out}", *resume, *more], quiet=True)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Return the numbers of one finished run."""
+    from raysim.results.history import read_history
+
+    rows: list[Any] = [*read_history(folder / "history.parquet")]
+    summary = json.loads((folder / "summary.json").read_text())
+    scored = [row for row in rows if row["accuracy_global"] is not None]
+
+    def costs(row: Any) -> list[float]:
+        sent = 4e-6 * row["floats_up"]
+        both = sent + 4e-6 * row["floats_down"]
+        return [round(number, 4) for number in (sent, both, row["virtual_seconds"])]
+
+    return {
+        "accuracy": round(scored[-1]["accuracy_global"], 4),
+        "curve": [[*costs(row), round(row["accuracy_global"], 4)] for row in scored],
+        "model_sha256": summary["model_sha256"],
+        "libraries": summary["identity"]["libraries"],
+    }
+
+
+def collect(folder: Path) -> None:
+    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    store: dict[str, Any] = {}
+    for name in COMPRESSORS:
+        out = folder_of(folder, name)
+        if (out / "summary.json").exists():
+            store[name] = measured(out)
+    STORE.write_text(json.dumps(store, indent=1) + "\n")
+
+
+# --- the page -----------------------------------------------------------------------------------
+def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
+    """Return the costs of the first score of at least TARGET, or None."""
+    return next((costs for *costs, accuracy in curve if accuracy >= TARGET), None)
+
+
+def table(store: dict[str, Any]) -> str:
+    """Return a table with a row for each compressor."""
+    heads = ["compression", "MB up", "MB up and down", "virtual s", "final accuracy, %"]
+    heads += [f"MB up to {TARGET:.0%}", f"virtual s to {TARGET:.0%}"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for name, one in store.items():
+        sent, both, seconds, accuracy = one["curve"][-1]
+        cells = [name, f"{sent:,.0f}", f"{both:,.0f}", f"{seconds:,.0f}", f"{100 * accuracy:.1f}"]
+        costs = reached(one["curve"])
+        cells += ["never", "never"] if costs is None else [f"{costs[0]:,.0f}", f"{costs[2]:,.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(store: dict[str, Any], path: Path) -> None:
+    """Draw accuracy against the bytes that clients send, and against virtual time."""
+    titles = {0: "MB that clients send", 2: "virtual seconds"}
+    with curves_figure(path, len(titles), height=5, lowest=0.1) as axes:
+        for ax, (place, title) in zip(axes, titles.items(), strict=True):
+            curves_of: dict[str, Sequence[np.ndarray]] = {
+                name: [np.array(store[name]["curve"])[:, [place, -1]]]
+                for name in DRAWN
+                if name in store
+            }
+            draw_panel(ax, curves_of, title, "{x:g}")
+
+
+TEXT = """# Compressors on phones' uplinks
+
+This study compares compressors (`compression=`) where sending takes most of the time.
+
+The model is that of benchmark W3, an MLP with 9.4 million parameters, which trains on Fashion-MNIST. There are 20 clients by
+Dirichlet(0.5), ten of them in each of 30 rounds, with 3 steps of batch 32. The devices are phones (`fleet=devices` without tablets
+and edge boxes): they send 1.1 to 2.6 MB per second (medians of the classes) and receive 2.5 to 21 MB. There is one seed, and all
+runs have the same learning rate. Accuracy is on the central test set. A compressor works on updates (`direction=up`), unless its
+row says *both*; majority vote is both.
+
+{conclusions}
+
+![Accuracy against bytes and virtual time](compression.png)
+
+{table}
+
+All runs share `{setting}`; `compression.json` has the curve and the digest of each run. To repeat, in about half an hour of one core:
+
+```bash
+python -m jobs.compression_study run runs/compression
+python -m jobs.compression_study collect runs/compression
+python -m jobs.compression_study page
+```
+"""
+# What the stored numbers show.
+CONCLUSIONS = """"""
+
+
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    text = TEXT.format(conclusions=CONCLUSIONS, table=table(store), setting=" ".join(SETTING))
+    PAGE.write_text(text)
+    draw(store, PAGE.with_suffix(".png"))
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    command, *rest = sys.argv[1:] or ["help"]
+    if command == "run" and rest:
+        run_all(Path(rest[0]), rest[1:])
+    elif command == "collect" and rest:
+        collect(Path(rest[0]))
+    elif command == "page":
+        write_page()
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    run(main)

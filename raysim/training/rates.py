@@ -1,0 +1,34 @@
+"""The factors on the learning rate that parts of a model have (`local.rates`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raysim.vectors.layout import Entry
+
+_PART_ORDER = ("body", "head", "adapters")  # later ones win, and names of modules win over all
+
+
+def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
+    """Return the factor on the learning rate of each parameter. rates: see `Local`."""
+    names = [name for name in _PART_ORDER if name in rates]
+    names += sorted(rates.keys() - set(_PART_ORDER), key=len)
+    factors = [1.0] * len(entries)
+    for name in names:
+        for place, entry in enumerate(entries):
+            if is_in_part(entry.name, name):
+                factors[place] = rates[name]
+    return factors
+
+
+def is_in_part(parameter: str, part: str) -> bool:
+    """Return True if a parameter belongs to "body", "head", "adapters", or a named module."""
+    is_head = parameter.startswith("model.head.")
+    is_adapter = "lora_" in parameter
+    if part == "head":
+        return is_head
+    if part == "adapters":
+        return is_adapter
+    if part == "body":
+        return parameter.startswith("model.") and not (is_head or is_adapter)
+    return parameter == part or parameter.startswith(f"{part}.")
