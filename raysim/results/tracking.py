@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ ARTIFACTS = "mlflow_artifacts"  # folder of the files that belong to runs, next 
 RECORD = "tracking.json"  # the MLflow run of a run folder, and what it gets besides rows
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
 MODEL = "mlflow_model"  # folder of a model that no server has yet
+MODEL_DATA = "data/data"  # in this folder: where MLflow puts a folder `data` with a traced program
 # A tag of the experiment, so that its page opens on runs and not on traces of language models.
 EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
 # How long `finish` waits: a first contact imports MLflow (5 s) and makes a database (3 s).
@@ -134,25 +136,38 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     model: module that maps a batch like `example` [2, ...] to scores [2, outputs]; other batches
     may have any length >= 1. Raises the error of PyTorch if it cannot trace the model.
     """
-    import mlflow.pytorch
+    import mlflow.pyfunc
     import torch
-    from mlflow.models import ModelSignature
+    from mlflow.models import Model, ModelSignature
 
+    tensor = torch.from_numpy(example)
     with torch.no_grad():
-        scores = model(torch.from_numpy(example)).numpy()
+        scores = model(tensor).numpy()
     inputs, outputs = (_tensor_schema(array) for array in (example, scores))
+    version = torch.__version__
+    description = Model()
+    # `mlflow.pytorch.save_model` writes the same files. It imports Lightning and torchvision, if
+    # they are installed, which takes longer than a short run.
+    description.add_flavor(
+        "pytorch", model_data=MODEL_DATA, pytorch_version=str(version), code=None
+    )
     shutil.rmtree(folder / MODEL, ignore_errors=True)
-    torch_version = torch.__version__.partition("+")[0]
-    with warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
         # PyTorch warns that a recurrent layer's list of weights is traced, too.
         warnings.simplefilter("ignore")
-        mlflow.pytorch.save_model(
-            model,
+        batch = getattr(torch.export.Dim, "AUTO", None) or torch.export.Dim("batch", min=1)
+        program = torch.export.export(model, (tensor,), dynamic_shapes=[{0: batch}])
+        data = Path(temporary) / "data"
+        data.mkdir()
+        torch.export.save(program, data / "model.pt2")
+        mlflow.pyfunc.save_model(
             str(folder / MODEL),
+            loader_module="mlflow.pytorch",
+            data_path=str(data),
+            mlflow_model=description,
             input_example=example,
             signature=ModelSignature(inputs, outputs),
-            serialization_format="pt2",
-            pip_requirements=[f"torch=={torch_version}", "mlflow"],
+            pip_requirements=[f"torch=={version.partition('+')[0]}", "mlflow"],
         )
 
 
