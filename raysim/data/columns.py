@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raysim.data.csr import Ints
-from raysim.data.labels import LabelSet, stack_lists
+from raysim.data.fields import pack_fields, pack_targets
+from raysim.data.labels import LabelSet, read_labels, stack_lists
 from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
 from raysim.data.rows import choose_test_rows, number_domains, train_first
 from raysim.data.values import as_float32
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import IGNORED, InputField, Tokens
+from raysim.primitives.kinds import IGNORED, InputField, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
 MAX_COLUMNS_IN_MESSAGE = 4
@@ -69,12 +70,14 @@ def find_inputs(
     types: Mapping[str, pa.DataType],
     known: Collection[str | None],
     place: str,
+    are_separate: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and the columns that are left out.
 
     columns: `data.columns`; None takes all columns except those of labels, users and domains,
     columns that number the rows, and columns with a usual name for users. types: the types of all
-    columns. Raise ValueError if these columns cannot be one input together.
+    columns. are_separate: True if each column is an input of its own. Raise ValueError if these
+    columns cannot be one input together.
     """
     if columns is not None:
         return columns, []
@@ -86,7 +89,7 @@ def find_inputs(
             f"{place} has no column for the input, it has {', '.join(types)}. Set data.columns."
         )
     numbers = [name for name in inputs if _is_number(_stored_type(types[name]))]
-    if len(inputs) == 1 or len(numbers) == len(inputs):
+    if are_separate or len(inputs) == 1 or len(numbers) == len(inputs):
         return inputs, unused
     choices = ["+".join(numbers)] if numbers else []
     for name in inputs:
@@ -100,21 +103,20 @@ def find_inputs(
         action = f"Set {settings}, or encode the others as numbers"
     raise ValueError(
         f"{place}: the input would be {described}, and only columns of numbers can be one input "
-        f"together. {action}."
+        f"together. {action}. data.separate=true makes each an input of a network of your own."
     )
 
 
 def describe_origin(
     types: Mapping[str, pa.DataType],
     inputs: Sequence[str],
-    label: str,
+    labels: Sequence[str],
     user: str | None,
     unused: Sequence[str] = (),
 ) -> Origin:
     """Describe which columns became inputs, labels and users, with their types."""
-    label_type = _stored_type(types[label])
     return Origin(
-        _list_columns(inputs, types), f"{label} ({label_type})", user or "", ", ".join(unused)
+        _list_columns(inputs, types), _list_columns(labels, types), user or "", ", ".join(unused)
     )
 
 
@@ -138,6 +140,32 @@ class TokenSettings:
     length: int
     padding: int
     tokenizer: str | None
+
+
+class InputRows(NamedTuple):
+    """The inputs of all samples, their tokens, and the parts of a row if there are several."""
+
+    values: NDArray[Any]
+    tokens: Tokens | None
+    fields: tuple[InputField, ...] = ()
+
+
+def read_input_rows(
+    table: pa.Table,
+    columns: Sequence[str],
+    settings: TokenSettings,
+    place: str,
+    are_separate: bool,
+) -> InputRows:
+    """Return the values of the columns as one input, or as one input for each column.
+
+    are_separate: `data.separate`; True makes each column an input with the column's name.
+    """
+    if not are_separate:
+        return InputRows(*read_inputs(table, columns, settings, place))
+    arrays = {name: read_inputs(table, [name], settings, place)[0] for name in columns}
+    values, fields = pack_fields(arrays, place)
+    return InputRows(values, None, fields)
 
 
 def read_inputs(
@@ -271,17 +299,49 @@ def read_sequences(
 
 
 # ---- labels and users ----------------------------------------------------------------------------
+def read_label_column(
+    values: Any, kind: Kind | None, names: list[str] | None, place: str, ignore: int | str
+) -> LabelSet:
+    """Return labels as `read_labels` does, and dictionaries of arrays as structured targets.
+
+    values: the result of `label_values` or `structure_values`.
+    """
+    if isinstance(values, list) and values and isinstance(values[0], Mapping):
+        if kind not in (None, "structure"):
+            raise ValueError(
+                f"data.kind={kind}: the labels of {place} are structures. Set data.kind=null."
+            )
+        return pack_targets(values, place)
+    return read_labels(values, kind, names, place, ignore)
+
+
+def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> list[dict[str, Any]]:
+    """Return for each row a dictionary of its values in the columns `data.targets`."""
+    values = []
+    for name in columns:
+        column = _plain_column(table, name, "data.targets", place)
+        if column.null_count:
+            raise ValueError(
+                f"{place}: column {name} has empty values{_first_empty(column)}. Remove or fill "
+                "these rows."
+            )
+        values.append(column.to_pylist())
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return a column of labels.
 
     The result is an array of numbers or text, an array [n, outputs] from lists of a fixed size, or
-    a list of lists.
+    a list of lists. A column of structs becomes a list of dictionaries.
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
         raise ValueError(
             f"{place}: column {name} has empty values{_first_empty(column)}. Remove these rows."
         )
+    if pa.types.is_struct(column.type):
+        return column.to_pylist()
     has_lists = _is_list(column.type)
     values = column.flatten() if has_lists else column
     value_type = _item_type(column.type) if has_lists else column.type
@@ -289,7 +349,7 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
     if not (_is_number(value_type) or is_text(value_type) or has_only_empty_lists):
         raise ValueError(
             f"{place}: column {name} holds {column.type}, which is no label. Give numbers, text, "
-            "or lists of them."
+            "lists of them, or structs of these."
         )
     if values.null_count:
         raise ValueError(f"{place}: column {name} has lists with empty values. Remove these rows.")

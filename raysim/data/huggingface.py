@@ -27,10 +27,10 @@ from raysim.data.columns import (
     group_values,
     label_column,
     label_values,
-    read_inputs,
+    read_input_rows,
+    read_label_column,
     spread_test_rows,
 )
-from raysim.data.labels import read_labels
 from raysim.data.pictures import Picture
 from raysim.data.raw import Raw, Source
 from raysim.data.rows import train_first
@@ -50,6 +50,7 @@ class HuggingFace(Source):
     names for `label_column` and `domain_column`, as data=csv has them; if none of these is set,
     columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
+    separate: True makes each input column an input of its own, see `TextTable`.
     length, padding, tokenizer: see `TokenSettings`.
     kind="causal": each row is a document for a language model (causal.py), and needs no label.
     prompt, packing: see `DocumentSettings`.
@@ -64,6 +65,7 @@ class HuggingFace(Source):
     test_fraction: float = 0.2
     label: str | None = None
     user: str | None = None
+    separate: bool = False
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
@@ -98,23 +100,28 @@ class HuggingFace(Source):
             return self._read_documents(table, test_rows, place)
         label = label_column(list(features), self.label, self.label_column, place)
         values = label_values(table, label, place)
-        labels = read_labels(values, self.kind, _class_names(features[label]), place, self.ignore)
+        class_names = _class_names(features[label])
+        labels = read_label_column(values, self.kind, class_names, place, self.ignore)
         user = self._find_user(list(features), place)
         users = None if user is None else group_values(table, user, place)
         is_test = test_rows
         if is_test is None:
             is_test = spread_test_rows(labels, users, self.test_fraction)
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
-        columns, unused = find_inputs(self.columns or None, types, (label, user), place)
-        origin = describe_origin(types, columns, label, user, unused)
+        columns, unused = find_inputs(
+            self.columns or None, types, (label, user), place, self.separate
+        )
+        origin = describe_origin(types, columns, [label], user, unused)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
             origin = origin._replace(inputs=f"{columns[0]} (image)")
             raw = assemble(np.arange(len(is_test)), labels, users, is_test, None, origin)
             order, _ = train_first(is_test)
             return replace(raw, inputs=_read_pictures(table[columns[0]], order, place))
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
-        inputs, tokens = read_inputs(table, columns, settings, place)
-        return assemble(inputs, labels, users, is_test, tokens, origin)
+        inputs = read_input_rows(table, columns, settings, place, self.separate)
+        return assemble(
+            inputs.values, labels, users, is_test, inputs.tokens, origin, fields=inputs.fields
+        )
 
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str

@@ -31,11 +31,12 @@ from raysim.data.columns import (
     group_values,
     label_column,
     label_values,
-    read_inputs,
+    read_input_rows,
+    read_label_column,
     spread_test_rows,
     values_type,
 )
-from raysim.data.labels import LabelSet, read_labels
+from raysim.data.labels import LabelSet
 from raysim.data.pictures import Picture
 from raysim.data.raw import Raw, Source
 from raysim.data.rows import are_names, join_names, natural_order
@@ -75,6 +76,7 @@ class Parquet(Source):
     taken (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
+    separate: True makes each input column an input of its own, see `TextTable`.
     length, padding, tokenizer: see `TokenSettings`.
     kind="causal": each row is a document for a language model (causal.py), and needs no label.
     prompt, packing: see `DocumentSettings`.
@@ -88,6 +90,7 @@ class Parquet(Source):
     columns: list[str] | None = None
     label: str | None = None
     user: str | None = None
+    separate: bool = False
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
@@ -148,15 +151,18 @@ class Parquet(Source):
 
         types = _column_types(paths[0])
         user = columns.user if columns.user in types else None
-        origin = describe_origin(types, columns.inputs, columns.label, user, columns.unused)
+        origin = describe_origin(types, columns.inputs, [columns.label], user, columns.unused)
         if columns.has_pictures:
             rows = np.arange(len(is_test))
             raw = assemble(rows, labels, domains, is_test, None, origin, domain_order)
             return replace(raw, inputs=self._train_first_pictures(paths, is_test, sizes))
         table = pa.concat_tables([_read_columns(path, columns.inputs) for path in paths])
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
-        inputs, tokens = read_inputs(table, columns.inputs, settings, str(folders[0]))
-        return assemble(inputs, labels, domains, is_test, tokens, origin, domain_order)
+        place = str(folders[0])
+        rows = read_input_rows(table, columns.inputs, settings, place, self.separate)
+        return assemble(
+            rows.values, labels, domains, is_test, rows.tokens, origin, domain_order, rows.fields
+        )
 
     def _read_documents(self, folders: list[Path]) -> Raw:
         """Return each row as a document; without users, each of several folders is one."""
@@ -211,7 +217,9 @@ class Parquet(Source):
                 )
         if user not in names:
             user = find_column(names, USER_NAMES) or user
-        inputs, unused = find_inputs(None, types, (label, user, self.domain_column), str(path))
+        inputs, unused = find_inputs(
+            None, types, (label, user, self.domain_column), str(path), self.separate
+        )
         return ParquetColumns(inputs, label, user, False, unused)
 
     def _folders(self) -> list[Path]:
@@ -283,7 +291,8 @@ class Parquet(Source):
         for path in paths:
             parts.append(label_values(_read_columns(path, [label]), label, str(path)))
         values = _join_labels(paths, parts, label)
-        return read_labels(values, self.kind, _read_class_names(paths, label), place, self.ignore)
+        names = _read_class_names(paths, label)
+        return read_label_column(values, self.kind, names, place, self.ignore)
 
     def _train_first_pictures(
         self, paths: list[Path], is_test: NDArray[np.bool_], sizes: list[int]

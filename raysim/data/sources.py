@@ -24,6 +24,8 @@ from raysim.data.packed import Strips
 from raysim.data.parquet import Parquet
 from raysim.data.raw import Raw, Source
 from raysim.data.rows import choose_test_rows, number_labels, train_first
+from raysim.data.shapes import Shapes
+from raysim.data.shards import WebDataset
 from raysim.data.stored import Stored, find_folder, holds_images
 from raysim.data.tables import Csv, JsonLines
 from raysim.data.tabular import Npz, NumPy, Tabular
@@ -49,6 +51,7 @@ __all__ = [
     "Npz",
     "NumPy",
     "Parquet",
+    "Shapes",
     "Source",
     "Stored",
     "Strips",
@@ -56,6 +59,7 @@ __all__ = [
     "Synthetic",
     "Tabular",
     "Usps",
+    "WebDataset",
 ]
 
 IDX_FILES = (

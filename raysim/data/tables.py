@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +28,11 @@ from raysim.data.columns import (
     find_label,
     group_values,
     label_values,
-    read_inputs,
+    read_input_rows,
+    read_label_column,
     spread_test_rows,
+    structure_values,
 )
-from raysim.data.labels import read_labels
 from raysim.data.raw import Raw, Source, require_root
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.errors import first_line
@@ -49,6 +50,9 @@ class TextTable(Source):
     columns: the input columns; None takes all columns but the label and the user.
     label, user: the columns of labels and of users (clients, with partition=natural); None takes a
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
+    targets: columns that are one structured target together, in place of a label.
+    separate: True makes each input column an input of its own, which the network gets as the
+    argument with the column's name.
     test_fraction: the share of each class of each user that is for testing, without a test file.
     length, padding, tokenizer: see `TokenSettings`.
     kind="causal": each row is a document for a language model (causal.py), and needs no label.
@@ -59,6 +63,8 @@ class TextTable(Source):
     columns: list[str] | None = None
     label: str | None = None
     user: str | None = None
+    targets: list[str] | None = None
+    separate: bool = False
     test_fraction: float = 0.2
     length: int = 128
     padding: int = 0
@@ -112,20 +118,34 @@ class TextTable(Source):
             test_rows = np.arange(len(table)) >= len(tables[0])
         if self.kind == "causal":
             return self._read_documents(table, test_rows, place)
-        label = self.label or find_label(names, place)
-        user = self.user or find_column([name for name in names if name != label], USER_NAMES)
-        labels = read_labels(
-            label_values(table, label, place, "data.label"), self.kind, None, place, self.ignore
-        )
+        targets = self._target_columns(names, place)
+        user = self.user or find_column([name for name in names if name not in targets], USER_NAMES)
+        if self.targets:
+            values: Any = structure_values(table, targets, place)
+        else:
+            values = label_values(table, targets[0], place, "data.label")
+        labels = read_label_column(values, self.kind, None, place, self.ignore)
         users = None if user is None else group_values(table, user, place, "data.user")
         is_test = test_rows
         if is_test is None:
             is_test = spread_test_rows(labels, users, self.test_fraction)
-        columns, unused = find_inputs(self.columns, types, (label, user), place)
+        known = (*targets, user)
+        columns, unused = find_inputs(self.columns, types, known, place, self.separate)
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
-        inputs, tokens = read_inputs(table, columns, settings, place)
-        origin = describe_origin(types, columns, label, user, unused)
-        return assemble(inputs, labels, users, is_test, tokens, origin)
+        inputs = read_input_rows(table, columns, settings, place, self.separate)
+        origin = describe_origin(types, columns, targets, user, unused)
+        return assemble(
+            inputs.values, labels, users, is_test, inputs.tokens, origin, fields=inputs.fields
+        )
+
+    def _target_columns(self, names: list[str], place: str) -> list[str]:
+        """Return the columns of the structured target, or the column of labels."""
+        if self.targets and self.label:
+            raise ValueError(
+                f"data.targets={'+'.join(self.targets)} and data.label={self.label} both name what "
+                "is learnt. Set one of them to null."
+            )
+        return self.targets or [self.label or find_label(names, place)]
 
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.columns import assemble, spread_test_rows
+from raysim.data.columns import assemble, read_label_column, spread_test_rows
+from raysim.data.fields import pack_fields
 from raysim.data.labels import read_labels
 from raysim.data.raw import Origin, Raw, Source, require_root
 from raysim.data.values import plain_array, type_name
@@ -20,6 +21,8 @@ from raysim.primitives.kinds import Kind, Tokens
 
 TABLE_NAMES = ("breast_cancer", "wine", "diabetes")
 ARRAY_NAMES = ("x", "y", "user")  # of a NumPy archive
+INPUT, TARGET = "x.", "y."  # start of the names of several inputs, and of the parts of a target
+ROWS = ".rows"  # end of the name of the number of rows that each sample has in a part of a target
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ class NumPy(Source):
     x: uint8 levels (images are [n, channels, height, width]), floats, or integers, which are token
     numbers; `padding` is the number that fills short sequences. y: labels [n] or [n, outputs], see
     `labels.infer_kind`. user: the user of each sample, for partition=natural.
+    Several inputs are arrays x.NAME, each [n, ...], in place of x. A structured target is made of
+    arrays y.NAME [n, ...] in place of y; with an array y.NAME.rows [n], y.NAME has all rows of all
+    samples one after another, and y.NAME.rows says how many belong to each sample.
     test_fraction: the share of the rows that is for testing, without test.npz.
     """
 
@@ -95,7 +101,7 @@ class NumPy(Source):
         arrays = _concatenate(archives, [path.name for path in paths], place)
         is_test = None
         if len(archives) > 1:
-            is_test = np.arange(len(arrays["y"])) >= len(archives[0]["y"])
+            is_test = np.arange(_count_samples(arrays)) >= _count_samples(archives[0])
         return _assemble(
             arrays, is_test, self.test_fraction, self.kind, self.ignore, self.padding, place
         )
@@ -140,8 +146,9 @@ class Npz(Source):
         for path in paths:
             archive = _read_archive(path)
             user = int(path.stem) if are_numbers else path.stem
-            archive["user"] = np.full(len(archive["y"]), user)
-            if len(archive["y"]):
+            count = _count_samples(archive)
+            archive["user"] = np.full(count, user)
+            if count:
                 archives.append(archive)
                 names.append(f"{path.parent.name}/{path.name}")
         if not archives:
@@ -149,7 +156,7 @@ class Npz(Source):
                 f"data.root={self.root} holds no samples in any file. Give a folder with samples."
             )
         arrays = _concatenate(archives, names, place)
-        sizes = [len(archive["y"]) for archive in archives]
+        sizes = [_count_samples(archive) for archive in archives]
         is_test = np.repeat([name.startswith("test/") for name in names], sizes)
         return _assemble(
             arrays,
@@ -188,17 +195,55 @@ def _assemble(
 
     is_test: the mask of test rows. With None, `test_fraction` of the rows become test rows.
     """
-    inputs, users = arrays["x"], arrays.get("user")
-    labels = read_labels(arrays["y"], kind, None, place, ignore)
+    users = arrays.get("user")
+    values = arrays["y"] if "y" in arrays else _read_targets(arrays, place)
+    labels = read_label_column(values, kind, None, place, ignore)
     if is_test is None:
         is_test = spread_test_rows(labels, users, test_fraction)
+    label_origin = f"y ({type_name(arrays['y'])})" if "y" in arrays else ""
+    user_origin = "" if users is None else "user"
+    if "x" not in arrays:
+        columns = {
+            key.removeprefix(INPUT): array for key, array in arrays.items() if key.startswith(INPUT)
+        }
+        inputs, fields = pack_fields(columns, place)
+        origin = Origin("", label_origin, user_origin)
+        return assemble(inputs, labels, users, is_test, None, origin, fields=fields)
+    inputs = arrays["x"]
     tokens = None
     if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
         tokens = Tokens(max(int(inputs.max()), padding) + 1, padding)
-    origin = Origin(
-        f"x ({inputs.dtype})", f"y ({type_name(arrays['y'])})", "" if users is None else "user"
-    )
+    origin = Origin(f"x ({inputs.dtype})", label_origin, user_origin)
     return assemble(inputs, labels, users, is_test, tokens, origin)
+
+
+def _count_samples(arrays: Mapping[str, NDArray[Any]]) -> int:
+    """Return the number of samples: the length of the first input."""
+    return next(len(array) for key, array in arrays.items() if _is_input(key))
+
+
+def _is_input(key: str) -> bool:
+    return key == "x" or key.startswith(INPUT)
+
+
+def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[str, Any]]:
+    """Return the target of each sample as a dictionary of its parts y.NAME."""
+    parts: dict[str, Any] = {}
+    for key, values in arrays.items():
+        if not key.startswith(TARGET) or key.endswith(ROWS):
+            continue
+        rows = arrays.get(f"{key}{ROWS}")
+        if rows is not None:
+            are_counts = rows.ndim == 1 and rows.dtype.kind in "iu" and rows.min(initial=0) >= 0
+            if not are_counts or int(rows.sum()) != len(values):
+                raise ValueError(
+                    f"{place}: {key}{ROWS} must say for each sample how many of the {len(values)} "
+                    f"rows of {key} it has. Write integers whose sum is {len(values)}."
+                )
+            parts[key.removeprefix(TARGET)] = np.split(values, np.cumsum(rows)[:-1])
+        else:
+            parts[key.removeprefix(TARGET)] = list(values)
+    return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
 
 
 def _concatenate(
@@ -231,7 +276,7 @@ def _concatenate(
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
     """Return what values of a type are: levels, integers (classes or tokens), values or text."""
-    if key == "x" and dtype == np.uint8:
+    if _is_input(key) and dtype == np.uint8:
         return "levels"
     return "integers" if dtype.kind in "iub" else dtype.kind
 
@@ -241,7 +286,8 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file)
-            arrays = {key: file[key] for key in ARRAY_NAMES if key in names}
+            used = [key for key in names if key in ARRAY_NAMES or key.startswith((INPUT, TARGET))]
+            arrays = {key: file[key] for key in used}
     except Exception as error:  # a damaged archive fails in many ways
         reason = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
         raise ValueError(
@@ -255,15 +301,22 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
             'd = numpy.load(path, allow_pickle=True)["data"].item(); '
             'numpy.savez(path, x=d["x"], y=d["y"]).'
         )
-    for key in ("x", "y"):
-        if key not in arrays:
+    for key, start in (("x", INPUT), ("y", TARGET)):
+        parts = [name for name in arrays if name.startswith(start)]
+        if key not in arrays and not parts:
             raise ValueError(
                 f"{path} has no array {key}. Write it with numpy.savez(path, x=inputs, y=labels)."
             )
+        if key in arrays and parts:
+            raise ValueError(
+                f"{path} has both {key} and {parts[0]}. Write {key}, or its parts {start}NAME."
+            )
     for key, array in arrays.items():
         arrays[key] = plain_array(array, f"{path}: the values of {key}")
-    if len({len(array) for array in arrays.values()}) > 1:
-        sizes = ", ".join(f"{key} {len(array)}" for key, array in arrays.items())
+    ragged = {key for key in arrays if f"{key}{ROWS}" in arrays}
+    lengths = {key: len(array) for key, array in arrays.items() if key not in ragged}
+    if len(set(lengths.values())) > 1:
+        sizes = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise ValueError(
             f"{path} has arrays of different lengths ({sizes}). Give each a row per sample."
         )

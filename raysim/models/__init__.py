@@ -10,6 +10,7 @@ from raysim.models.lora import Lora
 from raysim.models.resnet import ResNet
 from raysim.models.sequence import Gru, Transformer
 from raysim.models.split import CustomModel, split_network
+from raysim.models.unet import UNet
 from raysim.models.vgg import Vgg11
 from raysim.models.zoo import HuggingFaceModel, Timm, Torchvision
 
@@ -31,6 +32,7 @@ __all__ = [
     "Timm",
     "Torchvision",
     "Transformer",
+    "UNet",
     "Vgg11",
     "is_split",
     "is_stochastic",

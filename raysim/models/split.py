@@ -159,6 +159,11 @@ def _wrong_outputs(
     )
     if num_classes == 1 and outputs.shape == (len(inputs),):
         action = "leave out what squeezes them"
+    if len(output_shape) == 1 and outputs.ndim > 2:
+        action = (
+            "the labels are one for each sample, and the model makes outputs for each position; "
+            "choose another model, or data with labels per position"
+        )
     if outputs.ndim == 3 and len(output_shape) == 1 and not inputs.is_floating_point():
         action = (
             "the model makes an output at each position; set data.kind=causal to learn the next "

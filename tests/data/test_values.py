@@ -322,7 +322,6 @@ def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> Non
         pa.array(["a", None] * 3).dictionary_encode(),
         pa.array([date(2020, 1, 1)] * 6),
         pa.array([b"a"] * 6, pa.binary(1)),
-        pa.array([{"a": 1}] * 6),
         pa.array([[("a", 1)]] * 6, pa.map_(pa.string(), pa.int64())),
         pa.array([[[1.0]]] * 6),
         pa.array([[1, None]] * 6),
@@ -333,6 +332,12 @@ def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> Non
 def test_unreadable_arrow_column_is_named(column: pa.Array, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: column})
+
+
+@pytest.mark.parametrize("name", ["x", "user"])
+def test_struct_is_neither_input_nor_user(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"column {name} "):
+        read_parquet(tmp_path, **{name: pa.array([{"a": 1}] * 6)})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ from raysim.models import (
     Timm,
     Torchvision,
     Transformer,
+    UNet,
     Vgg11,
+    is_split,
     is_stochastic,
 )
 
@@ -475,6 +477,7 @@ CONFIGS: dict[str, ModelRecipe] = {
     "cnn": Cnn(),
     "digits_cnn": DigitsCnn(),
     "small_cnn": SmallCnn(),
+    "unet": UNet(),
     "vgg11": Vgg11(),
     "resnet18": ResNet(18),
     "resnet50": ResNet(50),
@@ -509,3 +512,15 @@ def test_model_file_has_every_option_at_its_default(name: str, tmp_path: Path) -
         key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
     assert stored == dataclasses.asdict(recipe)  # an option without a line could not be overridden
+
+
+def test_unet_has_an_output_at_each_pixel() -> None:
+    for norm in ("none", "batch", "group"):
+        net = UNet(width=4, levels=2, norm=norm).build((3, 16, 24), 5, seed=0)
+        assert net(torch.zeros(2, 3, 16, 24)).shape == (2, 5, 16, 24)
+        assert not is_split(net)
+    # 3x3 convolutions with 64, 128, 256, 512 and 1024 maps: the paper's network
+    paper = UNet(width=64, levels=4, norm="none").build((1, 32, 32), 2, seed=0)
+    assert count(paper.parameters()) == 31_030_658  # the usual count
+    with pytest.raises(ValueError, match=r"model\.levels=3"):
+        UNet(levels=3).build((1, 12, 16), 2, seed=0)

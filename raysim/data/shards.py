@@ -1,0 +1,298 @@
+"""Tar files of samples, in the layout of webdataset: files with one key are one sample."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raysim.data.columns import (
+    LABEL_NAMES,
+    USER_NAMES,
+    TokenSettings,
+    assemble,
+    find_column,
+    read_inputs,
+    read_label_column,
+    spread_test_rows,
+)
+from raysim.data.csr import Ints
+from raysim.data.fields import pack_fields
+from raysim.data.pictures import PICTURE_SUFFIXES, Picture, stack_images
+from raysim.data.raw import Origin, Raw, Source, require_root
+from raysim.data.rows import train_first
+from raysim.data.values import plain_array
+from raysim.primitives.checks import at_least, in_range, require
+from raysim.primitives.files import parse_json, regular_file
+from raysim.primitives.kinds import Tokens
+
+INTEGER_ENDINGS = ("cls", "cls2", "id", "index", "inx")
+TEXT_ENDINGS = ("txt", "text", "transcript")
+USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
+
+
+class Part(NamedTuple):
+    """One file of a sample: its place in a tar file. name: the file's name there."""
+
+    shard: Path
+    name: str
+    start: int
+    size: int
+
+    @property
+    def place(self) -> str:
+        """Return the name of the file in messages."""
+        return f"{self.shard}, {self.name}"
+
+    def read(self) -> bytes:
+        """Return the content of the file."""
+        with self.shard.open("rb") as stream:
+            stream.seek(self.start)
+            return stream.read(self.size)
+
+
+@dataclass(frozen=True)
+class WebDataset(Source):
+    """A source of tar files whose samples are files with one key, such as 0007.jpg and 0007.cls.
+
+    The key of a file is its path up to the first dot of its name; the ending after it says what the
+    file is: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
+
+    root: a folder of *.tar, in which tar files whose names start with "test" are for testing, or a
+    folder with the folders train and perhaps test of *.tar.
+    columns: the endings that are the input, such as jpg; several are inputs of their own, which the
+    network gets as arguments with the endings' names (`image` for image.png). None takes all
+    endings but those of label and user.
+    label, user: the endings of labels and of users. None takes an ending with a usual name. A label
+    is an integer, text, an array, a picture whose pixels are classes, or JSON, where an object is a
+    structured target.
+    test_fraction: the share of each class of each user that is for testing, without test files.
+    length, padding, tokenizer: see `TokenSettings`.
+    """
+
+    root: str | None = None
+    columns: list[str] | None = None
+    label: str | None = None
+    user: str | None = None
+    test_fraction: float = 0.2
+    length: int = 128
+    padding: int = 0
+    tokenizer: str | None = None
+
+    def check(self) -> None:
+        in_range("data.test_fraction", self.test_fraction, least=0, below=1)
+        at_least("data.length", self.length, 1)
+        require("data.columns", self.columns, self.columns != [], "a list of endings, or null")
+
+    def with_domains(self, column: str) -> WebDataset:
+        return replace(self, user=column)
+
+    def files(self) -> list[Path]:
+        train, test = self._find_shards()
+        return train + test
+
+    def read(self) -> Raw:
+        train, test = self._find_shards()
+        samples = _read_index(train)
+        train_count = len(samples)
+        samples += _read_index(test)
+        place = str(self.root)
+        columns, label, user = self._choose_endings(samples[0], place)
+        for sample in samples:
+            _check_parts(sample, [*columns, label, *([user] if user else [])])
+        labels = read_label_column(
+            self._read_labels([sample[label] for sample in samples], label),
+            self.kind,
+            None,
+            place,
+            self.ignore,
+        )
+        users = None
+        if user is not None:
+            texts = [_read_text(sample[user]).strip() for sample in samples]
+            are_numbers = all(text.isascii() and text.isdecimal() for text in texts)
+            users = np.array([int(text) for text in texts] if are_numbers else texts)
+        is_test = np.arange(len(samples)) >= train_count
+        if not test:
+            is_test = spread_test_rows(labels, users, self.test_fraction)
+        origin = Origin(", ".join(columns), label, user or "")
+        if len(columns) == 1 and _is_picture(columns[0]):
+            raw = assemble(np.arange(len(samples)), labels, users, is_test, None, origin)
+            order, _ = train_first(is_test)
+            return replace(raw, inputs=_pictures(samples, columns[0], order))
+        if len(columns) == 1:
+            inputs, tokens = self._read_input(samples, columns[0], place)
+            return assemble(inputs, labels, users, is_test, tokens, origin)
+        arrays = {}
+        for ending in columns:
+            arrays[_name(ending)], _ = self._read_input(samples, ending, place)
+        inputs, fields = pack_fields(arrays, place)
+        return assemble(inputs, labels, users, is_test, None, origin, fields=fields)
+
+    def _find_shards(self) -> tuple[list[Path], list[Path]]:
+        """Return the tar files for training and for testing, each ordered by name."""
+        root = require_root(self.root, "data=webdataset", "a folder of tar files")
+        train, test = _tar_files(root / "train"), _tar_files(root / "test")
+        for path in _tar_files(root):
+            (test if path.name.startswith("test") else train).append(path)
+        if not train:
+            raise ValueError(
+                f"data.root={self.root} holds no *.tar and no train/*.tar. Give a folder that has "
+                "some."
+            )
+        return train, test
+
+    def _choose_endings(
+        self, sample: Mapping[str, Part], place: str
+    ) -> tuple[list[str], str, str | None]:
+        """Return the endings of the inputs, of the label and of the user."""
+        by_name = {_name(ending): ending for ending in sample}
+        label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
+        user = self.user or by_name.get(find_column(list(by_name), USER_NAMES) or "")
+        found = ", ".join(sample)
+        if label is None:
+            raise ValueError(
+                f"{place}: the samples have the endings {found}, and none of them is a usual one "
+                "for labels. Set data.label."
+            )
+        columns = self.columns or [ending for ending in sample if ending not in (label, user)]
+        if not columns:
+            raise ValueError(
+                f"{place}: the samples have the endings {found}, and none is left for the input. "
+                "Set data.columns or data.label."
+            )
+        return columns, label, user
+
+    def _read_labels(self, parts: Sequence[Part], ending: str) -> Any:
+        if _is_picture(ending):
+            return _stack([self._read_mask(part) for part in parts], f"{self.root}, {ending}")
+        values = [_read_value(part, ending) for part in parts]
+        if isinstance(values[0], np.ndarray):
+            return _stack(values, f"{self.root}, {ending}")
+        has_lists = any(isinstance(value, (list, dict)) for value in values)
+        return values if has_lists else plain_array(values, f"{self.root}, {ending}")
+
+    def _read_mask(self, part: Part) -> NDArray[np.uint8]:
+        """Return the classes of a picture's pixels, [height, width]."""
+        picture = Picture(part.place, part.read()).open()
+        if picture.mode not in ("1", "L", "P"):
+            raise ValueError(
+                f"{part.place} has colours (mode {picture.mode}), and a picture of labels has one "
+                "class for each pixel. Save it with a palette or as grey levels."
+            )
+        if self.size is not None:
+            picture = picture.resize((self.size, self.size), resample=0)  # the nearest pixel
+        return np.asarray(picture).astype(np.uint8)
+
+    def _read_input(
+        self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
+    ) -> tuple[NDArray[Any], Tokens | None]:
+        """Return one input of all samples, [n, ...]."""
+        if _is_picture(ending):
+            pictures = _pictures(samples, ending, np.arange(len(samples)))
+            return stack_images(pictures, len(samples), self.size, self.channels), None
+        values = [_read_value(sample[ending], ending) for sample in samples]
+        if isinstance(values[0], np.ndarray):
+            return _stack(values, f"{place}, {ending}"), None
+        table = pa.table({ending: values})
+        settings = TokenSettings(self.length, self.padding, self.tokenizer)
+        return read_inputs(table, [ending], settings, place)
+
+
+def _tar_files(folder: Path) -> list[Path]:
+    return [regular_file(path) for path in sorted(folder.glob("*.tar"))]
+
+
+def _name(ending: str) -> str:
+    """Return the name of a part of a sample: `image` of image.png, `jpg` of jpg."""
+    return ending.rpartition(".")[0] or ending
+
+
+def _is_picture(ending: str) -> bool:
+    return f".{ending.rpartition('.')[2]}" in PICTURE_SUFFIXES
+
+
+def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
+    """Return the parts of each sample by their endings, in the order of the tar files."""
+    samples: dict[tuple[Path, str], dict[str, Part]] = {}
+    for shard in shards:
+        try:
+            with tarfile.open(shard, "r:") as archive:
+                members = [member for member in archive if member.isfile()]
+        except (OSError, tarfile.TarError) as error:
+            raise ValueError(
+                f"{shard} is no readable tar file ({error}). Write it again, without compression."
+            ) from error
+        for member in members:
+            folder, _, name = member.name.rpartition("/")
+            stem, _, ending = name.partition(".")
+            if not stem or not ending:  # hidden files, and files without an ending
+                continue
+            part = Part(shard, member.name, member.offset_data, member.size)
+            samples.setdefault((shard, f"{folder}/{stem}"), {})[ending.lower()] = part
+        if not any(path == shard for path, _ in samples):
+            raise ValueError(f"{shard} has no samples. Write files KEY.ENDING into it.")
+    return list(samples.values())
+
+
+def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
+    """Raise ValueError if a sample lacks a file with one of the endings."""
+    for ending in endings:
+        if ending not in sample:
+            other = next(iter(sample.values()))
+            raise ValueError(
+                f"{other.place}: this sample has no file that ends in .{ending}, it has "
+                f"{', '.join(sample)}. Write it, or set data.columns, data.label and data.user."
+            )
+
+
+def _pictures(samples: Sequence[Mapping[str, Part]], ending: str, order: Ints) -> Iterator[Picture]:
+    """Yield the pictures of the samples in this order."""
+    for row in order.tolist():
+        part = samples[row][ending]
+        yield Picture(part.place, part.read())
+
+
+def _read_text(part: Part) -> str:
+    try:
+        return part.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{part.place} is no text in UTF-8 ({error}). Convert it.") from error
+
+
+def _read_value(part: Part, ending: str) -> Any:
+    """Return the value in a file that is no picture."""
+    form = ending.rpartition(".")[2]
+    try:
+        if form == "npy":
+            return np.load(io.BytesIO(part.read()), allow_pickle=False)
+        if form == "json":
+            return parse_json(part.read())
+        if form in INTEGER_ENDINGS:
+            return int(_read_text(part))
+    except ValueError as error:
+        raise ValueError(f"{part.place} cannot be read ({error}). Correct it.") from error
+    if form in TEXT_ENDINGS:
+        return _read_text(part).strip()
+    raise ValueError(
+        f"{part.place} ends in .{form}, which is not read. Use pictures, npy, json, txt or cls, or "
+        "name other endings in data.columns and data.label."
+    )
+
+
+def _stack(arrays: Sequence[NDArray[Any]], place: str) -> NDArray[Any]:
+    shapes = {array.shape for array in arrays}
+    if len(shapes) > 1:
+        described = " and ".join(map(str, sorted(shapes)[:2]))
+        raise ValueError(
+            f"{place}: the arrays have the shapes {described}. Give them one shape, or set "
+            "data.size for pictures."
+        )
+    return np.stack(arrays)
