@@ -211,6 +211,7 @@ def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
     _check_targets(all_declared)
     _check_pooling(all_declared)
     _check_own_training(all_declared)
+    _check_omissions(all_declared)
     names = [declared.method for declared in all_declared]
     for declared in all_declared:
         for other, why in declared.excludes.items():

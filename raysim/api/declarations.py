@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -353,6 +354,13 @@ class Local:
         return (self.steps or 0) * min(self.batch, samples)
 
 
+class Labels(NamedTuple):
+    """The kind of each client's device."""
+
+    names: tuple[str, ...]
+    kinds: np.ndarray  # [clients] int: an index into `names`
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """The facts of a run that a method's `cost` and `when` receive.
@@ -377,3 +385,4 @@ class Participation(NamedTuple):
     earlier_jobs: int  # jobs of the client that were dispatched before
     aggregated_jobs: int  # those of them that were aggregated before this version
     run: RunFacts
+    client: int = -1

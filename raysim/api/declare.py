@@ -13,7 +13,7 @@ from torch import nn
 from raysim.api.client_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
 from raysim.api.compression import Compressor
-from raysim.api.declarations import ExtraNetwork, Local, Task
+from raysim.api.declarations import ExtraNetwork, Labels, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.api.setup import MethodDeclaration, Setup
@@ -33,6 +33,7 @@ class RunSettingsForMethods:
     clients_with_samples: int
     max_updates: int = sys.maxsize
     has_stale_updates: bool = False
+    devices: Labels | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def declare(
             settings.clients_with_samples,
             settings.max_updates,
             settings.has_stale_updates,
+            settings.devices,
             layout_later,
         )
         declared.hooks = {hook: getattr(method, hook) for hook in filled_hooks(method)}

@@ -15,6 +15,7 @@ from raysim.api.context import Contribution, Plan, Stage
 from raysim.api.declarations import (
     ExtraNetwork,
     Finetune,
+    Labels,
     Local,
     Participation,
     Task,
@@ -74,6 +75,14 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Omission:
+    """The floats of the model that a job's client does not receive (down) or send (up)."""
+
+    down: Callable[[Participation], int]
+    up: Callable[[Participation], int]
+
+
+@dataclass(frozen=True)
 class RoundWarning:
     """A warning during the run.
 
@@ -98,6 +107,7 @@ class MethodDeclaration:
     client_state: dict[str, Callable[[int], Any]] = field(default_factory=dict)
     server_state: dict[str, Callable[[ServerView], Tensor]] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
+    omissions: list[Omission] = field(default_factory=list)
     uploads: dict[str, Floats] = field(default_factory=dict)
     varying_uploads: set[str] = field(default_factory=set)
     stages: Callable[[Plan], Cycle] | None = None
@@ -178,6 +188,7 @@ class Setup:
     - clients_with_samples: the number of clients that have training samples.
     - max_updates: the largest number of updates in one aggregation.
     - has_stale_updates: True if updates may start from an earlier version than the current one.
+    - devices: the kind of each client's device, by its name in the fleet; None outside a run.
 
     SCAFFOLD declares, for example:
 
@@ -200,6 +211,7 @@ class Setup:
     clients_with_samples: int = 0
     max_updates: int = sys.maxsize
     has_stale_updates: bool = False
+    devices: Labels | None = None
     _layout: list[Layout] = field(default_factory=list)
 
     # --- what the method can count on ---------------------------------------------------------
@@ -371,6 +383,16 @@ class Setup:
     ) -> None:
         """Send `value(client, server)` only to this client, with its jobs and before its scores."""
         self.declared.sends.append(Send(name, value, floats, "client", when))
+
+    def omit(
+        self, down: Callable[[Participation], int], up: Callable[[Participation], int]
+    ) -> None:
+        """Count fewer floats of the model for some jobs, whose clients do not need all of it.
+
+        down(job), up(job): how many floats of the model its client does not receive and does not
+        send. The method makes sure that the job does not use them.
+        """
+        self.declared.omissions.append(Omission(down, up))
 
     def upload(self, name: str, floats: Floats = num_parameters, *, varies: bool = False) -> None:
         """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.

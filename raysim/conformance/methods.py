@@ -6,13 +6,15 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 
 from raysim.api.client_state import to_flat_arrays
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
-from raysim.api.messages import TrainingResult
+from raysim.api.declarations import Participation, RunFacts
+from raysim.api.messages import Job, TrainingResult
 from raysim.api.method import Method, parameters
 from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
@@ -211,13 +213,16 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
         received = published.floats + sum(map(np.size, job.extras.values())) + first
         if messages is not None:
             received -= messages.saved(job.client, job.version)
+        received -= _omitted(seen, job, "down")
         _check_floats("receives", job.number, planned[job.number].down, received)
     _check_floats(
         "receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values())
     )
     shared = seen.run.coordinator.declarations.floats_up
     for update in spy.updates:
-        _check_floats("sends", update.job, planned[update.job].up, shared + update.floats)
+        job = planned[update.job]
+        sent = shared + update.floats - _omitted(seen, job, "up")
+        _check_floats("sends", update.job, job.up, sent)
     running = seen.run.coordinator.planner.running
     before = sum(array.size for part in spy.contributed for array in part.values())
     up = sum(job.up for job in planned.values() if job.number not in running)
@@ -230,6 +235,20 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
     if words is None:
         return None
     return StepMessages(words, layout.trained, len(coordinator.counts))
+
+
+def _omitted(seen: Seen, job: Job, direction: Literal["down", "up"]) -> int:
+    """Return the floats of the model that methods declare as not needed by a job."""
+    coordinator = seen.run.coordinator
+    samples, spec = int(coordinator.counts[job.client]), coordinator.spec
+    facts = RunFacts(spec.task, spec.settings.local, coordinator.layout, 0, frozenset())
+    earlier = job.participation
+    participation = Participation(job.version, samples, 0.0, earlier, 0, facts, job.client)
+    floats = 0
+    for declared in coordinator.declarations.methods:
+        for omission in declared.omissions:
+            floats += getattr(omission, direction)(participation)
+    return floats
 
 
 def _check_floats(what: str, number: int, declared: int, moved: int) -> None:

@@ -216,6 +216,7 @@ def _build_experiment(
         stale=schedule.stale,
         selection=selection,
         topology=topology,
+        devices=fleet.labels(settings.seed, len(data.partition.train.counts)),
     )
     node, spec = _record_lower_metrics(node, spec)
     # A fleet that cannot exist, such as a damaged trace, is refused here and not in another

@@ -1,19 +1,40 @@
 """The factors A and B of a run's adapters, for methods that treat them differently.
 
-`raysim/models/lora.py` says what they are.
+`raysim/models/lora.py` says what they are. `declare_ranks` gives clients ranks of their own. Client
+i with the rank r_i receives the first r_i rows of A and columns of B, trains and sends them. In the
+vector the others are 0, where their gradients are 0, too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.methods.recombination import parameters_of
 from raysim.models.lora import Adapter, find_adapters
+from raysim.primitives.checks import require
+from raysim.primitives.streams import stream
+from raysim.vectors.gram import linear_combination
 
 if TYPE_CHECKING:
+    from raysim.api.declarations import Participation
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
+    from raysim.vectors.layout import Layout
 
 # Methods that decide what becomes of the factors; a list may hold one of them.
-LORA_METHODS = ("ffa_lora", "fedsa_lora")
+LORA_METHODS = ("ffa_lora", "fedsa_lora", "flexlora", "hetlora", "flora")
+# Methods that keep values for each entry of the vector from one version to later ones.
+KEEPERS = ("scaffold", "fedcm", "feddyn", "fedspeed", "ditto", "apfl", "pfedme", "fedala")
+
+Ranks: TypeAlias = dict[str, int] | list[int] | None
 
 
 def require_adapters(run: Setup) -> tuple[Adapter, ...]:
@@ -31,3 +52,197 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
         "model.lora.rank=4, for example, or leave the method out.",
     )
     return adapters
+
+
+def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
+    """Refuse methods and adapters that do not fit one that makes new factors of products.
+
+    B A must be the layer's weight as a matrix, which it is not in a grouped convolution.
+    """
+    for other in KEEPERS:
+        run.excludes(
+            other, "it keeps values for each parameter, and the factors get new values in each step"
+        )
+    for adapter in adapters:
+        a = run.model.get_parameter(adapter.a)
+        b = run.model.get_parameter(adapter.b)
+        run.require(
+            b.numel() == len(a) * len(b),
+            f"model.lora.layers: the layer '{adapter.layer}' is a grouped convolution, for which "
+            f"method '{run.method}' has no product. Leave the layer out.",
+        )
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The places of the factors of one adapter in the vector.
+
+    a, b: A [rank, columns] and B [rows, rank].
+    """
+
+    a: slice
+    b: slice
+    rank: int
+    rows: int
+    columns: int
+
+    def matrices(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A [rank, columns] and B [rows, rank] as views of a vector."""
+        a = vector[self.a].view(self.rank, self.columns)
+        return a, vector[self.b].view(self.rows, self.rank)
+
+
+def find_factors(layout: Layout) -> tuple[Factors, ...]:
+    """Return the places of the adapters whose factors are both trained and shared, in order."""
+    shared = [entry for entry in layout.entries if entry.stop <= layout.trained]
+    entries = {entry.path: entry for entry in shared if entry.network == "model"}
+    factors = []
+    for path, a in entries.items():
+        b = entries.get(re.sub(r"\.(lora_|lora_embedding_)A\.", r".\1B.", path))
+        if b is None or b is a:
+            continue
+        rank, floats = a.shape[0], a.stop - a.start
+        rows = (b.stop - b.start) // rank
+        places = slice(a.start, a.stop), slice(b.start, b.stop)
+        factors.append(Factors(*places, rank, rows, floats // rank))
+    return tuple(factors)
+
+
+# --- ranks of clients -----------------------------------------------------------------------------
+def check_ranks(key: str, ranks: Ranks) -> Ranks:
+    """Return the ranks of clients. Raise ValueError unless each is an integer from 1 on."""
+    if ranks is None:
+        return None
+    named = ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
+    pairs = list(named)
+    require(key, ranks, pairs, "one rank or more, or null")
+    for name, rank in pairs:
+        place = f"{key}.{name}" if isinstance(ranks, Mapping) else f"{key}[{name}]"
+        require(place, rank, isinstance(rank, int) and rank >= 1, "an integer from 1 on")
+    return dict(pairs) if isinstance(ranks, Mapping) else list(ranks)
+
+
+def require_sharing(run: Setup) -> None:
+    """Refuse methods whose clients share no adapters."""
+    for other in ("local", "fedproto"):
+        run.excludes(other, "its clients share no adapters")
+
+
+def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> ClientRanks:
+    """Send each job its client's rank; return the ranks of the clients.
+
+    ranks: for each kind of device in the fleet, or a list from which each client draws one with
+    equal probability; None: every client has that of the adapters.
+    """
+    sizes = [
+        (len(run.model.get_parameter(adapter.a)), _floats_per_rank(run, adapter))
+        for adapter in adapters
+    ]
+    highest = max(rank for rank, _ in sizes)
+    if ranks is None:
+        return ClientRanks(np.full(1, highest), sizes, is_equal=True)
+    key = f"method.{run.method}.ranks"
+    for rank in ranks.values() if isinstance(ranks, Mapping) else ranks:
+        run.require(
+            rank <= highest,
+            f"{key}: {rank} is above model.lora.rank={highest}. Increase model.lora.rank, or lower "
+            "it.",
+        )
+    of_client = _ranks_of_clients(run, key, ranks)
+    run.send_to_client("rank", lambda client, server: torch.tensor([int(of_client[client])]), 1)
+    return ClientRanks(of_client, sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientRanks:
+    """The ranks of all clients, and the sizes of the adapters.
+
+    of_client: int [clients]. sizes: for each adapter its rank, and the floats of one rank.
+    """
+
+    of_client: np.ndarray
+    sizes: Sequence[tuple[int, int]]
+    is_equal: bool = False
+
+    def floats(self, client: int) -> int:
+        """Return the number of floats of a client's factors."""
+        rank = int(self.of_client[0 if self.is_equal else client])
+        return sum(min(full, rank) * floats for full, floats in self.sizes)
+
+    def omitted(self, job: Participation) -> int:
+        """Return the number of floats that the client's factors lack."""
+        return sum(full * floats for full, floats in self.sizes) - self.floats(job.client)
+
+    def omit(self, run: Setup) -> None:
+        """Count the floats of each client's ranks only."""
+        if not self.is_equal:
+            run.omit(self.omitted, self.omitted)
+
+
+def _floats_per_rank(run: Setup, adapter: Adapter) -> int:
+    a, b = run.model.get_parameter(adapter.a), run.model.get_parameter(adapter.b)
+    return (a.numel() + b.numel()) // len(a)
+
+
+def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, int]) -> np.ndarray:
+    """Return the rank of each client, int64 [clients]."""
+    if not isinstance(ranks, Mapping):
+        places = stream(run.seed, "lora.ranks").integers(len(ranks), size=run.task.clients)
+        return np.array(ranks)[places]
+    devices = run.devices
+    names = () if devices is None else devices.names
+    for name in ranks:
+        run.require(
+            name in names, f"{key}.{name}: the fleet has no such device. {_format_devices(names)}"
+        )
+    missing = [name for name in names if name not in ranks]
+    run.require(
+        not missing,
+        f"{key}: the fleet has devices without a rank: {', '.join(missing)}. Give each a rank.",
+    )
+    assert devices is not None, "a name was found in it"
+    return np.array([ranks[name] for name in names])[devices.kinds]
+
+
+def _format_devices(names: Sequence[str]) -> str:
+    if not names:
+        return "Give a list of ranks instead."
+    return f"Give a rank for each of {', '.join(names)}; or a list of ranks."
+
+
+def needs_mask(run: Setup, ranks: Ranks) -> bool:
+    """Return True if other methods may move ranks that a client does not have.
+
+    Without them the gradients of factors that are 0 are 0, too.
+    """
+    return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
+
+
+def rank_mask(job: LocalJob, rank: int) -> Tensor:
+    """Return ones [trained], with zeros where a factor has more than `rank` ranks."""
+    mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
+    for factors in find_factors(job.layout):
+        a, b = factors.matrices(mask)
+        a[rank:] = 0.0
+        b[:, rank:] = 0.0
+    return mask
+
+
+def truncate(job: LocalJob, rank: int) -> None:
+    """Start the job from the received model with the first `rank` ranks of each adapter.
+
+    `job.scratch["mask"]` is the mask of these ranks.
+    """
+    mask = rank_mask(job, rank)
+    start = job.start.clone()
+    start[: len(mask)] *= mask
+    job.start = start
+    job.scratch["mask"] = mask
+
+
+# --- values of clients on the server --------------------------------------------------------------
+def mean_delta(aggregation: Aggregation, server: ServerView) -> Tensor:
+    """Return the weighted mean [trained] of the updates, with FedAvg's bits."""
+    rows = parameters_of(aggregation, server)
+    total = linear_combination(rows, aggregation.weights, server.summation_group)
+    return total.div_(aggregation.divisor)

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from raysim.api.declarations import Labels as Labels
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream, stream_key, uniform
@@ -68,13 +69,6 @@ class Speeds:
     samples: np.ndarray
     down: np.ndarray
     up: np.ndarray
-
-
-class Labels(NamedTuple):
-    """The kind of each client's device."""
-
-    names: tuple[str, ...]
-    kinds: np.ndarray  # [clients] int: an index into `names`
 
 
 @dataclass(frozen=True, kw_only=True)

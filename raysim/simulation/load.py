@@ -40,6 +40,9 @@ class Loads:
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.hooks_of("cost")]
         self._down: list[_Traffic] = []
+        self._omissions = [
+            omission for declared in declarations.methods for omission in declared.omissions
+        ]
         floats_up = declarations.floats_up
         for declared in declarations.methods:
             self._down += _downloads(declared, layout)
@@ -58,13 +61,16 @@ class Loads:
         if load is not None:
             return load
         trained = self._local.budget(samples)
-        job = Participation(version, samples, trained, earlier, accepted, self._run)
+        job = Participation(version, samples, trained, earlier, accepted, self._run, client)
         passed, down, up = trained, self._floats_down, self._floats_up
         for hook in self._costs:
             passed += hook(job)
         down += sum(traffic.floats for traffic in self._down if traffic.when(job))
+        for omission in self._omissions:
+            down -= omission.down(job)
+            up -= omission.up(job)
         load = Load(passed, down, up)
-        if not self._costs and not self._down:
+        if not (self._costs or self._down or self._omissions):
             self._plain[samples] = load
         return load
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.declarations import Evaluation, Generation, Local, Task
+from raysim.api.declarations import Evaluation, Generation, Labels, Local, Task
 from raysim.api.declare import Declarations, RunSettingsForMethods, declare
 from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
@@ -160,7 +160,8 @@ class RunSpec:
     weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
     updates may start from an earlier version than the current one. packages: packages besides
     raysim whose code the run uses. selection: the rule that chooses the clients of a dispatch.
-    topology: the models of the server, and how they exchange.
+    topology: the models of the server, and how they exchange. devices: the kind of each client's
+    device; None if the fleet is not known.
     """
 
     model: ModelRecipe
@@ -183,6 +184,7 @@ class RunSpec:
     packages: tuple[str, ...] = ()
     selection: Selection = field(default_factory=Random)
     topology: Topology = field(default_factory=Star)
+    devices: Labels | None = None
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -267,6 +269,7 @@ def declare_run(spec: RunSpec) -> Declarations:
         int(np.count_nonzero(spec.data.partition.train.counts)),
         spec.size,
         spec.stale,
+        spec.devices,
     )
     with torch.random.fork_rng(devices=[]):
         model = build_model(spec)

@@ -86,13 +86,16 @@ from raysim.methods.fedsam import FedSAM
 from raysim.methods.fedspeed import FedSpeed
 from raysim.methods.fedsr import FedSR
 from raysim.methods.ffa_lora import FFALoRA
+from raysim.methods.flexlora import FlexLoRA
+from raysim.methods.flora import FLoRA
 from raysim.methods.fraug import FRAug
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.groupdro import GroupDRO
+from raysim.methods.hetlora import HetLoRA
 from raysim.methods.inco import InCo
 from raysim.methods.krum import Krum
 from raysim.methods.local import LocalTraining
-from raysim.methods.lora_factors import LORA_METHODS
+from raysim.methods.lora_factors import KEEPERS, LORA_METHODS
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.norm_clipping import NormClipping
@@ -414,6 +417,9 @@ TABLE: dict[str, Row] = {
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
     "ffa_lora": Row(FFALoRA, model=ADAPTED_MLP),
     "fedsa_lora": Row(FedSALoRA, model=ADAPTED_MLP, personal=True, private=True),
+    "flexlora": Row(lambda: FlexLoRA([1, 3]), model=ADAPTED_MLP),
+    "hetlora": Row(lambda: HetLoRA([2, 3], gamma=0.9), model=ADAPTED_MLP),
+    "flora": Row(lambda: FLoRA([1, 3]), model=ADAPTED_MLP),
 }
 
 
@@ -763,6 +769,8 @@ ALTERNATIVES = [
         "fedexp",
         "fadas",
         "feddyn",
+        "flexlora",
+        "flora",
     ],  # the server's step
     # FedCDA sets the model itself.
     *(
@@ -797,6 +805,15 @@ ALTERNATIVES = [
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     ["fedproto", "fedrs"],  # a head with a bias and one without
     LORA_METHODS,  # the factors of adapters
+    # New factors in each step, and frozen weights that change.
+    *([first, second] for first in ("flexlora", "flora") for second in KEEPERS),
+    *(
+        pair
+        for name in ("flexlora", "hetlora", "flora")
+        for pair in ([name, "local"], [name, "fedproto"])
+    ),
+    ["flora", "partialfed"],  # models on clients
+    ["hetlora", "fedcm"],  # a direction of ranks that a client does not have
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
@@ -808,7 +825,7 @@ ALTERNATIVES = [
             "norm_clipping",
             "dp_fedavg",
         ),
-        "fednova",
+        *("fednova", "flexlora", "flora"),
     ],
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not
     # of its arrivals.
@@ -829,7 +846,10 @@ ALTERNATIVES = [
         ["dp_fedavg", name] for name in ("fedexp", "centralized")
     ),  # single updates, and nobody to hide among
     # They send or read more than clipped updates; FRAug's generator shares statistics of BatchNorm.
-    *(["dp_fedavg", name] for name in ("scaffold", "fedcm", "groupdro", "inco", "fedbuff")),
+    *(
+        ["dp_fedavg", name]
+        for name in ("scaffold", "fedcm", "groupdro", "inco", "fedbuff", "hetlora")
+    ),
     *(["dp_fedavg", name] for name in ("fedbr", "fedmix", "fedpac", "fraug")),
     *(["dp_fedavg", name] for name in ("qfedavg", "afl", "fedproto", "pfedme")),
     ["fedlc", "fedrs", "fedmix", "fraug", "fedld_damped"],  # the logits of the loss, or all of it
@@ -848,7 +868,7 @@ ALTERNATIVES = [
                 "ditto",
                 "fedrep",
             ),
-            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl"),
+            *("fedproto", "pfedme", "fedala", "fedbabu", "apfl", "fedsa_lora"),
         )
     ),
 ]

@@ -5,23 +5,28 @@ The frozen weight and bias of the hidden layer, and the frozen factors, are in `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raysim.primitives.streams import stream
 from textbook.plain import (
     EXTRACTOR,
     Loss,
+    apply_mean_change,
     average,
     detach,
     head,
+    mean,
     run_rounds,
     train,
     weights,
 )
-from textbook.world import Book, Job, Params, World
+from textbook.world import Book, Params, World
 
 LAYER = f"{EXTRACTOR}.1"
 A, B = f"{LAYER}.lora_A.default.weight", f"{LAYER}.lora_B.default.weight"
@@ -65,12 +70,98 @@ def fedsa(world: World, scaling: float) -> Book:
     return Book(shared, own, own={client: shared | factor(client) for client in clients})
 
 
-def mean_product(models: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensor:
-    """Return sum_i p_i B_i A_i, an [m, n] matrix. shares: the p_i, with the sum 1."""
-    products = [share * model[B] @ model[A] for share, model in zip(shares, models, strict=True)]
-    return sum(products[1:], products[0])
+# --- products and ranks ---------------------------------------------------------------------------
+def drawn_ranks(world: World, ranks: Sequence[int]) -> list[int]:
+    """Return the rank of each client, drawn with equal probability."""
+    places = stream(world.seed, "lora.ranks").integers(len(ranks), size=world.clients)
+    return [ranks[place] for place in places]
 
 
-def jobs_of(jobs: Sequence[Job]) -> list[int]:
-    """Return the clients of jobs."""
-    return [job.client for job in jobs]
+def cut(x: Mapping[str, Tensor], rank: int) -> Params:
+    """Return a model whose factors have zeros beyond a rank."""
+    a, b = x[A].clone(), x[B].clone()
+    a[rank:], b[:, rank:] = 0.0, 0.0
+    return {**x, A: a, B: b}
+
+
+def nearest(product: Tensor, old_a: Tensor) -> Params:
+    """Return factors of the best approximation of a matrix; rows of A have length 1.
+
+    If the matrix has a lower rank, the other rows of A are those of old_a.
+    """
+    u, values, v = torch.linalg.svd(product)
+    a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)
+    for place in range(min(len(old_a), int(torch.linalg.matrix_rank(product, rtol=1e-12)))):
+        sign = u[u[:, place].abs().argmax(), place].sign()
+        a[place], b[:, place] = sign * v[place], sign * values[place] * u[:, place]
+    return {A: a, B: b}
+
+
+def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
+    """P + sum_i p_i (B_i A_i - B A of the version that client i received), split again."""
+    loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
+    of_client = drawn_ranks(world, ranks)
+    for jobs in world.rounds:
+        x, w = versions[-1], weights(world, jobs)
+        received = [versions[job.version] for job in jobs]
+        models = [
+            detach(train(world, job, cut(base, of_client[job.client]), loss))
+            for job, base in zip(jobs, received, strict=True)
+        ]
+        product = x[B] @ x[A]
+        for model, base, weight in zip(models, received, w, strict=True):
+            product = product + weight / sum(w) * (model[B] @ model[A] - base[B] @ base[A])
+        following = apply_mean_change(x, jobs, models, versions, w)
+        versions.append({**following, **nearest(product, x[A])})
+    return Book(versions[-1])
+
+
+def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
+    """Return a loss with lam times a term that depends on the parameters alone."""
+    return lambda p, step, x, y: task(p, step, x, y) + lam * term(p)
+
+
+def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
+    """Average factors filled with zeros, weighted by |B_i A_i|; prune ranks (Cho et al. 2024)."""
+    x, start = dict(world.start), drawn_ranks(world, ranks)
+    rank: dict[int, int] = {}
+    columns: dict[str, list[float]] = {"hetlora.rank": []}
+
+    def term(p: Mapping[str, Tensor], rank: int) -> Tensor:
+        last = slice(math.floor(gamma * rank), rank)
+        return torch.linalg.matrix_norm(p[B][:, last]) * torch.linalg.matrix_norm(p[A][last])
+
+    for jobs in world.rounds:
+        models, norms, had = [], [], []
+        for job in jobs:
+            r = rank.get(job.client, start[job.client])
+            had.append(float(r))
+            received, task = cut(x, r), adapted_loss(world.drawn, scaling)
+            model = detach(train(world, job, received, with_term(task, partial(term, rank=r), lam)))
+            if term(model, r) < term(received, r):
+                r = max(1, math.floor(gamma * r))
+                model = cut(model, r)
+            rank[job.client] = r
+            models.append(model)
+            norms.append(float((model[B] @ model[A]).norm()))
+        columns["hetlora.rank"].append(sum(had) / len(had))
+        w = weights(world, jobs)
+        x = average(models, [weight * norm for weight, norm in zip(w, norms, strict=True)])
+    private = {client: {"hetlora.rank": torch.tensor([r])} for client, r in rank.items()}
+    return Book(x, private, columns=columns)
+
+
+def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
+    """Add the mean of s B_i A_i to the weight; draw A again, and set B to 0 (Wang et al. 2024)."""
+    x, of_client = dict(world.start), drawn_ranks(world, ranks)
+    for version, jobs in enumerate(world.rounds):
+        weight, w = x.pop(WEIGHT), weights(world, jobs)
+        loss = adapted_loss({**world.drawn, WEIGHT: weight}, scaling)
+        models = [detach(train(world, job, cut(x, of_client[job.client]), loss)) for job in jobs]
+        products = [model[B] @ model[A] for model in models]
+        bound = 1 / math.sqrt(x[A].shape[1])
+        draw = stream(world.seed, "flora.a", version).uniform(-bound, bound, x[A].shape)
+        x = average(models, w)
+        x |= {A: torch.from_numpy(draw), B: torch.zeros_like(x[B])}
+        x[WEIGHT] = weight + scaling * mean(products, w)
+    return Book(x, server={"flora.scalings": torch.tensor([scaling], dtype=torch.float64)})

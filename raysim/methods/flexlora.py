@@ -1,0 +1,164 @@
+"""FlexLoRA: average the products of the factors, and split the mean by singular values.
+
+Source: Bai, Chen, Qian, Yao and Li, "Federated Fine-tuning of Large Language Models under
+Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer computes with
+W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
+
+    P = sum_i p_i B_i A_i,    P = U S V'
+    B <- the first r columns of U S,    A <- the first r rows of V'
+
+B A is the nearest matrix of rank r to P, and equal to it if P has no higher rank. Clients may have
+ranks r_i of their own: client i receives the first r_i columns and rows, which make the nearest
+matrix of rank r_i.
+
+Departures from the paper
+- Stale updates change P by the mean of B_i A_i - B A, with B and A those of the version that client
+  i received. Without stale updates it is the same.
+- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
+- The head is trained and averaged like any other parameter.
+- If P has a lower rank than r, the other rows of A do not change, and their columns of B are 0.
+- The entry of largest magnitude in each column of U is positive, so that the result does not depend
+  on the library that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.method import Method
+from raysim.methods.lora_factors import (
+    Factors,
+    Ranks,
+    check_ranks,
+    declare_ranks,
+    find_factors,
+    mean_delta,
+    needs_mask,
+    require_adapters,
+    require_products,
+    require_sharing,
+    truncate,
+)
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+
+# Rounding of shares, and of singular values relative to the largest one.
+ROUNDING = 1e-12
+
+
+def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B [m, r] and A [r, n], the best approximation of left @ right.
+
+    left: [m, R], with R >= r. right: [R, n]. Rows of A have length 1 and belong to falling singular
+    values. Rows without a singular value are those of old_a [r, n], with zeros in B.
+    """
+    rank = len(old_a)
+    if left.shape[1] < min(len(left), right.shape[1]):
+        # The product of smaller matrices has the same singular values.
+        q_left, r_left = torch.linalg.qr(left)
+        q_right, r_right = torch.linalg.qr(right.T)
+        u, values, v = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+        u, v = q_left @ u, v @ q_right.T
+    else:
+        u, values, v = torch.linalg.svd(left @ right, full_matrices=False)
+    u, values, v = u[:, :rank], values[:rank], v[:rank]
+    largest = u.gather(0, u.abs().argmax(0, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(u)
+    b, a = u * signs * values, v * signs.T
+    is_empty = values <= ROUNDING * values.max()
+    return b.masked_fill(is_empty, 0.0), torch.where(is_empty.unsqueeze(1), old_a, a)
+
+
+class FlexLoRA(Method):
+    """A method that averages the products of the factors, and splits the mean again.
+
+    ranks: null, and all clients have model.lora.rank; a list, from which each client draws its
+    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    """
+
+    name = "flexlora"
+    paper = "Bai et al., NeurIPS 2024"
+
+    def __init__(self, ranks: Ranks = None):
+        self.ranks = check_ranks("method.flexlora.ranks", ranks)
+
+    def setup(self, run: Setup) -> None:
+        """Send clients their ranks; refuse a model without adapters."""
+        adapters = require_adapters(run)
+        require_products(run, adapters)
+        require_sharing(run)
+        run.owns("step")  # new factors are no step that another rule could scale
+        run.corrects("mix")  # after the terms of other methods
+        declare_ranks(run, self.ranks, adapters).omit(run)
+        if self.ranks is None:
+            run.skip("begin")
+        if not needs_mask(run, self.ranks):
+            run.skip("gradient")
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start from the first ranks of the received factors."""
+        truncate(job, int(job.received["rank"]))
+
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Keep the ranks that the client does not have at 0."""
+        grad *= job.scratch["mask"][at]
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step to the factors of the mean product, and the mean of other parameters."""
+        direction = mean_delta(aggregation, server)
+        models = _shares_of_models(aggregation, server)
+        for factors in find_factors(server.layout):
+            old_a, old_b = factors.matrices(server.vector)
+            b, a = _split_mean(factors, models, old_a)
+            direction[factors.a] = (a.to(old_a) - old_a).flatten()
+            direction[factors.b] = (b.to(old_b) - old_b).flatten()
+        return direction
+
+
+def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
+    """Return the vectors of which the new product is a sum, with the share of each.
+
+    They are the current model, with the share 1; the trained models; and with negative shares the
+    models that clients received. Without stale updates the first and the last cancel.
+    """
+    received: dict[int, float] = {}
+    trained = []
+    for update, delta, weight in zip(
+        aggregation.updates, aggregation.deltas, aggregation.weights, strict=True
+    ):
+        share = weight / aggregation.divisor
+        trained.append((aggregation.base(update) + delta, share))
+        received[update.version] = received.get(update.version, 0.0) + share
+    current = 1.0
+    bases = []
+    for version, share in received.items():
+        base = torch.from_numpy(aggregation.bases[version].vector)
+        if torch.equal(base, server.vector):
+            current -= share
+        else:
+            bases.append((base, -share))
+    if abs(current) > ROUNDING:
+        bases.append((server.vector, current))
+    return trained + bases
+
+
+def _split_mean(
+    factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return B and A of the sum of the models' products, in float64."""
+    left, right = [], []
+    for vector, share in models:
+        a, b = factors.matrices(vector)
+        left.append(share * b.double())
+        right.append(a.double())
+    return split_product(torch.cat(left, 1), torch.cat(right), old_a.double())

@@ -1,0 +1,187 @@
+"""FLoRA: stack the factors of all clients, and add their product to the frozen weights.
+
+Source: Wang, Shen, He, Sun, Wang, Lyu and Li, "FLoRA: Federated Fine-Tuning Large Language Models
+with Heterogeneous Low-Rank Adaptations" (NeurIPS 2024), Algorithm 1. A layer computes with
+W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
+
+    A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
+    W0 <- W0 + s B A,    then A is drawn again and B is 0
+
+The sum is exact, whatever the ranks of the clients. The weights of layers with an adapter therefore
+change, and are part of each version: in the simulator they are buffers of the model, which travel
+between its processes. What is counted is what FLoRA sends: a client receives the stacked factors of
+the K clients of an aggregation, and sends its own.
+
+Departures from the paper
+- A client receives the stack of one aggregation with each job. For one that took part long ago this
+  is too little, as in the paper, where all clients take part in each round.
+- If the stack of a layer has more floats than its weight, the weight is sent. The first version is
+  known to all clients, and A is drawn from a seed.
+- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
+- The head is trained and averaged like any other parameter.
+- Stale updates are added like others: B starts at 0 in each job, so that s B_i A_i is all that the
+  client has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.method import Method
+from raysim.methods.lora_factors import (
+    ClientRanks,
+    Ranks,
+    check_ranks,
+    declare_ranks,
+    find_factors,
+    mean_delta,
+    needs_mask,
+    require_adapters,
+    require_products,
+    require_sharing,
+    truncate,
+)
+from raysim.models.lora import CONVOLUTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from raysim.api.declarations import Participation
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+    from raysim.models.lora import Adapter
+    from raysim.vectors.layout import Layout
+
+
+def stack_product(factors: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """Return sum_i p_i B_i A_i [m, n], from (A_i [r_i, n], B_i [m, r_i], p_i) of each client."""
+    a = torch.cat([client_a for client_a, _, _ in factors])
+    b = torch.cat([share * client_b for _, client_b, share in factors], 1)
+    return b @ a
+
+
+class FLoRA(Method):
+    """A method that adds the product of the stacked factors to the frozen weights.
+
+    ranks: null, and all clients have model.lora.rank; a list, from which each client draws its
+    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    """
+
+    name = "flora"
+    paper = "Wang et al., NeurIPS 2024"
+
+    def __init__(self, ranks: Ranks = None):
+        self.ranks = check_ranks("method.flora.ranks", ranks)
+
+    def setup(self, run: Setup) -> None:
+        """Make buffers of the weights with adapters, which the server then changes."""
+        adapters = require_adapters(run)
+        require_products(run, adapters)
+        require_sharing(run)
+        run.excludes("partialfed", "it keeps models on clients, and the frozen weights change")
+        run.owns("step")  # a new draw of A is no step that another rule could scale
+        run.corrects("mix")  # after the terms of other methods
+        scalings = [adapter.scaling for adapter in adapters]
+        run.server_state("scalings", lambda server: torch.tensor(scalings, dtype=torch.float64))
+        sizes = [_make_buffer(run, adapter) for adapter in adapters]
+        self._count(run, declare_ranks(run, self.ranks, adapters), sizes)
+        if self.ranks is None:
+            run.skip("begin")
+        if not needs_mask(run, self.ranks):
+            run.skip("gradient")
+
+    @staticmethod
+    def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
+        """Count the floats that FLoRA sends. sizes: the floats of each weight with an adapter."""
+        mean_rank = float(ranks.of_client.mean())
+        stack = 0
+        for (_, floats), size in zip(ranks.sizes, sizes, strict=True):
+            stack += min(size, math.ceil(run.max_updates * mean_rank) * floats)
+        weights, factors = sum(sizes), sum(full * floats for full, floats in ranks.sizes)
+
+        def not_received(job: Participation) -> int:
+            return weights + factors - (stack if job.version else 0)
+
+        run.omit(not_received, lambda job: weights + ranks.omitted(job))
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start from the first ranks of A; B is 0."""
+        truncate(job, int(job.received["rank"]))
+
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Keep the ranks that the client does not have at 0."""
+        grad *= job.scratch["mask"][at]
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step [shared] of all parameters and buffers."""
+        direction = torch.cat([mean_delta(aggregation, server), _buffers(aggregation, server)])
+        models = []
+        for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
+            models.append(aggregation.base(update) + delta)
+        shares = [weight / aggregation.divisor for weight in aggregation.weights]
+        draw = server.stream("a")
+        all_factors = find_factors(server.layout)
+        weights = _weight_slices(server.layout)
+        scalings = server.state["scalings"].tolist()
+        for factors, scaling, weight in zip(all_factors, scalings, weights, strict=True):
+            stacked = []
+            for model, share in zip(models, shares, strict=True):
+                a, b = factors.matrices(model)
+                stacked.append((a.double(), b.double(), share))
+            direction[weight] = (scaling * stack_product(stacked)).flatten().to(direction)
+            bound = 1 / math.sqrt(factors.columns)
+            new_a = draw.uniform(-bound, bound, factors.a.stop - factors.a.start)
+            direction[factors.a] = torch.from_numpy(new_a).to(direction) - server.vector[factors.a]
+            direction[factors.b] = -server.vector[factors.b]
+        return direction
+
+
+def _make_buffer(run: Setup, adapter: Adapter) -> int:
+    """Make a buffer of the frozen weight below an adapter; return the number of its floats."""
+    layer = run.model.get_submodule(f"{adapter.layer}.base_layer")
+    run.require(
+        isinstance(layer, (nn.Linear, *CONVOLUTIONS)),
+        f"model.lora.layers: the layer '{adapter.layer}' is a {type(layer).__name__}, and method "
+        "'flora' changes the weights of linear layers and convolutions. Leave the layer out.",
+    )
+    weight = layer.weight
+    owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
+    run.require(
+        len(owners) == 1,
+        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[-1]}, and "
+        "method 'flora' would change one of them. Leave the layer out.",
+    )
+    del layer.weight
+    layer.register_buffer("weight", weight.detach().clone())
+    return weight.numel()
+
+
+def _weight_slices(layout: Layout) -> list[slice]:
+    """Return the places of the weights with adapters, in the order of `find_factors`."""
+    entries = {entry.path: entry for entry in layout.entries if entry.network == "model"}
+    slices = []
+    for path in entries:
+        layer, separator, _ = path.partition(".lora_A.")
+        if separator:
+            weight = entries[f"{layer}.base_layer.weight"]
+            slices.append(slice(weight.start, weight.stop))
+    return slices
+
+
+def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
+    """Return the step [shared - trained] to the mean of the clients' buffers of floats."""
+    trained, total = server.layout.trained, float(sum(aggregation.weights))
+    step = torch.zeros_like(server.vector[trained:])
+    for update, delta, weight in zip(
+        aggregation.updates, aggregation.deltas, aggregation.weights, strict=True
+    ):
+        value = aggregation.base(update)[trained:] + delta[trained:]
+        step += weight / total * (value - server.vector[trained:])
+    return step

@@ -1,0 +1,170 @@
+"""HetLoRA: adapters whose ranks differ between clients, padded with zeros and averaged.
+
+Source: Cho, Liu, Xu, Fahrezi and Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device
+Foundation Models" (EMNLP 2024). A layer computes with W0 + s B A, see `raysim/models/lora.py`.
+Client i has the rank r_i:
+
+    receive     the first r_i columns of B and rows of A
+    train       F_i + lam sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|,  with q = floor(gamma r_i)
+    prune       r_i <- max(1, q) if that sum is smaller after training than before
+    aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
+
+with Frobenius norms; |B_i A_i| is that of the products of all layers together. The mean of the
+factors is not the factors of the mean product: the aggregation is not exact.
+
+Departures from the paper
+- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
+- Weights multiply those of the run and other methods, which are uniform unless `weighting` says
+  otherwise. They apply to the head, too, which is trained and averaged like any other parameter.
+- A client has one rank for all layers, and prunes all of them at once.
+- Virtual time and traffic count the rank before pruning, because a plan cannot depend on training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from raysim.api.method import Method
+from raysim.methods.lora_factors import (
+    Ranks,
+    check_ranks,
+    declare_ranks,
+    find_factors,
+    needs_mask,
+    rank_mask,
+    require_adapters,
+    require_sharing,
+    truncate,
+)
+from raysim.primitives.checks import at_least, in_range
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+    from raysim.vectors.layout import Layout
+
+
+def product_norm(layout: Layout, vector: Tensor) -> float:
+    """Return the Frobenius norm of the products B A of all layers together."""
+    total = 0.0
+    for factors in find_factors(layout):
+        a, b = (factor.double() for factor in factors.matrices(vector))
+        # |B A|^2 = trace((B'B) (A A')), without a product of the layer's size
+        total += float(((b.T @ b) * (a @ a.T)).sum())
+    return math.sqrt(max(total, 0.0))
+
+
+def kept_rank(rank: int, gamma: float) -> int:
+    """Return q = floor(gamma r), the number of ranks that are not penalised."""
+    return math.floor(gamma * rank)
+
+
+def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
+    """Return the sum over layers of |B_t| |A_t|, a scalar; the tail t is marked by ones.
+
+    params, tail: [trained].
+    """
+    total = params.new_zeros(())
+    for factors in find_factors(layout):
+        norms = [(params[at] * tail[at]).norm() for at in (factors.a, factors.b)]
+        total = total + norms[0] * norms[1]
+    return total
+
+
+class HetLoRA(Method):
+    """A method for adapters of different ranks, padded with zeros and averaged.
+
+    ranks: null, and all clients start with model.lora.rank; a list, from which each client draws
+    its rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    sparsity: True weighs clients by the norms of their products. lam: the weight of the term that
+    makes the last ranks small; with 0 no client prunes its rank.
+    """
+
+    name = "hetlora"
+    paper = "Cho et al., EMNLP 2024"
+    weighting = "uniform"
+
+    def __init__(
+        self, ranks: Ranks = None, sparsity: bool = True, lam: float = 1e-3, gamma: float = 0.99
+    ):
+        self.ranks = check_ranks("method.hetlora.ranks", ranks)
+        self.sparsity = sparsity
+        self.lam = at_least("method.hetlora.lam", lam, 0.0)
+        self.gamma = in_range("method.hetlora.gamma", gamma, above=0, below=1)
+
+    def setup(self, run: Setup) -> None:
+        """Send clients their ranks, and let them keep pruned ones."""
+        adapters = require_adapters(run)
+        require_sharing(run)
+        declare_ranks(run, self.ranks, adapters).omit(run)
+        run.excludes("fedcm", "it moves ranks of adapters that a client does not have")
+        run.corrects("mix")  # after the terms of other methods, which may move the ranks, too
+        if self.ranks is None and not self.lam:
+            run.skip("begin")
+        if not self.lam:
+            run.skip("end")
+            if not needs_mask(run, self.ranks):
+                run.skip("gradient")
+        else:
+            run.client_state("rank", lambda samples: torch.full((1,), -1))
+        if not self.sparsity:
+            run.skip("weigh")
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start from the ranks that the client has, and mark those that it may prune."""
+        rank = max(factors.rank for factors in find_factors(job.layout))
+        if "rank" in job.received:
+            rank = int(job.received["rank"])
+        if self.lam and int(job.state["rank"]) > 0:
+            rank = int(job.state["rank"])
+        job.report["rank"] = float(rank)
+        truncate(job, rank)
+        if self.lam:
+            job.scratch["rank"] = rank
+            tail = job.scratch["mask"] - rank_mask(job, kept_rank(rank, self.gamma))
+            job.scratch["tail"] = tail
+            job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
+
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Add the derivative of the term, and keep the ranks that the client does not have at 0."""
+        if self.lam:
+            tail = job.scratch["tail"]
+            for factors in find_factors(job.layout):
+                a, b = (job.params[place] * tail[place] for place in (factors.a, factors.b))
+                _add_term(grad, at, factors.a, a, self.lam * b.norm())
+                _add_term(grad, at, factors.b, b, self.lam * a.norm())
+        grad *= job.scratch["mask"][at]
+
+    def end(self, job: LocalJob) -> None:
+        """Prune the marked ranks if the term is smaller than before training."""
+        tail, rank = job.scratch["tail"], job.scratch["rank"]
+        params = job.params[: len(tail)]
+        if bool(tail_sum(params, tail, job.layout) < job.scratch["sum"]):
+            rank = max(1, kept_rank(rank, self.gamma))
+            params *= rank_mask(job, rank)
+        job.state["rank"] = torch.tensor([rank])
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
+        """Weigh each update by the norm of its client's products; the mean factor is 1."""
+        norms = []
+        for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
+            norms.append(product_norm(server.layout, aggregation.base(update) + delta))
+        mean = sum(norms) / len(norms)
+        if mean == 0:
+            return aggregation  # no client has trained its adapters
+        pairs = zip(aggregation.weights, norms, strict=True)
+        return aggregation.with_weights([weight * norm / mean for weight, norm in pairs])
+
+
+def _add_term(grad: Tensor, at: slice, place: slice, values: Tensor, factor: Tensor) -> None:
+    """Add factor * values / |values| to the part of the gradient that belongs to `place`."""
+    if at.start <= place.start and place.stop <= at.stop:
+        unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)
+        grad[place.start - at.start : place.stop - at.start] += factor * unit
