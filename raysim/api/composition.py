@@ -262,6 +262,17 @@ def step_parts(declared: MethodDeclaration) -> list[str]:
 PARAMETER_HOOKS = ("begin", "prepare", "end", "combine", "step", "absorb", "personalise")
 
 
+def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
+    """Raise ValueError for a compressor next to a method that sends only a part of the model."""
+    compressing = next((d.method for d in all_declared if d.compressor is not None), None)
+    omitting = next((d.method for d in all_declared if d.omissions), None)
+    if compressing and omitting:
+        raise ValueError(
+            f"method '{omitting}' does not combine with method '{compressing}': it sends parts of "
+            "the model, and a compressor encodes all of it. Keep one of them."
+        )
+
+
 def parameter_parts(declared: MethodDeclaration) -> list[str]:
     """Return the hooks and declarations of a method that read or change parameters."""
     parts = [hook for hook in PARAMETER_HOOKS if declared.has_hook(hook)]
