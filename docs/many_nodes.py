@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from raysim.api.messages import Job
 from raysim.results.tables import to_markdown
-from raysim.simulation.group_sums import PART_FLOATS
+from raysim.simulation.assignment import assign_groups
+from raysim.vectors.tree_sum import covered_ranges
 
 PAGE = Path(__file__).parent / "many_nodes.md"
 
@@ -24,6 +26,7 @@ ADD = 0.18e-9  # s of one core per float of each vector that is added
 PUT = 1.2e9  # bytes per second into a store, by one process
 # Assumed.
 LINK = 12e9  # bytes per second between a GPU and memory
+SUMS = 2  # of the 20 clients of a worker, and of the 160 of a node, where all have equal work
 THREADS = 4  # cores that eight threads are worth when adding, before memory is the limit
 
 
@@ -58,11 +61,10 @@ class Stage:
     bottleneck: str = ""
 
 
-def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> Iterator[Stage]:
+def stages(cluster: Cluster, floats: float, combine: bool) -> Iterator[Stage]:
     """Yield the stages of a round, without the training."""
     vector, others = 4 * floats, cluster.nodes - 1
-    groups = math.ceil(cluster.clients / summation)
-    on_worker, on_node = groups / cluster.workers, groups / cluster.nodes
+    on_node = SUMS * cluster.gpus
     add = ADD * floats / THREADS
     workers = cluster.workers
     yield Stage(
@@ -82,43 +84,56 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
     yield Stage("to the GPUs", vector / LINK)
     yield Stage(
         "copy off the GPUs, add on workers",
-        cluster.clients_per_worker * (vector / LINK + ADD * floats),
+        cluster.clients_per_worker * (vector / LINK + 2 * ADD * floats),
     )
-    yield Stage("sums into the store", on_worker * vector / PUT)
-    if not combine:
-        arrays = others * on_node
-        yield Stage(
-            "sums to the first node",
-            arrays * vector / cluster.network,
-            arrays * vector,
-            0,
-            "its network",
-        )
-        yield Stage("add them there", groups * add, bottleneck="coordinator, its cores")
-    else:
-        parts = math.ceil(floats / PART_FLOATS)
-        slowest = max(vector / cluster.network, on_node * add) / parts
-        seconds = (others + parts - 1) * slowest + others * parts * CALL
-        yield Stage(
-            "from node to node", seconds, others * vector, others * parts, "a chain of nodes"
-        )
-        yield Stage(
-            "add on the first node", (on_node + 1) * add, bottleneck="coordinator, its cores"
-        )
+    yield Stage("sums into the store", SUMS * vector / PUT)
+    arrays = others * on_node
+    if combine:
+        arrays = arriving(cluster)
+        hops = math.ceil(math.log2(cluster.nodes))
+        moved = others * SUMS - arrays
+        yield Stage("add on the nodes", on_node * add + SUMS * vector / PUT, 0, others * SUMS)
+        if moved > 0:
+            yield Stage(
+                "from node to node",
+                (hops - 1) * (vector / cluster.network + add + vector / PUT),
+                moved * vector,
+                moved,
+                "networks of pairs of nodes",
+            )
+    yield Stage(
+        "sums to the first node",
+        arrays * vector / cluster.network,
+        arrays * vector,
+        bottleneck="its network",
+    )
+    yield Stage(
+        "add on the first node", (on_node + arrays) * add, bottleneck="coordinator, its cores"
+    )
     yield Stage("server step", 3 * add, bottleneck="coordinator, its cores")
 
 
-def memory(cluster: Cluster, floats: float, summation: int, combine: bool) -> tuple[float, float]:
+def memory(cluster: Cluster, floats: float, combine: bool) -> tuple[float, float]:
     """Return the bytes in the stores of the first and another node when all sums have arrived."""
-    vector, groups = 4 * floats, math.ceil(cluster.clients / summation)
-    own = groups / cluster.nodes
-    return (1 + (own + 1 if combine else groups)) * vector, (1 + own + combine) * vector
+    vector, on_node, others = 4 * floats, SUMS * cluster.gpus, cluster.nodes - 1
+    arrays = arriving(cluster) if combine else others * on_node
+    return (1 + on_node + arrays) * vector, (1 + on_node + SUMS * combine) * vector
+
+
+def arriving(cluster: Cluster) -> int:
+    """Return the vectors that arrive at the coordinator's node if nodes add up, in equal jobs."""
+    jobs = [Job(number, number, 0, 0, work=1.0) for number in range(cluster.clients)]
+    nodes = [worker // cluster.gpus for worker in range(cluster.workers)]
+    shares = assign_groups([jobs], [0.0] * cluster.workers, nodes, keeps_nodes=True)
+    elsewhere = [
+        job.number for share, node in zip(shares, nodes, strict=True) if node for job in share
+    ]
+    return len(covered_ranges(elsewhere, cluster.clients))
 
 
 WAYS = (
-    ("256 sums to the first node", 5, False),
-    ("added up per node", 5, True),
-    ("added up per node, `summation=20`", 20, True),
+    ("sums of workers to the first node", False),
+    ("added up per node", True),
 )
 MODELS = (("11 M", 11e6), ("1 B", 1e9))
 
@@ -139,9 +154,11 @@ def size(value: float) -> str:
 
 def by_stage(floats: float, cluster: Cluster) -> str:
     """Return a table with a row per stage and a column per way to add up."""
-    ways = [list(stages(cluster, floats, summation, combine)) for _, summation, combine in WAYS]
+    ways = [list(stages(cluster, floats, combine)) for _, combine in WAYS]
     names = list(
-        dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server step")
+        dict.fromkeys(
+            stage.name for way in reversed(ways) for stage in way if stage.name != "server step"
+        )
     )
     rows = []
     for name in (*names, "server step"):
@@ -151,10 +168,7 @@ def by_stage(floats: float, cluster: Cluster) -> str:
         rows.append([name, *cells, bottleneck])
     totals = [f"**{seconds(sum(stage.seconds for stage in way))} s**" for way in ways]
     rows.append(["total", *totals, ""])
-    stores = [
-        " and ".join(map(size, memory(cluster, floats, summation, combine)))
-        for _, summation, combine in WAYS
-    ]
+    stores = [" and ".join(map(size, memory(cluster, floats, combine))) for _, combine in WAYS]
     rows.append(["in the stores of the first and another node", *stores, ""])
     return to_markdown(["stage", *(name for name, *_ in WAYS), "bottleneck"], rows)
 
@@ -174,7 +188,7 @@ def by_size() -> str:
             [
                 name,
                 *(
-                    f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s"
+                    f"{seconds(sum(s.seconds for s in stages(c, floats, True)))} s"
                     for c in clusters
                 ),
             ]

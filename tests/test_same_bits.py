@@ -75,7 +75,7 @@ def test_bits_are_the_same_if_workers_sum_groups(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
-    expected = run(run_spec(**settings), SCHEDULES["rounds"], rounds=3, summation=3)
+    expected = run(run_spec(**settings), SCHEDULES["rounds"], rounds=3)
     runtime = workers.runtime(run_spec(**settings), 2)
     summing: set[tuple[int, int]] = set()
     call = runtime.call
@@ -87,9 +87,7 @@ def test_bits_are_the_same_if_workers_sum_groups(
 
     monkeypatch.setattr(runtime, "call", watched)
     actual = run_to_end(
-        coordinate(
-            run_spec(**settings), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3
-        )
+        coordinate(run_spec(**settings), SCHEDULES["rounds"], runtime=runtime, rounds=3)
     )
     assert summing == {(0, 3), (1, 3)}
     assert (actual.bits, actual.history) == (expected.bits, expected.history)
@@ -161,7 +159,7 @@ def test_bits_do_not_depend_on_workers_before_and_after_resume(
 ) -> None:
     schedule, settings = (
         Buffered(concurrency=5, size=size),
-        {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)},
+        {"rounds": 8, "evaluate": Evaluation(every=3)},
     )
 
     def small() -> Any:
@@ -195,12 +193,10 @@ def test_state_checksum_covers_clients_and_server() -> None:
         assert run(run_spec(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
 
 
-def test_bits_of_groups_are_the_same_on_three_workers() -> None:
-    study = run_spec(data=equal_clients(clients=30, samples=600))
-    alone = run(study, Synchronous(24), Ideal(), summation=2)
-    assert (
-        run_to_end(
-            coordinate(study, Synchronous(24), Ideal(), several_workers(study, 3), summation=2)
-        ).bits
-        == alone.bits
-    )
+@pytest.mark.parametrize("cohort", [3, 10, 24])
+def test_bits_of_sums_do_not_depend_on_workers(cohort: int) -> None:
+    study, schedule = run_spec(data=equal_clients(clients=30, samples=600)), Synchronous(cohort)
+    alone = run(study, schedule, Ideal()).bits
+    for workers in (1, 2, 3, 5, 8):
+        runtime = several_workers(study, workers)
+        assert run_to_end(coordinate(study, schedule, Ideal(), runtime)).bits == alone

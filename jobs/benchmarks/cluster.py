@@ -5,9 +5,9 @@
 
 Runs the real coordinator, dispatcher and server with workers that do not train, on a running Ray
 cluster (`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Each
-round has 8 clients for each worker. Their updates return in three ways: as sums of two updates, as
-one sum per node, and as single updates. docs/many_nodes.md estimates the time of a round on a large
-cluster from these measurements.
+round has 8 clients for each worker. Their updates return in three ways: as sums of each worker, as
+sums of each node, and as single updates. docs/many_nodes.md estimates the time of a round on a
+large cluster from these measurements.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSettings, RunSpec
 
-GROUP, GROUPS = 2, 4  # updates in a sum, sums per worker
+CLIENTS = 8  # in a round, for each worker
 FLOATS = (1_210, 1_000_000, 11_000_000)
 # What workers return; True if each node adds up its sums.
 WAYS = {"sums": False, "sums of nodes": True, "updates": False}
@@ -105,7 +105,7 @@ class CountingRuntime:
     """A runtime that counts its calls, the arrays, and the bytes between nodes.
 
     down: bytes to other nodes: a version once for each node with workers, or, if it is small, with
-    each call. up: bytes from other nodes to the coordinator. between: bytes among the other nodes.
+    each call. up: bytes from other nodes to the coordinator.
     """
 
     def __init__(self, inner: Any):
@@ -135,11 +135,16 @@ class CountingRuntime:
         if home:
             versions = [arg for arg in args if isinstance(arg, PublishedVersion)]
             self.counts["down"] += sum(version.nbytes for version in versions)
-        if method == "combine" and args[2] is not None and self._homes[hash(args[2])] != home:
-            self.counts["between"] += 4 * (args[1] - args[0])
         refs = list(self._inner.call(worker, method, *args, returns=returns))
         self._homes.update({hash(ref): home for ref in refs if home})
         return refs
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+        """See `Runtime`."""
+        self.counts["calls"] += 1
+        ref = self._inner.add_up(node, parts, refs)
+        self._homes[hash(ref)] = node
+        return ref
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
@@ -170,8 +175,8 @@ def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
 class RoundCost:
     """The median cost of a round.
 
-    arrays: received ones. down, up, between: bytes, see `CountingRuntime`. cpu, wall, stages:
-    seconds of the coordinator.
+    arrays: received ones. down, up: bytes, see `CountingRuntime`. cpu, wall, stages: seconds of the
+    coordinator.
     """
 
     floats: int
@@ -182,7 +187,6 @@ class RoundCost:
     arrays: int
     down: int
     up: int
-    between: int
     cpu: float
     wall: float
     stages: Mapping[str, float]
@@ -225,20 +229,20 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     stopwatch.watch(coordinator, "_publish", "publish")
     stopwatch.watch(coordinator.dispatcher, "submit", "dispatch")
     stopwatch.watch(coordinator.dispatcher, "collect", "wait")
-    stopwatch.watch(coordinator.dispatcher, "combine_sums", "add up", outer="wait")
+    stopwatch.watch(coordinator.dispatcher, "fetch_sums", "add up", outer="wait")
     stopwatch.watch(coordinator.server, "step", "step")
     marks = []
     for event in coordinator.run():
         if isinstance(event, Round):
             row = {stage: stopwatch.seconds[stage] for stage in STAGES} | dict(counting.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
-    keys = (*STAGES, "calls", "arrays", "down", "up", "between", "cpu", "wall")
+    keys = (*STAGES, "calls", "arrays", "down", "up", "cpu", "wall")
     steps = [
         {key: after.get(key, 0) - before.get(key, 0) for key in keys}
         for before, after in pairwise(marks)
     ]
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
-    numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
+    numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up")}
     stages = {stage: middle[stage] for stage in STAGES}
     return RoundCost(
         coordinator.layout.shared, way, runtime.workers, len(set(runtime.nodes)), **numbers,
@@ -248,8 +252,8 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
 
 def run_of(floats: int, workers: int, way: str) -> RunSpec:
     """Return a run whose model has about `floats` parameters, with eight clients per worker."""
-    case = Case(workers * GROUP * GROUPS, GROUP, (max(1, (floats - 10) // 75),))
-    spec = spec_of(case, RunSettings(summation=GROUP, evaluate=Evaluation(every=10**9)))
+    case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
+    spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))
     return replace(spec, methods=(SingleUpdates(),) if way == "updates" else ())
 
 
@@ -271,7 +275,7 @@ def costs(
                     runtime.combine_from = replace(ray_options, combine=combine).combine_from
                     if combine and not any(runtime.nodes):
                         continue
-                    cohort = size.workers * GROUP * GROUPS
+                    cohort = size.workers * CLIENTS
                     yield measure(run_of(floats, size.workers, way), runtime, cohort, way, rounds)
             finally:
                 runtime.stop()
@@ -319,7 +323,7 @@ def table(results: Sequence[RoundCost]) -> str:
     rows = []
     for cost in results:
         counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")
-        megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up, cost.between)]
+        megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up)]
         times = [
             f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.stages.values(), cost.wall)
         ]
@@ -331,7 +335,6 @@ def table(results: Sequence[RoundCost]) -> str:
         "arrays",
         "MB down",
         "up",
-        "between",
         "CPU",
         *STAGES,
         "round",

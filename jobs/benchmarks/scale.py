@@ -38,26 +38,23 @@ from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Immediate, Synchronous
-from raysim.training.combiner import Combiner
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
+from raysim.training.worker_sums import SeparateSums
 
 WORKERS = 64
-SUMS_PER_WORKER = 4  # so that all workers finish at the same time
 SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
-DEFAULT_SUMMATION = 5  # updates in a sum if `summation` is not set
 
 
 @dataclass(frozen=True)
 class Case:
     """A setting to measure.
 
-    clients: in a cohort, or in flight if `alone`. group: updates in a sum. widths: of the model.
-    ray: the workers are actors instead of objects in this process. alone: aggregate each update as
-    soon as it arrives, from two workers.
+    clients: in a cohort, or in flight if `alone`. widths: of the model. ray: the workers are actors
+    instead of objects in this process. alone: aggregate each update as soon as it arrives, from two
+    workers.
     """
 
     clients: int
-    group: int
     widths: tuple[int, ...] = SMALL
     fleet: str = "ideal"
     ray: bool = False
@@ -87,27 +84,17 @@ class AggregationCost:
 
 def cases() -> list[Case]:
     """Return all cases, ascending in memory, so that each peak is that of its own case."""
-    cohorts = {clients: summation(clients) for clients in (1_000, 10_000, 100_000)}
+    cohorts = (1_000, 10_000, 100_000)
     cases = []
-    for clients, group in cohorts.items():
-        cases += [
-            Case(clients, group),
-            Case(clients, group, fleet="lognormal"),
-            Case(clients, group, LARGE),
-        ]
-    cases += [Case(clients, DEFAULT_SUMMATION, LARGE) for clients in (1_000, 10_000)]
-    cases += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
-    cases += [Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
-    return [*cases, *(Case(10, 1, fleet="lognormal", ray=ray, alone=True) for ray in (False, True))]
-
-
-def summation(clients: int) -> int:
-    """Return the updates in a sum with which every worker makes `SUMS_PER_WORKER` sums."""
-    return math.ceil(clients / (WORKERS * SUMS_PER_WORKER))
+    for clients in cohorts:
+        cases += [Case(clients), Case(clients, fleet="lognormal"), Case(clients, LARGE)]
+    cases += [Case(clients, ray=True) for clients in cohorts]
+    cases.append(Case(256, LARGE, ray=True))
+    return [*cases, *(Case(10, fleet="lognormal", ray=ray, alone=True) for ray in (False, True))]
 
 
 # --- the simulated workers ------------------------------------------------------------------------
-class ReadyWorker(Combiner):
+class ReadyWorker(SeparateSums):
     """A worker that does not train: it returns empty updates and prepared sums immediately."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
@@ -214,7 +201,7 @@ def measure(case: Case, rounds: int) -> AggregationCost:
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1
     kind = SlowWorker if case.alone else ReadyWorker
-    spec = spec_of(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
+    spec = spec_of(case, RunSettings(rounds=rounds + 2, evaluate=evaluate))
     workers_inside: Any = InProcess(*(kind(spec) for _ in range(2 if case.alone else 1)))
     if case.ray:
         from raysim.runtime.ray import start_workers

@@ -21,7 +21,8 @@ from raysim.data.partition import Floats, Ints
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Reals: TypeAlias = NDArray[np.float32] | Floats
 Bools: TypeAlias = NDArray[np.bool_]
-# Weighted sums of deltas, not normalised, [layout.shared] each, by the jobs in each sum.
+# Weighted sums of deltas, not normalised, [layout.shared] each, by the jobs in each sum. The jobs
+# are a part of the tree of an aggregation (`tree_sum`), in the order of acceptance.
 GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 
@@ -123,7 +124,7 @@ class Update:
     loss_rows: int = 0  # rows that `loss` is the mean of, epochs counted
     norm: float = math.nan  # of the delta of the parameters that are trained
     replica: int = 0  # that the job started from
-    # [layout.shared] trained minus received; None: the worker added it to the sum of a group.
+    # [layout.shared] trained minus received; None: it is in a sum.
     delta: np.ndarray | None = field(default=None, kw_only=True)
 
     @property

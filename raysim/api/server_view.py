@@ -119,14 +119,6 @@ class ServerView:
         return self._server.weighting  # type: ignore[no-any-return]
 
     @property
-    def summation_group(self) -> int:
-        """The number of consecutive updates that are summed together.
-
-        The last bit of a sum depends on it.
-        """
-        return self._server.group  # type: ignore[no-any-return]
-
-    @property
     def max_updates(self) -> int:
         """The largest number of updates in one aggregation."""
         return self._server.size  # type: ignore[no-any-return]

@@ -341,7 +341,6 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "graph": spec.graph,
         "precision": spec.precision,
         "seed": spec.settings.seed,
-        "summation": spec.settings.summation,
     }
     if spec.settings.init.file:
         facts["init_sha256"] = spec.settings.init.sha256

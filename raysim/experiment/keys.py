@@ -25,6 +25,8 @@ FREE_MAPPINGS = (
 RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")
 # Keys of an earlier version, and what they are called now.
 RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
+# Keys of an earlier version that have nothing in their place, and why.
+REMOVED_KEYS = {"summation": "updates are added up in a fixed order on any number of workers"}
 # Setting one empties the other, unless both are set. A checksum belongs to the file of its line.
 ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
 
@@ -68,6 +70,8 @@ def _unknown_key(
     renamed = RENAMED_KEYS.get(f"{where}.{part}")
     if renamed is not None:
         return f"{where}.{part} is now called {renamed}"
+    if key in REMOVED_KEYS:
+        return f"{key} is no longer needed: {REMOVED_KEYS[key]}. Remove it"
     if not path:
         return f"{key} does not exist: {_suggest_top_key(config, key)}"
     if path[0] in LISTS and len(path) == 1:

@@ -185,7 +185,7 @@ class DPFedAvg(Method):
         """Return the noisy mean of the clipped updates; set the next bound C."""
         rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
-        total = linear_combination(rows, factors, server.summation_group)
+        total = linear_combination(rows, factors)
         random = server.stream("noise")
         cohort, adapts = server.max_updates, self.quantile is not None
         num_within = float(sum(factor == 1.0 for factor in factors))

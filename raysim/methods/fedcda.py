@@ -46,6 +46,7 @@ from raysim.methods.client_rows import (
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import RefusedError
 from raysim.vectors.blocks import split_range
+from raysim.vectors.gram import linear_combination
 from raysim.vectors.row_store import GIB, check_budget
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
 def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
     """Return the direction to the mean of the participants' models.
 
-    It has the bits of FedAvg's with equal weights: the same order and groups.
+    It has the bits of FedAvg's with equal weights: the same sum.
     """
     movements = []
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
@@ -396,15 +397,5 @@ def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
             movements.append(delta)
         else:
             movements.append(delta + (aggregation.base(update) - server.vector))
-    sums = []
-    for start in range(0, len(movements), server.summation_group):
-        sums.append(_sum(movements[start : start + server.summation_group]))
-    return _sum(sums).div_(float(len(movements)))
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum, added up in this order."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total.add_(tensor)
-    return total
+    total = linear_combination(movements, [1.0] * len(movements))
+    return total.div_(float(len(movements)))

@@ -274,7 +274,7 @@ class HierarchicalFedGH(Method):
         reference = server.state.get("reference")
         if reference is None:
             rows = parameters_of(aggregation, server)
-            direction = linear_combination(rows, aggregation.weights, server.summation_group)
+            direction = linear_combination(rows, aggregation.weights)
             direction.div_(aggregation.divisor)
             server.state["reference"] = direction.clone()
         else:
@@ -301,5 +301,5 @@ class HierarchicalFedGH(Method):
             products = gram_matrix([*blocks, reference[part]]).numpy()
             coefficients = _harmonize_in_tree(products, factors, self.eps, counts)
             mixed = (coefficients * mean_weight).tolist()
-            direction[part] = linear_combination(blocks, mixed, server.summation_group)
+            direction[part] = linear_combination(blocks, mixed)
         return direction

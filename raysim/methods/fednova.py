@@ -112,4 +112,4 @@ class FedNova(Method):
         pairs = zip(aggregation.weights, factors, strict=True)
         weights = [weight * factor for weight, factor in pairs]
         rows = parameters_of(aggregation, server)
-        return linear_combination(rows, weights, server.summation_group).div_(aggregation.divisor)
+        return linear_combination(rows, weights).div_(aggregation.divisor)

@@ -71,4 +71,4 @@ class GeometricMedian(Method):
         if self.steps:
             weights = weiszfeld_weights(gram_matrix(rows), weights, self.steps, self.nu)
             divisor = float(weights.sum())
-        return linear_combination(rows, weights.tolist(), server.summation_group).div_(divisor)
+        return linear_combination(rows, weights.tolist()).div_(divisor)

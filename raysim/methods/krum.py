@@ -89,6 +89,4 @@ class Krum(Method):
             selected = max(1, len(rows) - self.byzantine)
         distances = squared_distances(gram_matrix(rows))
         closest = [rows[index] for index in least_scores(distances, self.byzantine, selected)]
-        return linear_combination(closest, [1.0] * len(closest), server.summation_group).div_(
-            len(closest)
-        )
+        return linear_combination(closest, [1.0] * len(closest)).div_(len(closest))

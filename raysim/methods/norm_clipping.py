@@ -49,4 +49,4 @@ class NormClipping(Method):
         server.report["clipped"] = float(sum(factor < 1 for factor in factors))
         pairs = zip(aggregation.weights, factors, strict=True)
         weights = [weight * factor for weight, factor in pairs]
-        return linear_combination(rows, weights, server.summation_group).div_(aggregation.divisor)
+        return linear_combination(rows, weights).div_(aggregation.divisor)

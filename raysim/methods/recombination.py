@@ -68,5 +68,5 @@ def recombine(
     for part in stretches(server.layout, granularity):
         blocks = [row[part] for row in rows]
         mixed = (weights @ coefficients(gram_matrix(blocks))).tolist()
-        linear_combination(blocks, mixed, server.summation_group, direction[part])
+        linear_combination(blocks, mixed, direction[part])
     return direction.div_(aggregation.divisor)

@@ -71,9 +71,7 @@ class TrimmedMean(Method):
         """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
         rows = weighted_rows(aggregation, server)
         if not num_trimmed(len(rows), self.share):
-            return linear_combination(rows, [1.0] * len(rows), server.summation_group).div_(
-                len(rows)
-            )
+            return linear_combination(rows, [1.0] * len(rows)).div_(len(rows))
         return combine_by_coordinate(
             lambda block: trimmed_mean(block, self.share), aggregation, server
         )

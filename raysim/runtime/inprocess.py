@@ -17,6 +17,7 @@ from raysim.training.determinism import openblas_threads
 from raysim.training.resident import StateHandle
 from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
+from raysim.vectors.tree_sum import add_up
 
 
 class InProcess:
@@ -44,6 +45,10 @@ class InProcess:
         """Call a method of a worker now; return its results."""
         result = getattr(self.members[worker], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+        """Add up sums now; return the total."""
+        return add_up(parts, *refs)
 
     def get(self, ref: Any) -> Any:
         """Return the value itself; a client state is first copied from its device."""

@@ -2,21 +2,22 @@
 
 The assignment changes no result; it decides how busy the workers are.
 
-A unit is a sequence of jobs that must go to one worker: a group whose deltas are summed on that
-worker, or the jobs of one client. The work of a unit is its number of samples.
+A unit is a sequence of jobs that go to one worker: a group whose deltas are summed on that worker,
+or the jobs of one client. The work of a unit is its number of samples.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from raysim.api.messages import Job
+from raysim.vectors.tree_sum import halves
 
 # Of the busiest worker, because of sums on workers or of clients that stay where their state is.
 MAX_SLOWDOWN = 1.1
+MAX_SPLITS = 16  # of groups, for each worker, before jobs are assigned one by one
 
 
 class StateHome(NamedTuple):
@@ -34,30 +35,12 @@ def total_work(unit: Sequence[Job]) -> float:
     return sum(job.work for job in unit)
 
 
-def makespan(units: Sequence[Sequence[Job]], workers: int) -> float:
-    """Return the work of the busiest worker if the longest units are assigned first."""
-    loads = [0.0] * workers
-    for work in sorted(map(total_work, units), reverse=True):
-        loads[_least_loaded(loads)] += work
-    return max(loads)
-
-
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
     """Return a unit per client with the jobs in order of dispatch; the longest units come first."""
     units: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.number):
         units.setdefault(job.client, []).append(job)
     return sorted(units.values(), key=total_work, reverse=True)
-
-
-def summable_groups(jobs: Sequence[Job], group_size: int, workers: int) -> list[list[Job]]:
-    """Cut the jobs of an aggregation into groups for workers to sum.
-
-    Return no groups if workers would be idle for too long.
-    """
-    groups = [list(jobs[start : start + group_size]) for start in range(0, len(jobs), group_size)]
-    shortest = makespan([[job] for job in jobs], workers)
-    return [] if makespan(groups, workers) > MAX_SLOWDOWN * shortest else groups
 
 
 def assign_units(
@@ -94,36 +77,134 @@ def assign_units(
     return chosen
 
 
-def assign_to_nodes(works: Sequence[float], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group: consecutive groups on a node, longest groups first.
+def assign_groups(
+    groups: Sequence[Sequence[Job]],
+    loads: Sequence[float],
+    nodes: Sequence[int],
+    keeps_nodes: bool = False,
+) -> list[list[Job]]:
+    """Return the jobs of each worker, such that few sums are made and no worker is idle for long.
 
-    works: the work of each group. nodes: the node of each worker; the last groups go to node 0.
+    groups: parts of the tree of the aggregation (`tree_sum`), each in the order of acceptance. A
+    group is split in half, again and again, until the busiest worker has at most `MAX_SLOWDOWN`
+    times the work that it would have without groups. loads: for each worker, the samples that it
+    must already train. nodes: the node of each worker. keeps_nodes: True splits groups among nodes
+    first, so that a node can add up the sums of its workers.
     """
-    order = sorted(set(nodes), key=lambda node: (node == 0, node))
-    members = [[worker for worker, other in enumerate(nodes) if other == node] for node in order]
-    ends = np.cumsum([len(workers) for workers in members]) / len(nodes)
-    middles = (np.cumsum(works) - np.asarray(works) / 2) / max(sum(works), 1e-9)
-    places = np.minimum(np.searchsorted(ends, middles), len(order) - 1)
-    loads, chosen = [0.0] * len(nodes), [0] * len(works)
-    for group in sorted(range(len(works)), key=works.__getitem__, reverse=True):
-        worker = min(members[places[group]], key=loads.__getitem__)
-        loads[worker] += works[group]
-        chosen[group] = worker
-    return chosen
+    units = [_Unit(total_work(group), tuple(group)) for group in groups]
+    if len(loads) == 1:
+        return [_jobs_of(units)]
+    each = [1] * len(loads)
+    singles = [_Unit(job.work, (job,)) for group in groups for job in group]
+    balanced = _distribute(singles, loads, each)
+    limit = MAX_SLOWDOWN * max(balanced.loads)
+    shares = None
+    if keeps_nodes:
+        shares = _split_among_nodes(units, loads, nodes, limit)
+    shares = shares or _split_until_balanced(units, loads, each, limit) or balanced.units
+    return [_jobs_of(share) for share in shares]
 
 
-def assign_groups_to_nodes(groups: Sequence[Sequence[Job]], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group such that nodes can add up the sums of their groups.
+class _Unit(NamedTuple):
+    """The jobs of a part of the tree, which go to one worker or node; work: samples in all."""
 
-    Return an empty list if that saves nothing or takes longer. It saves nothing unless at least two
-    groups are summed on nodes other than node 0, where the coordinator is.
+    work: float
+    jobs: tuple[Job, ...]
+
+    def halves(self) -> tuple[_Unit, _Unit]:
+        """Return both halves of this part of the tree."""
+        first, second = (
+            self.jobs[half.start : half.stop] for half in halves(range(len(self.jobs)))
+        )
+        return _Unit(total_work(first), first), _Unit(total_work(second), second)
+
+
+class _Shares(NamedTuple):
+    """The units of each worker or node, and its load."""
+
+    units: list[list[_Unit]]
+    loads: list[float]
+
+
+def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
+    return [job for unit in units for job in unit.jobs]
+
+
+def _distribute(
+    units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
+) -> _Shares:
+    """Give the longest units first, each to the place with the least load after the others.
+
+    loads: the load of each place before, per worker. capacities: the workers of each place.
     """
-    works = [total_work(group) for group in groups]
-    workers = assign_to_nodes(works, nodes)
-    groups_elsewhere = sum(nodes[worker] > 0 for worker in workers)
-    busiest = max(np.bincount(workers, works))
-    shortest = makespan([[job] for group in groups for job in group], len(nodes))
-    return [] if busiest > MAX_SLOWDOWN * shortest or groups_elsewhere < 2 else workers
+    queue = [(load, place) for place, load in enumerate(loads)]
+    heapq.heapify(queue)
+    shares: list[list[_Unit]] = [[] for _ in loads]
+    for unit in sorted(units, key=lambda unit: -unit.work):
+        load, place = queue[0]
+        shares[place].append(unit)
+        heapq.heapreplace(queue, (load + unit.work / capacities[place], place))
+    after = [load for load, _ in sorted(queue, key=lambda entry: entry[1])]
+    return _Shares(shares, after)
+
+
+def _split_until_balanced(
+    units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
+) -> list[list[_Unit]] | None:
+    """Return the units of each place, split so that no load is above the limit; None if one is.
+
+    loads, capacities: see `_distribute`.
+    """
+    remaining = list(units)
+    for _ in range(MAX_SPLITS * len(loads)):
+        shares = _distribute(remaining, loads, capacities)
+        busiest = max(range(len(loads)), key=shares.loads.__getitem__)
+        if shares.loads[busiest] <= limit:
+            return shares.units
+        excess = (shares.loads[busiest] - limit) * capacities[busiest]
+        unit = _unit_to_split(shares.units[busiest], excess)
+        if unit is None:
+            return None
+        remaining.remove(unit)
+        remaining += unit.halves()
+    return None
+
+
+def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
+    """Return the shortest unit whose half has the excess work, else the longest; None if none can.
+
+    Long units that are kept whole make few sums.
+    """
+    several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
+    for unit in several:
+        if unit.work >= 2 * excess:
+            return unit
+    return several[-1] if several else None
+
+
+def _split_among_nodes(
+    units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
+) -> list[list[_Unit]] | None:
+    """Return the units of each worker, split among nodes first; None if a load is too high."""
+    members: dict[int, list[int]] = {}
+    for worker, node in sorted(enumerate(nodes), key=lambda pair: pair[1]):
+        members.setdefault(node, []).append(worker)
+    capacities = [len(workers) for workers in members.values()]
+    node_loads = [
+        sum(loads[worker] for worker in workers) / len(workers) for workers in members.values()
+    ]
+    node_shares = _split_until_balanced(units, node_loads, capacities, limit)
+    if node_shares is None:
+        return None
+    shares: list[list[_Unit]] = [[] for _ in loads]
+    for workers, node_share in zip(members.values(), node_shares, strict=True):
+        worker_loads = [loads[worker] for worker in workers]
+        inner = _split_until_balanced(node_share, worker_loads, [1] * len(workers), limit)
+        if inner is None:
+            return None
+        for worker, share in zip(workers, inner, strict=True):
+            shares[worker] = share
+    return shares
 
 
 def _least_loaded(loads: Sequence[float]) -> int:

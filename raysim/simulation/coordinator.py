@@ -79,7 +79,6 @@ class Coordinator:
             runtime,
             self.client_states,
             self.versions,
-            settings.summation,
             self.layout.shared,
         )
         self.jobs = JobTable(self.planner, self.replicas, self.versions, self.dispatcher, settings)
@@ -151,10 +150,7 @@ class Coordinator:
             yield from self._report_and_save(self.saver.writes_checkpoints)
             raise
         jobs = self.jobs.jobs_of(aggregation)
-        decomposes = self.settings.evaluate.decomposes(aggregation.version + 1)
-        self.dispatcher.submit(
-            jobs, aggregation.version, summable=self.replicas.summable and not decomposes
-        )
+        self.dispatcher.submit(jobs, aggregation.version)
         yield from self.reports.report()
         self.jobs.look_ahead()
         yield from self.calls.wait_with_events(self.dispatcher.calls_of(jobs))

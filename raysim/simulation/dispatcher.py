@@ -10,26 +10,24 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
 from raysim.api.messages import Failure, GroupSums, Job, TrainingResult, Update
 from raysim.simulation.assignment import (
     StateHome,
-    assign_groups_to_nodes,
+    assign_groups,
     assign_units,
-    summable_groups,
     total_work,
     units_by_client,
 )
 from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.client_states import ClientStates, StateUse
-from raysim.simulation.group_sums import RemoteSum, add_up_on_nodes
+from raysim.simulation.group_sums import Group, RemoteSum, SumTrees, fetch_sums
 from raysim.simulation.job_queue import JobQueue
-from raysim.simulation.runtime import Runtime
+from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.versions import Versions
 
 # Of deltas that one call to a worker may hold back until it returns (256 MiB).
@@ -37,19 +35,18 @@ MAX_CALL_FLOATS = 1 << 26
 MAX_CALLS = 2  # to train, on a worker: it works on one while the other travels
 BUNDLE_S = 0.02  # seconds of work that are worth a message
 
-Groups: TypeAlias = Mapping[int, tuple[int, ...]]  # by number of a job: the numbers of its group
-
 
 @dataclass(eq=False)
 class TrainCall(Call):
     """A call that trains jobs."""
 
     jobs: Sequence[Job] = ()
-    groups: Sequence[tuple[int, ...]] = ()  # whose deltas the worker sums
+    groups: Sequence[Group] = ()  # whose deltas the worker sums
     floats: int = 0  # that it returns, client states apart
-    # By job: answered, and not collected yet.
+    # By job or group: answered, and not collected yet. Remote sums are still on the worker's node.
     updates: dict[int, Update | Failure] = field(default_factory=dict)
-    sums: GroupSums = field(default_factory=dict)
+    sums: dict[Group, np.ndarray] = field(default_factory=dict)
+    remote_sums: dict[Group, RemoteSum] = field(default_factory=dict)
     is_collected: bool = False  # at least one of its updates is
 
     @property
@@ -57,11 +54,22 @@ class TrainCall(Call):
         """The clients that the worker trains in this call, ascending."""
         return tuple(sorted({job.client for job in self.jobs}))
 
+    def copy_out_of_store(self) -> None:
+        """Copy what is not collected yet, so that the result can leave the object store."""
+        for number, update in self.updates.items():
+            if not isinstance(update, Update) or update.delta is None:
+                continue
+            if not update.delta.flags.writeable:  # as all arrays in a store
+                self.updates[number] = copy.deepcopy(update)
+        for group, total in self.sums.items():
+            if not total.flags.writeable:
+                self.sums[group] = total.copy()
+
 
 class Dispatcher:
     """The object that decides which worker trains which jobs, in which calls.
 
-    group_size: the most jobs in a sum that a worker makes. floats: the number of floats in a delta.
+    floats: the number of floats in a delta.
     """
 
     def __init__(
@@ -70,15 +78,15 @@ class Dispatcher:
         runtime: Runtime,
         client_states: ClientStates,
         versions: Versions,
-        group_size: int,
         floats: int,
     ):
         self._calls, self._runtime = calls, runtime
         self._client_states, self._versions = client_states, versions
-        self._group_size, self._floats = group_size, floats
-        # In a call whose deltas are not summed.
-        self._max_jobs = max(1, MAX_CALL_FLOATS // max(1, floats))
+        self._floats = floats
+        # In one call; a sum is one vector.
+        self._max_vectors = max(1, MAX_CALL_FLOATS // max(1, floats))
         self._queue = JobQueue()
+        self._trees = SumTrees()
         # By job: from its dispatch to a worker until it is collected.
         self._call_of: dict[int, TrainCall] = {}
         # By worker: samples of its unanswered calls to train.
@@ -100,43 +108,24 @@ class Dispatcher:
         """
         self._queue.put(job, aggregation)
 
-    def submit(self, jobs: Sequence[Job], aggregation: int, summable: bool) -> None:
+    def plan_sums(self, tree: Group) -> None:
+        """Let workers sum the updates of these jobs of an aggregation, all of one replica.
+
+        tree: numbers of the jobs, in the order of acceptance.
+        """
+        self._trees.plan(tree)
+
+    def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
         """Send the jobs of the next aggregation that are still in the queue.
 
         Then send other jobs to idle workers. jobs: all jobs of the aggregation, in the order of
-        acceptance. summable: True if workers may sum their updates.
+        acceptance.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
-        has_one_version = len({(job.replica, job.base) for job in jobs}) == 1
-        groups: list[list[Job]] = []
-        # A group is summed in one call, and a sum starts from one version.
-        if (
-            summable
-            and len(unsent) == len(jobs)
-            and has_one_version
-            and not self._client_states.stateful
-        ):
-            groups = summable_groups(jobs, self._group_size, len(self._calls.active))
-        group_of = {
-            job.number: tuple(member.number for member in group)
-            for group in groups
-            for job in group
-        }
-        group_workers = self._workers_on_nodes(groups)
-        if group_workers:
-            units, workers = groups, group_workers
-        else:
-            ungrouped = [job for job in unsent if job.number not in group_of]
-            units = sorted(groups, key=total_work, reverse=True) + units_by_client(ungrouped)
-            workers = assign_units(units, self._active_loads(), self._active_nodes(), self._home)
-        jobs_of: dict[int, list[Job]] = {}
-        for unit, place in zip(units, workers, strict=True):
-            jobs_of.setdefault(self._calls.active[place], []).extend(unit)
-        for worker, worker_jobs in jobs_of.items():
-            stays_on_node = bool(group_workers) and self._runtime.nodes[worker] > 0
-            for chunk in self._chunks(worker_jobs, group_of):
-                self._send(worker, chunk, group_of, "train_apart" if stays_on_node else "train")
+        for worker, worker_jobs in self._assign(unsent).items():
+            for chunk in self._chunks(worker_jobs):
+                self._send(worker, chunk)
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
@@ -147,25 +136,41 @@ class Dispatcher:
         """Return the node of each active worker."""
         return [self._runtime.nodes[worker] for worker in self._calls.active]
 
-    def _workers_on_nodes(self, groups: Sequence[Sequence[Job]]) -> list[int]:
-        """Return a worker per group such that nodes can add up the sums; none if that is no use.
+    def _keeps_sums(self, nodes: Iterable[int]) -> bool:
+        """Return True if sums stay on one of these nodes until nodes have added them up."""
+        return self._floats >= self._runtime.combine_from and any(nodes)
 
-        A worker is its place among the active ones.
+    def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
+        """Return the jobs of each worker, in the order of acceptance.
+
+        In stateful runs a client's jobs are in the order of dispatch.
         """
-        nodes = self._active_nodes()
-        if (
-            not groups
-            or self._floats < self._runtime.combine_from
-            or not any(nodes)
-            or any(self._active_loads())
-        ):
-            return []
-        return assign_groups_to_nodes(groups, nodes)
+        workers, loads, nodes = self._calls.active, self._active_loads(), self._active_nodes()
+        groups = self._trees.groups(job.number for job in jobs)
+        if groups and not self._client_states.stateful:
+            job_of = {job.number: job for job in jobs}
+            whole = [[job_of[number] for number in group] for group in groups]
+            shares = assign_groups(whole, loads, nodes, keeps_nodes=self._keeps_sums(nodes))
+            return dict(zip(workers, shares, strict=True))
+        units = units_by_client(jobs)
+        assigned: dict[int, list[Job]] = {}
+        places = assign_units(units, loads, nodes, self._home)
+        for unit, place in zip(units, places, strict=True):
+            assigned.setdefault(workers[place], []).extend(unit)
+        return assigned
 
-    def _chunks(self, jobs: Sequence[Job], group_of: Groups) -> Iterator[Sequence[Job]]:
-        """Split the jobs for a worker into calls, with a limited number of deltas in each."""
-        size = len(jobs) if jobs[0].number in group_of else self._max_jobs
-        yield from (jobs[start : start + size] for start in range(0, len(jobs), size))
+    def _chunks(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+        """Split the jobs for a worker into calls, with a limited number of vectors in each."""
+        units = [[job] for job in jobs]
+        groups = self._trees.groups(job.number for job in jobs)
+        if groups and not self._client_states.stateful:
+            job_of = {job.number: job for job in jobs}
+            units = [[job_of[number] for number in group] for group in groups]
+        for start in range(0, len(units), self._max_vectors):
+            chunk: list[Job] = []
+            for unit in units[start : start + self._max_vectors]:
+                chunk += unit
+            yield chunk
 
     def _home(self, client: int) -> StateHome | None:
         """Return the worker that has a client's state, as its place among the active workers."""
@@ -183,7 +188,7 @@ class Dispatcher:
                 bundle = self._take_bundle(worker)
                 if not bundle:
                     break
-                self._send(worker, bundle, {}, "train")
+                self._send(worker, bundle)
 
     def _count_train_calls(self, worker: int) -> int:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
@@ -206,21 +211,36 @@ class Dispatcher:
         if self._trained_samples:
             sample_s = sum(self.busy_s.values()) / self._trained_samples
         max_samples = BUNDLE_S / sample_s if sample_s else math.inf
-        return self._queue.take_bundle(accepts, self._max_jobs, max_samples)
+        return self._queue.take_bundle(accepts, self._max_vectors, max_samples)
 
-    def _send(self, worker: int, jobs: Sequence[Job], group_of: Groups, method: str) -> None:
-        """Let a worker train these jobs. method: "train_apart" leaves the sums on the worker."""
+    def _send(self, worker: int, jobs: Sequence[Job]) -> None:
+        """Let a worker train these jobs. On another node their sums stay there for now."""
+        groups = self._trees.groups(job.number for job in jobs)
         uses: list[StateUse] = []
         if self._client_states.stateful:
             states = [self._client_states.dispatch(job.client, job.number) for job in jobs]
             jobs = [job._replace(state=state) for job, state in zip(jobs, states, strict=True)]
             uses = [StateUse(job.client, job.state, job.number) for job in jobs]
-        groups = list(dict.fromkeys(group_of[job.number] for job in jobs if job.number in group_of))
+        # A lost sum is trained again, and a client's state may have changed by then.
+        is_apart = bool(groups) and not uses and self._keeps_sums([self._runtime.nodes[worker]])
+        method = "train_apart" if is_apart else "train"
+        call = self._start(worker, method, jobs, groups, uses)
+        for job in jobs:
+            self._call_of[job.number] = call
+
+    def _start(
+        self,
+        worker: int,
+        method: str,
+        jobs: Sequence[Job],
+        groups: Sequence[Group],
+        uses: Sequence[StateUse] = (),
+    ) -> TrainCall:
+        """Start a call that trains jobs. method: "train_apart" leaves the sums on the node."""
         versions = list(dict.fromkeys(version for job in jobs for version in job.received))
-        summed_jobs = sum(map(len, groups))
         # A job sends less than its delta where clients have replicas of their own.
         floats = sum(max(job.up, self._floats) for job in jobs)
-        floats -= self._floats * (summed_jobs - len(groups))
+        floats -= self._floats * (sum(map(len, groups)) - len(groups))
         call = TrainCall(
             worker,
             method,
@@ -234,9 +254,7 @@ class Dispatcher:
         self.pending_floats += floats
         self._loads[worker] += total_work(jobs)
         self._unanswered.update(job.number for job in jobs)
-        self._calls.start(call)
-        for job in jobs:
-            self._call_of[job.number] = call
+        return self._calls.start(call)
 
     # --- answers ----------------------------------------------------------------------------------
     def _receive(self, call: Call) -> None:
@@ -245,7 +263,12 @@ class Dispatcher:
             result: TrainingResult = call.value
             call.value = None  # its parts are collected one by one
             call.updates = {update.job: update for update in result.updates}
-            call.sums = result.sums
+            call.sums = dict(result.sums)
+            # Not before the answer: a call that is repeated returns others.
+            node = self._runtime.nodes[call.worker]
+            for group, ref in zip(call.groups, call.remote_refs, strict=False):
+                call.remote_sums[group] = RemoteSum(group, node, ref)
+            call.remote_refs = ()
             self.busy_s[result.worker] = self.busy_s.get(result.worker, 0.0) + result.busy
             if result.device is not None:
                 self.device_use[result.worker] = result.device
@@ -273,43 +296,48 @@ class Dispatcher:
         for call in calls:
             self._calls.wait(call)
         updates = [self._call_of.pop(job.number).updates.pop(job.number) for job in jobs]
+        sums = self.fetch_sums(calls, {job.number for job in jobs})
         for call in calls:
             if not call.is_collected:
                 call.is_collected = True
                 self.pending_floats -= call.floats
-                call.updates = {
-                    number: _copy_out_of_store(update) for number, update in call.updates.items()
-                }
-        sums = self.combine_sums(calls, [job.number for job in jobs])
-        for call in calls:
-            sums |= call.sums
+                call.copy_out_of_store()
+        self._trees.forget(job.number for job in jobs)
         return updates, sums
 
-    def combine_sums(
-        self, calls: Sequence[TrainCall], order: Sequence[int]
-    ) -> dict[tuple[int, ...], np.ndarray]:
-        """Return the sum of all groups whose sums stayed on their nodes; empty if there are none.
+    def fetch_sums(
+        self, calls: Sequence[TrainCall], numbers: Collection[int]
+    ) -> dict[Group, np.ndarray]:
+        """Return the sums of these jobs, after nodes have added up what stayed there.
 
-        order: the numbers of the jobs in the order of acceptance.
+        What was lost with a node is trained again.
         """
-        position = {number: index for index, number in enumerate(order)}
-        sums = [
-            RemoteSum(jobs, call.worker, ref)
-            for call in calls
-            if call.remote_refs
-            for jobs, ref in zip(call.groups, call.remote_refs, strict=True)
-        ]
-        if not sums:
-            return {}
-        sums.sort(key=lambda each: position[each.jobs[0]])
-        return dict(add_up_on_nodes(sums, self._calls, self._runtime, self._floats))
+        sums: dict[Group, np.ndarray] = {}
+        remote: list[RemoteSum] = []
+        for call in calls:
+            for group in call.groups:
+                if group[0] not in numbers:
+                    continue
+                if group in call.sums:
+                    sums[group] = call.sums.pop(group)
+                elif group in call.remote_sums:
+                    remote.append(call.remote_sums.pop(group))
+        fetched, lost = fetch_sums(remote, self._trees, self._runtime)
+        return sums | fetched | self._train_again(calls, lost)
 
-
-def _copy_out_of_store(update: Update | Failure) -> Update | Failure:
-    """Return an update that does not keep a whole result in an object store.
-
-    Arrays in a store are read-only.
-    """
-    if not isinstance(update, Update) or update.delta is None:
-        return update
-    return update if update.delta.flags.writeable else copy.deepcopy(update)
+    def _train_again(
+        self, calls: Sequence[TrainCall], groups: Sequence[Group]
+    ) -> dict[Group, np.ndarray]:
+        """Return the sums of groups from jobs that are trained again; waits."""
+        job_of = {job.number: job for call in calls for job in call.jobs}
+        repeated: list[TrainCall] = []
+        for group in groups:
+            worker = min(self._calls.active, key=self._loads.__getitem__)
+            jobs = [job_of[number] for number in group]
+            repeated.append(self._start(worker, "train", jobs, [group]))
+        sums: dict[Group, np.ndarray] = {}
+        for call in repeated:
+            self._calls.wait(call)
+            self.pending_floats -= call.floats
+            sums |= call.sums
+        return sums

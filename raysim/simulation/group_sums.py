@@ -1,96 +1,107 @@
-"""Add up the sums of groups on their nodes: one vector travels instead of one per group.
+"""The sums that workers and nodes make of the updates of an aggregation.
 
-The server adds group after group, in the order of acceptance. To keep the bits, each node gets
-consecutive groups and adds the sums of its workers to the sum from the node before: these are the
-same additions in the same order. The groups of the coordinator's node come last and are added by
-the server. A vector passes through the nodes in pieces, so that several nodes work at the same
-time.
+The updates are added up in a tree over the order of acceptance (`tree_sum`). A group is a part of
+the tree: a process that has all its updates can sum them. Each call to a worker returns a sum for
+each of its largest groups. On other nodes than the coordinator's these sums stay where they are,
+until nodes have added them up, too. So a handful of vectors arrive at the coordinator, and the bits
+do not depend on who summed what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysim.api.messages import GroupSums
-from raysim.simulation.calls import Call, WorkerCalls
-from raysim.simulation.runtime import Ref, Runtime
-from raysim.vectors.blocks import in_blocks, split_range
+from raysim.simulation.runtime import Ref, Runtime, WorkerDiedError
+from raysim.vectors.tree_sum import covered_ranges, halves
 
-PART_FLOATS = 1 << 25  # of a sum that pass from node to node at once (128 MiB)
+Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order of acceptance
+
+
+class SumTrees:
+    """The trees of planned aggregations whose updates workers may sum: one for each replica."""
+
+    def __init__(self) -> None:
+        # By job: its tree, as the numbers of all jobs in order, and its position there.
+        self._places: dict[int, tuple[Group, int]] = {}
+
+    def plan(self, tree: Group) -> None:
+        """Add a tree: the numbers of its jobs in the order of acceptance."""
+        for position, number in enumerate(tree):
+            self._places[number] = tree, position
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove the jobs of an aggregation that was made."""
+        for number in numbers:
+            self._places.pop(number, None)
+
+    def groups(self, numbers: Iterable[int]) -> list[Group]:
+        """Return the largest groups of these jobs; jobs without a tree are left out."""
+        positions: dict[Group, list[int]] = {}
+        for number in numbers:
+            place = self._places.get(number)
+            if place is not None:
+                positions.setdefault(place[0], []).append(place[1])
+        groups: list[Group] = []
+        for tree, covered in positions.items():
+            ranges = covered_ranges(covered, len(tree))
+            groups += [tree[part.start : part.stop] for part in ranges]
+        return groups
 
 
 class RemoteSum(NamedTuple):
-    """The sum of a group of jobs, which is still on the worker that made it."""
+    """The sum of a group of jobs, which is still on the node that made it."""
 
-    jobs: tuple[int, ...]
-    worker: int
+    jobs: Group
+    node: int
     ref: Ref
 
 
-def add_up_on_nodes(
-    sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runtime, floats: int
-) -> GroupSums:
-    """Let nodes add up the sums of their workers; return the total, or nothing if all failed.
+def fetch_sums(
+    sums: Sequence[RemoteSum], trees: SumTrees, runtime: Runtime
+) -> tuple[dict[Group, np.ndarray], list[Group]]:
+    """Let nodes add up their sums to the largest groups; return those, and groups that are lost.
 
-    sums: in the order of acceptance, at least one. floats: the length of a sum.
+    A group whose jobs all failed is left out. A group is lost with its node.
     """
-    links = group_by_node([group_sum.worker for group_sum in sums], runtime.nodes)
-    pieces = split_range(0, floats, PART_FLOATS)
-    latest: list[Call | None] = [None] * len(pieces)  # by piece: the call that added to it last
-    for place, index in pipeline_order(len(links), len(pieces)):
-        link, piece, previous = links[place], pieces[index], latest[index]
-        previous_sum = None
-        if previous is not None:
-            calls.wait(previous)
-            previous_sum = previous.remote_refs[0]
-        worker = sums[link[index % len(link)]].worker
-        refs = [sums[member].ref for member in link]
-        args = (piece.start, piece.stop, previous_sum, *refs)
-        latest[index] = calls.start(Call(worker, "combine", args, remote_values=1))
-    totals: list[np.ndarray] = []
-    for call in latest:
-        assert call is not None, "every piece goes through every node"
-        calls.wait(call)
-        total = runtime.get(call.remote_refs[0])
-        if total is None:
-            return {}
-        totals.append(total)
-    jobs: list[int] = []
-    for group_sum in sums:
-        jobs.extend(group_sum.jobs)
-    return {tuple(jobs): join(totals)}
+    part_of = {number: part for part in sums for number in part.jobs}
+    requested: list[tuple[RemoteSum, list[RemoteSum]]] = []
+    for group in trees.groups(part_of):
+        parts = list({part_of[number].jobs: part_of[number] for number in group}.values())
+        requested.append((_add_up(parts, runtime), parts))
+    totals: dict[Group, np.ndarray | None] = {}
+    lost: list[Group] = []
+    for total, parts in requested:
+        try:
+            totals[total.jobs] = runtime.get(total.ref)
+            continue
+        except WorkerDiedError:  # a process that adds up, or a node
+            pass
+        for part in parts:
+            try:
+                totals[part.jobs] = runtime.get(part.ref)
+            except WorkerDiedError:
+                lost.append(part.jobs)
+    return {group: total for group, total in totals.items() if total is not None}, lost
 
 
-def group_by_node(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
-    """Return the positions of sums, node after node.
+def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
+    """Return the sum of a group; nodes start to add it up.
 
-    workers: the worker of each sum, in the order of acceptance.
+    parts: the sums that the group consists of, in order. Each node adds up its own parts. Then one
+    half of a part of the tree travels to the node of the other half, for all parts at once.
     """
-    positions = range(len(workers))
-    groups = groupby(positions, key=lambda position: nodes[workers[position]])
-    return [list(group) for _, group in groups]
-
-
-def pipeline_order(links: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs (link, piece) in an order that lets all links work on different pieces."""
-    for turn in range(links + pieces - 1):
-        yield from ((link, turn - link) for link in range(links) if 0 <= turn - link < pieces)
-
-
-def join(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the vector that consists of these pieces."""
-    if len(pieces) == 1:
-        return pieces[0]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    vector = np.empty(ends[-1], pieces[0].dtype)
-
-    def copy(which: slice) -> None:
-        piece, end = pieces[which.start], ends[which.start]
-        vector[end - len(piece) : end] = piece
-
-    in_blocks(len(pieces), copy, size=1)
-    return vector
+    if len(parts) == 1:
+        return parts[0]
+    ends = list(itertools.accumulate(len(part.jobs) for part in parts))
+    if len({part.node for part in parts}) > 1:
+        middle = ends.index(halves(range(ends[-1]))[0].stop) + 1
+        parts = [_add_up(parts[:middle], runtime), _add_up(parts[middle:], runtime)]
+        ends = [len(parts[0].jobs), ends[-1]]
+    ranges = [range(end - len(part.jobs), end) for part, end in zip(parts, ends, strict=True)]
+    jobs = tuple(number for part in parts for number in part.jobs)
+    node = parts[0].node
+    return RemoteSum(jobs, node, runtime.add_up(node, ranges, [part.ref for part in parts]))

@@ -133,6 +133,7 @@ class JobTable:
         self._aggregations.append(aggregation)
         for job in aggregation.dispatched:
             self._rows[job.number] = JobRow(job)
+        self._plan_sums(aggregation)
         for job in aggregation.aggregated:
             row = self._rows[job.number]
             row.aggregation = aggregation.version
@@ -142,6 +143,17 @@ class JobTable:
             self._set_state(self._rows[job.number], JobState.LOST)
         for job in aggregation.discarded:
             self._set_state(self._rows[job.number], JobState.DISCARDED)
+
+    def _plan_sums(self, aggregation: PlannedAggregation) -> None:
+        """Let workers sum the updates of an aggregation, unless single ones are needed."""
+        decomposes = self._settings.evaluate.decomposes(aggregation.version + 1)
+        if decomposes or not self._replicas.summable:
+            return
+        trees: dict[int, list[int]] = {}  # by replica
+        for job in aggregation.aggregated:
+            trees.setdefault(self._replicas.replica_of(job.client), []).append(job.number)
+        for tree in trees.values():
+            self._dispatcher.plan_sums(tuple(tree))
 
     # --- from one state to the next ---------------------------------------------------------------
     def _set_state(self, row: JobRow, state: JobState) -> None:
@@ -229,6 +241,7 @@ class JobTable:
             self._rows[row.job.number] = row
             self._set_state(row, JobState.DISPATCHED if state in _HOLDING else state)
         for aggregation in self._aggregations:
+            self._plan_sums(aggregation)
             for job in aggregation.aggregated:
                 self._rows[job.number].aggregation = aggregation.version
 

@@ -19,7 +19,7 @@ from raysim.api.topology import ClusterView, MixingRow, Network
 from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
-from raysim.vectors.blocks import fold_groups
+from raysim.vectors.tree_sum import weighted_sum
 
 Arrival: TypeAlias = Update | Failure
 
@@ -294,7 +294,7 @@ class Replicas:
         sources = [self.servers[source] for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
         counters = np.max([server.counters.numpy() for server in sources], axis=0)
-        return fold_groups([(vectors, row.weights)]), torch.from_numpy(counters)
+        return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
         """Give the changed replicas new numbers. Those with one vector share a number."""
@@ -328,7 +328,7 @@ class Replicas:
         weights = self._mean_weights()
         counters = np.max([server.counters.numpy() for server in self.servers], axis=0)
         arrays = [vector.numpy() for vector in vectors]
-        return fold_groups([(arrays, weights)]), torch.from_numpy(counters)
+        return weighted_sum(arrays, weights), torch.from_numpy(counters)
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the replicas' parameters to their mean."""

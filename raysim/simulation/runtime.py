@@ -62,6 +62,14 @@ class Runtime(Protocol):
         """Start a method of `Worker`; return a Ref for each returned value."""
         ...
 
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
+        """Start to add up sums on their node; return a Ref for the total.
+
+        parts: the positions of each sum in a part of the tree, see `tree_sum.add_up`. A node that
+        is busy with training adds up as well.
+        """
+        ...
+
     def get(self, ref: Ref) -> Any:
         """Wait for a value and return it. Raises WorkerDiedError if its worker died."""
         ...

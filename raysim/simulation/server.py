@@ -32,14 +32,9 @@ from raysim.api.setup import MethodDeclaration, Send, number_of_floats
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
-from raysim.vectors.blocks import (
-    WeightedVectors,
-    fold_groups,
-    in_blocks,
-    is_finite,
-    split_into_groups,
-)
+from raysim.vectors.blocks import in_blocks, is_finite
 from raysim.vectors.layout import Vector
+from raysim.vectors.tree_sum import Leaf, sum_in_tree, weighted_sum
 
 
 def default_weighting(methods: Sequence[Method]) -> Weighting:
@@ -55,8 +50,8 @@ class AggregationError(RunStoppedError):
 class Server:
     """The server of one model: vector x, and rule x + sum(w_i * delta_i) / divisor with hooks.
 
-    w_i and delta_i are the weight and the delta of update i. Sums are made in the order of
-    acceptance, in groups of `group` consecutive clients, on the server or on workers.
+    w_i and delta_i are the weight and the delta of update i. Sums are made in a tree over the order
+    of acceptance (`tree_sum`), on the server or on workers.
 
     vector: [layout.shared] at the start. counters: [layout.shared_counters]. counts: int64
     [clients], training samples; 0 for clients that are never trained. size: the most updates in one
@@ -74,7 +69,6 @@ class Server:
         seed: int,
         task: Task,
         weighting: Weighting = "samples",
-        group: int = 5,
         size: int = 0,
         format_client: Callable[[int], str] = str,
         unseen: int = 0,
@@ -85,7 +79,7 @@ class Server:
         layout = declarations.layout
         self.declarations, self.layout = declarations, layout
         self.seed, self.task, self.local, self.replica = seed, task, local, replica
-        self.weighting, self.group, self.size = weighting, group, size
+        self.weighting, self.size = weighting, size
         self.format_client = format_client
         self.vector, self.counters = vector, counters
         self.set_clients(counts, unseen)
@@ -344,7 +338,7 @@ class Server:
         if len(direction) == self.layout.shared:
             return direction[:trained], direction[trained:]
         buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
-        total = fold_groups(split_into_groups(buffers, aggregation.weights, self.group))
+        total = weighted_sum(buffers, aggregation.weights)
         return direction, self._average_buffers(total, aggregation)
 
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
@@ -398,29 +392,41 @@ class Server:
     def _sum_updates(
         self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums
     ) -> Tensor:
-        """Sum w * delta over groups of consecutive updates, then over the groups.
+        """Return the sum of w * delta, added up in the tree over the positions of the updates.
 
-        sums: the sums of the groups that workers have already made.
+        sums: the sums of parts of the tree that workers have made.
         """
-        jobs_in_sum = {job: jobs for jobs in sums for job in jobs}
+        positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
-        groups: list[WeightedVectors] = []
-        previous = None
-        for start in range(0, len(updates), self.group):
-            members = [
-                update for update in updates[start : start + self.group] if update is not None
-            ]
-            member_weights = [next(remaining_weights) for _ in members]
-            jobs = jobs_in_sum.get(members[0].job) if members else None
-            if jobs is not None:
-                # A sum may cover several groups; it is added once.
-                if jobs != previous:
-                    groups.append(([sums[jobs]], [1.0]))
-                previous = jobs
-            elif members:
-                deltas = [update.delta for update in members if update.delta is not None]
-                groups.append((deltas, member_weights))
-        return fold_groups(groups)
+        leaves: list[Leaf | None] = []
+        for position, update in enumerate(updates):
+            leaf = None
+            if update is not None:
+                positions[update.job] = position
+                weight = next(remaining_weights)
+                if update.delta is not None:
+                    leaf = Leaf(update.delta, weight)
+            leaves.append(leaf)
+        total = sum_in_tree(leaves, _ranges_of_sums(sums, positions))
+        assert total is not None, "there is an update"
+        return total
+
+
+def _ranges_of_sums(
+    sums: GroupSums, positions: Mapping[int, int]
+) -> dict[range, np.ndarray | None]:
+    """Return the sums by their positions; those of other replicas are left out.
+
+    positions: by job, without the jobs that failed. A sum contains at least one that did not.
+    """
+    ranges: dict[range, np.ndarray | None] = {}
+    for jobs, total in sums.items():
+        for place, job in enumerate(jobs):
+            if job in positions:
+                start = positions[job] - place
+                ranges[range(start, start + len(jobs))] = total
+                break
+    return ranges
 
 
 def _check_weights(
@@ -465,7 +471,6 @@ def make_server(
         settings.seed,
         spec.task,
         settings.weighting or default_weighting(spec.methods),
-        settings.summation,
         size,
         spec.data.number,
         partition.unseen_count if unseen is None else unseen,

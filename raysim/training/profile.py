@@ -17,7 +17,6 @@ WORKER_CALLS = {
     "contribute": "other",
     "train": "other",
     "train_apart": "other",
-    "combine": "sums",
     "evaluate": "evaluation",
     "scored_tensors": "evaluation",
     "predictions": "evaluation",

@@ -118,14 +118,12 @@ class RunSettings:
     """The settings of a run, under the names of the configuration's keys.
 
     Coordinator and workers read this object. weighting: the weights of updates; None weighs by
-    samples, unless a method asks for uniform weights. summation: number of consecutive updates that
-    are summed as one group.
+    samples, unless a method asks for uniform weights.
     """
 
     seed: int = 0
     rounds: int = 60
     weighting: Weighting | None = None
-    summation: int = 5
     local: Local = field(default_factory=Local)
     evaluate: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -137,7 +135,6 @@ class RunSettings:
     def __post_init__(self) -> None:
         in_range("seed", self.seed, least=0, below=2**63)
         at_least("rounds", self.rounds, 1)
-        at_least("summation", self.summation, 1)
         last_rate = self.local.rate(self.rounds - 1)
         if last_rate <= 0:
             raise ValueError(

@@ -26,7 +26,6 @@ from raysim.primitives.spans import Spans
 from raysim.training.batched_lanes import BatchedLanes
 from raysim.training.broadcast import Broadcast, Receiver
 from raysim.training.client_vector import copy_client_state
-from raysim.training.combiner import Combiner
 from raysim.training.determinism import allow_tf32, make_deterministic
 from raysim.training.job_loop import OneByOne
 from raysim.training.lanes import LaneLoop
@@ -41,11 +40,11 @@ from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.transfer import MemoryCopies, dataset_on_device
 from raysim.training.updates import UpdateBuilder
 from raysim.training.worker_states import WorkerStates
-from raysim.training.worker_sums import WorkerSums
+from raysim.training.worker_sums import SeparateSums, WorkerSums
 from raysim.vectors.layout import Vector
 
 
-class Worker(Combiner):
+class Worker(SeparateSums):
     """A worker that trains and scores many clients on one device."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
@@ -166,14 +165,14 @@ class Worker(Combiner):
         Returns a `TrainingResult`; in stateful runs a tuple of it and the client state of each job
         that did not fail.
 
-        groups: numbers of consecutive jobs whose deltas are summed on this worker. versions: how
-        many published versions the jobs start from. values: these versions; then, in stateful
+        groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`. versions:
+        how many published versions the jobs start from. values: these versions; then, in stateful
         runs, the state from which each job starts, or None if it is resident.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
         sent = cast("tuple[StoredState | None, ...]", values[versions:])
-        sums = WorkerSums(jobs, groups)
+        sums = WorkerSums(groups)
         published_of = {version.number: version for version in published}
         results: dict[int, _JobResult] = {}
         # Ascending: a client's earlier jobs started from earlier versions.
@@ -308,7 +307,7 @@ class _TrainingCall:
         worker, job = self.worker, self.jobs[place]
         begun, state, broadcast = self._begun[place]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes
-        is_summed = job.number in self.sums.group_of
+        is_summed = job.number in self.sums.places
         probe = None
         if job.probe:
             score_batch = worker.spec.score_batch

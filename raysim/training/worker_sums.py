@@ -1,47 +1,97 @@
-"""Sum the deltas of groups of jobs on their worker, in the order in which the server would."""
+"""Sum the deltas of groups of jobs on their worker, in the tree in which the server sums them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from raysim.api.messages import Job
+from raysim.api.messages import Job, TrainingResult
+from raysim.vectors.tree_sum import num_levels
 
 
 class WorkerSums:
     """Unnormalised weighted sums of deltas, one for each group of jobs.
 
-    groups: numbers of the jobs in each sum, in the order of summation.
+    groups: numbers of the jobs in each sum: a part of the tree, in the order of acceptance.
     """
 
-    def __init__(self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]]):
-        self.group_of = {number: group for group in groups for number in group}
-        self.totals: dict[tuple[int, ...], Tensor] = {}  # on the device
-        self._weights = {job.number: job.weight for job in jobs}
-        self._due = {group: iter(group) for group in groups}
-        self._next = {group: next(due) for group, due in self._due.items()}
-        self._early: dict[int, Tensor | None] = {}  # copies of deltas whose turn has not come
+    def __init__(self, groups: Sequence[tuple[int, ...]]):
+        # By number of a job: its group, and its position there.
+        self.places: dict[int, tuple[tuple[int, ...], int]] = {}
+        for group in groups:
+            for position, number in enumerate(group):
+                self.places[number] = group, position
+        self._sums = {group: GroupSum(len(group)) for group in groups}
 
     def add(self, job: Job, delta: Tensor | None) -> None:
         """Add the delta of a job; None if the job failed. A job that is in no group is ignored."""
-        group = self.group_of.get(job.number)
-        if group is None:
+        place = self.places.get(job.number)
+        if place is None:
             return
-        if job.number != self._next[group]:
-            self._early[job.number] = None if delta is None else delta.clone()
-            return
-        self._fold(group, job.number, delta)
-        number = next(self._due[group], -1)
-        while number in self._early:
-            self._fold(group, number, self._early.pop(number))
-            number = next(self._due[group], -1)
-        self._next[group] = number
+        group, position = place
+        leaf = None if delta is None else delta * job.weight
+        self._sums[group].add(position, leaf)
 
-    def _fold(self, group: tuple[int, ...], number: int, delta: Tensor | None) -> None:
-        if delta is None:
-            return
-        if group in self.totals:
-            self.totals[group].add_(delta, alpha=self._weights[number])
-        else:
-            self.totals[group] = delta * self._weights[number]
+    @property
+    def totals(self) -> dict[tuple[int, ...], Tensor]:
+        """The sum of each group, on the device. A group whose jobs all failed has none."""
+        totals: dict[tuple[int, ...], Tensor] = {}
+        for group, group_sum in self._sums.items():
+            if group_sum.total is not None:
+                totals[group] = group_sum.total
+        return totals
+
+
+class GroupSum:
+    """The sum of a part of the tree, whose leaves come in any order.
+
+    In order, at most `num_levels(count) + 1` vectors exist at once. count: the number of leaves.
+    total: the sum, after the last leaf; None if all leaves are missing.
+    """
+
+    def __init__(self, count: int):
+        self._count = count
+        self._waiting: dict[tuple[int, int], Tensor | None] = {}  # by level and index
+        self.total: Tensor | None = None
+
+    def add(self, position: int, value: Tensor | None) -> None:
+        """Add a leaf, which is overwritten later; None if it is missing."""
+        index = position
+        for level in range(num_levels(self._count)):
+            sibling = index ^ 1
+            if sibling << level < self._count:
+                if (level, sibling) not in self._waiting:
+                    self._waiting[level, index] = value
+                    return
+                value = _add(value, self._waiting.pop((level, sibling)))
+            index >>= 1
+        self.total = value
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum, which does not depend on the order; both may be overwritten."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other)
+
+
+class SeparateSums:
+    """The part of a worker that returns sums as values of their own, which can stay on its node."""
+
+    train: Callable[..., Any]  # see `Worker.train`
+
+    def train_apart(
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
+    ) -> tuple[Any, ...]:
+        """Train as `train` does; return its values, then the sum of each group.
+
+        A sum is None if all jobs of the group failed.
+        """
+        trained = self.train(jobs, groups, *values)
+        result: TrainingResult
+        result, *states = trained if isinstance(trained, tuple) else (trained,)
+        sums = [result.sums.get(group) for group in groups]
+        return replace(result, sums={}), *states, *sums

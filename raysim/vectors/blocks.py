@@ -12,10 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import numpy as np
-import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -24,9 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 BLOCK = 1 << 18  # entries of each vector in a block
 _COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 _MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
-
-# Vectors [d], and the weight of each.
-WeightedVectors: TypeAlias = tuple[Sequence[np.ndarray], Sequence[float]]
 
 
 def num_threads() -> int:
@@ -98,37 +93,3 @@ def run_compiled(
     numbers = [views[0].dtype.type(setting) for setting in settings]
     run = compile_function(rule)
     in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers, *switches))
-
-
-def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -> Tensor:
-    """Return the sum of all groups, [d]; a group is w_1 a_1 + w_2 a_2 + ... in its order.
-
-    Every sum of updates on the server is made here. A group that a worker has summed is one vector
-    of weight 1. into: the tensor for the sum, or None for a new one.
-    """
-    first = torch.from_numpy(groups[0][0][0])
-    total = torch.empty_like(first) if into is None else into
-
-    def fold(part: slice) -> None:
-        block = total[part]
-        for place, (arrays, weights) in enumerate(groups):
-            if place and len(arrays) == 1 and weights[0] == 1.0:
-                block.add_(torch.from_numpy(arrays[0][part]))
-                continue
-            group_sum = block if place == 0 else torch.empty_like(block)
-            torch.mul(torch.from_numpy(arrays[0][part]), weights[0], out=group_sum)
-            for array, weight in zip(arrays[1:], weights[1:], strict=True):
-                group_sum.add_(torch.from_numpy(array[part]), alpha=weight)
-            if place:
-                block.add_(group_sum)
-
-    in_blocks(len(total), fold)
-    return total
-
-
-def split_into_groups(
-    arrays: Sequence[np.ndarray], weights: Sequence[float], size: int
-) -> list[WeightedVectors]:
-    """Return groups of `size` consecutive vectors, as the server adds them up."""
-    cuts = [slice(start, start + size) for start in range(0, len(arrays), size)]
-    return [(arrays[cut], weights[cut]) for cut in cuts]

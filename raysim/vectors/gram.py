@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.vectors.blocks import fold_groups, in_blocks, split_into_groups
+from raysim.vectors.blocks import in_blocks
 from raysim.vectors.layout import Layout
+from raysim.vectors.tree_sum import weighted_sum
 
 # Inner products of whole updates, or of each tensor of them.
 Granularity: TypeAlias = Literal["model", "tensor"]
@@ -60,14 +61,13 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 
 
 def linear_combination(
-    rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None
+    rows: Sequence[Tensor], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
     """Return w_1 g_1 + w_2 g_2 + ... [d], with the same bits as the server's sum.
 
-    group: how many consecutive vectors are added together first. into: the tensor for the sum, or
-    None for a new one.
+    into: the tensor for the sum, or None for a new one.
     """
-    return fold_groups(split_into_groups([row.numpy() for row in rows], weights, group), into)
+    return weighted_sum([row.numpy() for row in rows], weights, into)
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:

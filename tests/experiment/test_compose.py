@@ -339,7 +339,7 @@ def test_default_weighting() -> None:
         ),
         (["thresholds=[0.5,nan]"], ["thresholds[1]=nan"]),
         (["checkpoint.every=-1"], ["checkpoint.every=-1"]),
-        (["summation=0"], ["summation=0"]),
+        (["summation=5"], ["summation", "no longer needed"]),
         (["thresholds=[a]"], ["thresholds[0]=a", "a number"]),
         (["weighting=mean"], ["weighting=mean", "uniform"]),
         (["runtime.workers=2"], ["runtime.workers", "runtime=inprocess"]),

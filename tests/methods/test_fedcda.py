@@ -238,9 +238,8 @@ def test_upload_is_the_mean_loss_of_the_last_epoch(
 # --- runs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [2, 5])
-def test_warmup_as_long_as_the_run_has_fedavgs_bits(group: int) -> None:
-    settings: dict[str, Any] = {"fleet": Ideal(), "summation": group} | UNIFORM
+def test_warmup_as_long_as_the_run_has_fedavgs_bits() -> None:
+    settings: dict[str, Any] = {"fleet": Ideal()} | UNIFORM
     ended, fedavg = (
         run(run_spec(*methods, model=NORMED), Synchronous(6), **settings)
         for methods in ([FedCDA(warmup_rounds=3)], [])

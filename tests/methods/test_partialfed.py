@@ -75,6 +75,9 @@ class Watch(Method):
         self.started: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.ended: dict[tuple[int, int], Tensor] = {}
 
+    def setup(self, run: Setup) -> None:
+        run.read_updates()
+
     def begin(self, job: LocalJob) -> None:
         counters = job.vector.counters.clone()
         start = job.vector.shared.clone()
@@ -211,7 +214,7 @@ def test_update_is_the_difference_to_the_shared_model() -> None:
     watch = Watch()
     study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
-    run_to_end(coordinate(study, ALL_CLIENTS, runtime=spy, rounds=3, summation=1))
+    run_to_end(coordinate(study, ALL_CLIENTS, runtime=spy, rounds=3))
     published = {job.number: vector.vector for job, vector in spy.sent}
     turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}

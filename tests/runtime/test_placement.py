@@ -254,9 +254,7 @@ def test_history_has_work_of_workers_and_store_bytes(
 
 def test_summed_group_counts_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
-    coordinator = coordinate(
-        study, Synchronous(6), runtime=several_workers(study, 2), rounds=1, summation=3
-    )
+    coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
@@ -470,20 +468,20 @@ def test_two_nodes_give_the_bits_of_one_process(driver: Call, second_cache: Path
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
 
 
-SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2, summation=2)
+SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2)
 
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
-    """With nodes that add up, and without: the bits, and which calls each node got."""
+    """With nodes that add up, and without: the bits, and the nodes of each kind of call."""
     from raysim.runtime import ray as on_ray
 
-    size, options = Size(2, {"CPU": 1.0}), RayOptions(combine=True)
+    size, options = Size(4, {"CPU": 0.5}), RayOptions(combine=True)
     found = []
     with on_ray.reserve(on_ray.run_bundles(size), "adding", options, _silent) as group:
         runtime: Any = on_ray.start_workers_in(
             group, size, "adding", options, on_ray.RayWorker, SUMMED
         )
-        call = runtime.call
+        call, add_up = runtime.call, runtime.add_up
         for runtime.combine_from in (options.combine_from, RayOptions(combine=False).combine_from):
             called: dict[str, set[int]] = {}
 
@@ -491,7 +489,11 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
                 called.setdefault(method, set()).add(runtime.nodes[worker])  # noqa: B023
                 return call(worker, method, *args, **how)
 
-            runtime.call = watched
+            def watched_sum(node: int, *args: Any) -> Any:
+                called.setdefault("add_up", set()).add(node)  # noqa: B023
+                return add_up(node, *args)
+
+            runtime.call, runtime.add_up = watched, watched_sum
             found.append(
                 (run_to_end(coordinate(SUMMED, Synchronous(16), Ideal(), runtime)).bits, called)
             )
@@ -503,8 +505,8 @@ def test_sums_of_nodes_change_no_bit(driver: Call) -> None:
     here = run(SUMMED, Synchronous(16), Ideal()).bits
     (apart, with_it), (together, without) = driver(_added_up)
     assert apart == together == here
-    assert (with_it["train"], with_it["train_apart"], with_it["combine"]) == ({0}, {1}, {1})
-    assert without["train"] == {0, 1} and "combine" not in without
+    assert (with_it["train"], with_it["train_apart"], with_it["add_up"]) == ({0}, {1}, {1})
+    assert without["train"] == {0, 1} and "add_up" not in without
 
 
 def _measured() -> list[dict[str, Any]]:
@@ -521,12 +523,11 @@ def _measured() -> list[dict[str, Any]]:
 def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
-    # Eight clients for each of two workers, in groups of two; one worker is on the coordinator's
-    # node.
+    # Eight clients for each of two workers; one worker is on the coordinator's node.
     counted = {
         way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()
     }
-    assert counted == {"sums": (2, 8, 4), "sums of nodes": (3, 4, 1), "updates": (2, 16, 8)}
+    assert counted == {"sums": (2, 2, 1), "sums of nodes": (2, 2, 1), "updates": (2, 16, 8)}
     for cost in costs.values():
         assert (cost["workers"], cost["nodes"], cost["down"]) == (2, 2, vector), (
             "a version goes once to the other node"

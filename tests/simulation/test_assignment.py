@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from hypothesis import given, strategies as st
 
 from raysim.api.messages import Job
 from raysim.simulation.assignment import (
     MAX_SLOWDOWN,
     StateHome,
-    assign_groups_to_nodes,
+    assign_groups,
     assign_units,
-    makespan,
-    summable_groups,
+    total_work,
     units_by_client,
 )
+from raysim.vectors.tree_sum import covered_ranges
 
 
 def jobs_of(works: list[float], clients: int = 1000) -> list[Job]:
@@ -59,30 +62,47 @@ def test_units_by_client_keep_the_order_of_dispatch() -> None:
     assert [[job.number for job in unit] for unit in units] == [[1, 3], [0, 2, 4]]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 5), st.integers(1, 4))
-def test_groups_are_consecutive_or_refused_if_too_slow(
-    works: list[int], size: int, workers: int
-) -> None:
+WORKS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
+
+
+def parts_of(jobs: Sequence[Job], count: int) -> int:
+    """Return how many sums a worker makes of its jobs."""
+    return len(covered_ranges([job.number for job in jobs], count))
+
+
+@given(WORKS, st.lists(st.integers(0, 2), min_size=1, max_size=6), st.booleans())
+def test_groups_leave_no_worker_idle(works: list[int], nodes: list[int], keeps: bool) -> None:
     jobs = jobs_of([float(work) for work in works])
-    groups = summable_groups(jobs, size, workers)
-    shortest = makespan([[job] for job in jobs], workers)
-    if groups:
-        assert [job for group in groups for job in group] == jobs
-        assert {len(group) for group in groups[:-1]} <= {size} and len(groups[-1]) <= size
-        assert makespan(groups, workers) <= MAX_SLOWDOWN * shortest
-    else:
-        cut = [jobs[start : start + size] for start in range(0, len(jobs), size)]
-        assert makespan(cut, workers) > MAX_SLOWDOWN * shortest
+    loads = [0.0] * len(nodes)
+    assigned = assign_groups([jobs], loads, nodes, keeps)
+    single = assign_units(
+        sorted([[job] for job in jobs], key=total_work, reverse=True),
+        loads,
+        nodes,
+        lambda client: None,
+    )
+    best = max(np.bincount(single, sorted(works, reverse=True)))
+    assert sorted(job.number for share in assigned for job in share) == list(range(len(works)))
+    assert max(total_work(share) for share in assigned) <= MAX_SLOWDOWN * best + 1e-9
 
 
-def test_nodes_add_up_two_groups_or_more() -> None:
-    assert assign_groups_to_nodes(units_of(1, 1, 1), [0, 1, 1]) == [1, 2, 0]
-    assert (
-        assign_groups_to_nodes(units_of(1, 1), [0, 1]) == []
-    )  # one group on another node saves nothing
+def test_groups_of_equal_jobs_are_few() -> None:
+    sums = {}
+    for clients, workers in ((3, 3), (10, 3), (10, 2), (100, 3), (100, 8)):
+        assigned = assign_groups([jobs_of([1.0] * clients)], [0.0] * workers, [0] * workers)
+        sums[clients, workers] = sum(parts_of(share, clients) for share in assigned)
+    assert sums == {(3, 3): 3, (10, 3): 3, (10, 2): 4, (100, 3): 3, (100, 8): 18}
 
 
-def test_nodes_add_up_nothing_if_a_worker_would_be_idle() -> None:
-    # Three workers could train 3 samples each; consecutive groups leave one of them 4.
-    assert makespan(units_of(1, 1, 1, 2, 2, 2), 3) == 3
-    assert assign_groups_to_nodes(units_of(1, 1, 1, 2, 2, 2), [0, 1, 1]) == []
+def test_groups_count_the_work_that_workers_have() -> None:
+    assigned = assign_groups([jobs_of([1.0] * 4)], [0.0, 2.0], [0, 0])
+    assert [len(share) for share in assigned] == [3, 1]
+
+
+def test_groups_stay_on_a_node() -> None:
+    nodes = [0, 0, 1, 1, 2, 2]
+    jobs = jobs_of([1.0] * 24)
+    assigned = assign_groups([jobs], [0.0] * 6, nodes, keeps_nodes=True)
+    on_node = [assigned[2 * node] + assigned[2 * node + 1] for node in range(3)]
+    assert [len(share) for share in on_node] == [8, 8, 8]
+    assert [parts_of(share, 24) for share in on_node] == [1, 1, 1]

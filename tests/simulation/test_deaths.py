@@ -53,6 +53,7 @@ from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.resident import StateHandle
 from raysim.training.run_spec import Faults, RunSpec
 from raysim.training.worker import Worker
+from raysim.vectors.tree_sum import add_up
 
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
@@ -65,7 +66,7 @@ METHODS: dict[str, Callable[[], list[Method]]] = {
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
-ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(every=1)}
+ASKED: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=1)}
 
 
 def study(name: str) -> RunSpec:
@@ -128,6 +129,11 @@ class Mortal:
         refs = [Ref(value, member is None) for value in arrived]
         self.waiting[worker].append(refs)
         return refs
+
+    def add_up(self, node: int, parts: Any, refs: Any) -> Ref:
+        if any(ref.lost for ref in refs):
+            return Ref(None, lost=True)
+        return Ref(add_up(parts, *(ref.value for ref in refs)), lost=False)
 
     def get(self, ref: Any) -> Any:
         if not isinstance(ref, Ref):
@@ -345,6 +351,32 @@ def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
         assert runtime.revived - late in (0, 1), (
             "the last row is written before the last evaluation"
         )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lost_sums_of_a_node_are_trained_again(schedule: str) -> None:
+    class Unreachable(Mortal):
+        """Workers on two nodes; the sums that stay on the second one are lost now and then."""
+
+        separate = 0  # sums
+
+        def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+            refs = super().call(worker, method, *args, returns=returns)
+            if method == "train_apart":
+                self.separate += 1
+                for ref in refs[1:]:
+                    ref.lost = self.separate % 2 == 0
+            return refs
+
+    name = "sums on workers"
+    whole = run(study(name), SCHEDULES[schedule], **ASKED)
+    runtime = Unreachable(study(name), 4, {11})
+    runtime.nodes = (0, 1, 1, 1)
+    finished_run = run_to_end(
+        coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED)
+    )
+    assert (finished_run.bits, finished_run.history) == (whole.bits, whole.history)
+    assert runtime.separate > 2
 
 
 def test_worker_that_always_dies_stops_the_run() -> None:

@@ -1,13 +1,13 @@
-"""Sums that nodes add up have the same bits as those of the coordinator."""
+"""Sums of workers and nodes have the same bits as those of the coordinator."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
-from test_deaths import Mortal
+from hypothesis import HealthCheck, given, settings as how, strategies as st
 from tiny_runs import (
     NORMED_MLP,
     FinishedRun,
@@ -20,41 +20,22 @@ from tiny_runs import (
 )
 
 from raysim.api.local_job import LocalJob
+from raysim.api.messages import TrainingResult
 from raysim.api.method import Method
+from raysim.methods.fedbn import FedBN
 from raysim.runtime.inprocess import InProcess
-from raysim.simulation import group_sums
-from raysim.simulation.assignment import assign_to_nodes
-from raysim.simulation.fleet import Ideal
-from raysim.simulation.group_sums import group_by_node, pipeline_order
-from raysim.simulation.schedule import Synchronous
+from raysim.simulation.fleet import Ideal, Lognormal
+from raysim.simulation.group_sums import SumTrees
+from raysim.simulation.runtime import WorkerDiedError
+from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
 from raysim.training.run_spec import RunSpec
 
 NODES = (0, 1, 2, 1, 2, 1, 0)  # of seven workers
 COHORT = Synchronous(28)
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=40),
-    st.lists(st.integers(0, 4), min_size=1, max_size=12),
-)
-def test_nodes_get_consecutive_groups(works: list[int], nodes: list[int]) -> None:
-    workers = assign_to_nodes(works, nodes)
-    seen = [nodes[workers[link[0]]] for link in group_by_node(workers, nodes)]
-    assert len(workers) == len(works) and len(set(seen)) == len(seen), "a node comes once"
-    assert 0 not in seen[:-1]
-    if len(works) >= len(nodes) and len(set(works)) == 1:
-        loads = np.bincount(workers, minlength=len(nodes))
-        assert loads.max() <= -(-len(works) // len(nodes)) + 1
-
-
-def test_parts_pass_through_the_nodes_in_turn() -> None:
-    order = list(pipeline_order(3, 4))
-    assert sorted(order) == [(link, part) for link in range(3) for part in range(4)]
-    assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
-
-
 class Sick(Method):
-    """A method that fails for some clients: a whole group, and the first of another one."""
+    """A method that fails for some clients."""
 
     name = "sick"
     clients = (0, 1, 2, 5, 9, 30)
@@ -72,69 +53,118 @@ class Dead(Sick):
 
 def study(*methods: Method) -> RunSpec:
     spec = run_spec(*methods, model=NORMED_MLP, data=equal_clients(clients=40, samples=400))
-    return with_settings(spec, rounds=2, summation=2, tolerate=1.0)
+    return with_settings(spec, rounds=2, tolerate=1.0)
+
+
+class Nodes(InProcess):
+    """Workers on several nodes that count what is trained, added up and fetched."""
+
+    def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):
+        super().__init__(*several_workers(spec, len(nodes)).members)
+        self.nodes, self.combine_from = nodes, least
+        self.trained: list[tuple[str, int]] = []
+        self.added: list[tuple[int, int]] = []  # node, and number of sums
+        self.vectors: list[int] = []  # that arrive, by answer
+
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        if method.startswith("train"):
+            self.trained.append((method, self.nodes[worker]))
+        return super().call(worker, method, *args, returns=returns)
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+        self.added.append((node, len(refs)))
+        return super().add_up(node, parts, refs)
+
+    def get(self, ref: Any) -> Any:
+        if isinstance(ref, TrainingResult):
+            self.vectors.append(len(ref.sums))
+        if isinstance(ref, np.ndarray):
+            self.vectors.append(1)
+        return super().get(ref)
 
 
 def apart(
-    spec: RunSpec,
-    nodes: tuple[int, ...] = NODES,
-    schedule: Synchronous = COHORT,
-    least: float = 0.0,
-) -> tuple[FinishedRun, list[tuple[str, int, Any]]]:
-    """Return a run whose workers are on these nodes, and its calls."""
-    runtime: Any = several_workers(spec, len(nodes))
-    runtime.nodes, runtime.combine_from = nodes, least
-    calls: list[tuple[str, int, Any]] = []
-
-    def call(worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        calls.append((method, nodes[worker], args))
-        return InProcess.call(runtime, worker, method, *args, returns=returns)
-
-    runtime.call = call
-    return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), calls
+    spec: RunSpec, nodes: Sequence[int] = NODES, schedule: Schedule = COHORT, least: float = 0.0
+) -> tuple[FinishedRun, Nodes]:
+    """Return a run whose workers are on these nodes, and its runtime."""
+    runtime = Nodes(spec, nodes, least)
+    return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_sums_on_nodes_have_the_bits_of_one_worker(
-    methods: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
-    for part in (1 << 25, 500):  # whole vectors, and pieces of them
-        monkeypatch.setattr(group_sums, "PART_FLOATS", part)
-        there, calls = apart(study(*methods))
-        assert (there.bits, there.history) == (alone.bits, alone.history)
-        assert {node for name, node, _ in calls if name == "train_apart"} == {1, 2}
-        assert {node for name, node, _ in calls if name == "train"} == {0}
-        pieces = -(-there.coordinator.layout.shared // part)
-        combined = [(node, len(args) - 3) for name, node, args in calls if name == "combine"]
-        # Of 14 groups the five workers of two nodes sum ten: they arrive as one.
-        assert sorted(combined) == sorted(2 * pieces * [(1, 6), (2, 4)])
+    there, runtime = apart(study(*methods))
+    assert (there.bits, there.history) == (alone.bits, alone.history)
+    assert {node for name, node in runtime.trained if name == "train_apart"} == {1, 2}
+    assert {node for name, node in runtime.trained if name == "train"} == {0}
+    assert {node for node, _ in runtime.added} == {1, 2}
 
 
-@pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0), ((0, 1, 0), 0)])
+def test_few_vectors_of_nodes_arrive() -> None:
+    """Cases: three nodes of one worker; two of two workers; eight of one worker. In two rounds."""
+    _, runtime = apart(study(), (0, 1, 2), Synchronous(12))
+    assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
+    _, runtime = apart(study(), (0, 0, 1, 1), Synchronous(8))
+    assert sum(runtime.vectors) == 2 * 3, "two of node 0, one of node 1"
+    _, runtime = apart(study(), tuple(range(8)), Synchronous(16))
+    assert sum(runtime.vectors) == 2 * 4, "1 of node 0, and of 1, 2 and 4 other nodes"
+
+
+@pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0)])
 def test_sums_on_nodes_only_if_they_save_traffic(nodes: tuple[int, ...], least: float) -> None:
-    """Cases: a small model, workers on one node, and a node with one sum."""
-    result, calls = apart(study(), nodes, Synchronous(6), least)
+    """Cases: a small model, and workers on one node."""
+    result, runtime = apart(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
-    assert not {name for name, *_ in calls} & {"train_apart", "combine"}
+    assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added
 
 
-class Combining(Mortal):
-    """Workers that count the calls to add up."""
+def test_sums_of_a_dead_adder_are_fetched_one_by_one() -> None:
+    class Dying(Nodes):
+        def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+            return WorkerDiedError("it was told to")
 
-    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        if method == "combine":
-            return super().call(worker, method, *args, returns=returns)
-        deaths, self.deaths = self.deaths, set()
-        result = super().call(worker, method, *args, returns=returns)
-        self.deaths, self.calls = deaths, self.calls - 1
-        return result
+        def get(self, ref: Any) -> Any:
+            if isinstance(ref, WorkerDiedError):
+                raise ref
+            return super().get(ref)
+
+    alone = run_to_end(coordinate(study(Sick()), COHORT, Ideal())).bits
+    runtime = Dying(study(Sick()), NODES)
+    assert run_to_end(coordinate(study(Sick()), COHORT, Ideal(), runtime)).bits == alone
 
 
-def test_death_during_sums_on_nodes_keeps_the_bits() -> None:
-    alone = run_to_end(coordinate(study(), COHORT, Ideal())).bits
-    for death in (1, 2):  # the first node, and the one to which its sum goes
-        runtime = Combining(study(), 5, {death})
-        runtime.nodes = (1, 0, 1, 2, 2)
-        assert run_to_end(coordinate(study(), COHORT, Ideal(), runtime)).bits == alone
-        assert runtime.revived == 1
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    size = draw(st.integers(1, 12))
+    kinds = [
+        Synchronous(size),
+        Buffered(concurrency=size + draw(st.integers(0, 6)), size=size),
+        Immediate(size),
+    ]
+    return draw(st.sampled_from(kinds))
+
+
+@how(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schedules(),
+    st.sampled_from([(0, 0), (0, 0, 0), (0, 1, 1), (0, 1, 2, 1, 0), (0, 0, 1, 1, 2, 2, 3, 3)]),
+    st.sampled_from([(), (Sick(),), (FedBN(),)]),
+)
+def test_bits_do_not_depend_on_schedule_nodes_and_failures(
+    schedule: Schedule, nodes: tuple[int, ...], methods: tuple[Method, ...]
+) -> None:
+    spec = with_settings(study(*methods), rounds=3, tolerate=1.0)
+    alone = run_to_end(coordinate(spec, schedule, Lognormal()))
+    there = run_to_end(coordinate(spec, schedule, Lognormal(), Nodes(spec, nodes)))
+    assert (there.bits, there.history) == (alone.bits, alone.history)
+
+
+def test_groups_are_parts_of_the_tree_of_a_replica() -> None:
+    trees = SumTrees()
+    trees.plan((10, 11, 12, 13, 14))
+    trees.plan((20, 21))
+    assert trees.groups([21, 14, 13, 12, 11, 20]) == [(20, 21), (11,), (12, 13), (14,)]
+    assert trees.groups([99]) == [], "a job whose update is needed alone"
+    trees.forget([20, 21])
+    assert trees.groups([20, 21, 10]) == [(10,)]

@@ -48,7 +48,7 @@ SCHEDULES: dict[str, Schedule] = {
     "tiered": Tiered(2, 2),
 }
 METHODS: dict[str, list[Any]] = {"stateless": [], "stateful": [Scaffold(), FedBN()]}
-ASKED: dict[str, Any] = {"rounds": 9, "summation": 2, "evaluate": Evaluation(every=4)}
+ASKED: dict[str, Any] = {"rounds": 9, "evaluate": Evaluation(every=4)}
 FLEET = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
 
 

@@ -17,7 +17,9 @@ from test_planner import CLIENTS, COUNTS, FLEETS, SCHEDULES, is_available, load
 from tiny_runs import TimedFleet, coordinate, run, run_spec, run_to_end
 
 from raysim.api.messages import Update
+from raysim.api.method import Method
 from raysim.api.selection import Random, Selection, SelectionView, draw_weighted
+from raysim.api.setup import Setup
 from raysim.api.topology import Topology
 from raysim.conformance import agreement
 from raysim.primitives.streams import stream
@@ -178,9 +180,17 @@ class Looking(Selection):
         return FewestJobs().select(view)
 
 
+class ReadUpdates(Method):
+    name = "read_updates"
+
+    def setup(self, run: Setup) -> None:
+        run.read_updates()
+
+
 def test_rule_sees_reports_accepted_before() -> None:
     seen: list[dict[str, Any]] = []
-    coordinator = coordinate(run_spec(selection=Looking(seen)), Buffered(4, 2), rounds=6)
+    spec = run_spec(ReadUpdates(), selection=Looking(seen))
+    coordinator = coordinate(spec, Buffered(4, 2), rounds=6)
     report, reports = coordinator.planner.report, list[list[Update]]()
 
     def listen(updates: list[Update]) -> None:

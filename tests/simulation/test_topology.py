@@ -115,7 +115,7 @@ class TestHierarchical:
     def test_edges_follow_independent_arithmetic(self, schedule: Schedule) -> None:
         """HierFAVG: each edge averages by samples, and every 2 aggregations the edges average."""
         topology = Hierarchical(2, every=2)
-        spy, finished = spied(topology, schedule, rounds=11, summation=20)
+        spy, finished = spied(topology, schedule, rounds=11)
         coordinator = finished.coordinator
         edge_of, counts = coordinator.replicas.network.replica_of, coordinator.counts
         assert sorted(np.bincount(edge_of).tolist()) == [CLIENTS // 2] * 2
@@ -480,7 +480,7 @@ class Cities(Topology):
 
 class TestOwnTopology:
     def test_two_servers_follow_independent_arithmetic(self) -> None:
-        spy, found = spied(Cities(), Synchronous(5), rounds=5, summation=20)
+        spy, found = spied(Cities(), Synchronous(5), rounds=5)
         delta_of = {update.job: update.delta for update in spy.updates}
         counts = found.coordinator.counts
         models = np.stack([found.coordinator.initial.shared.numpy()] * 2).astype(np.float64)

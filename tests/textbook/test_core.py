@@ -71,13 +71,10 @@ ROWS = {
     "one batch a pass": Row(core, list, trained(batch=1000)),
     "uniform weights": Row(core, list, trained(True), {"weighting": "uniform"}),
     "BatchNorm that has seen more batches of some": Row(core, list, trained(True, batch=3)),
-    "groups of one": Row(core, list, trained(True), {"summation": 1}),
-    "groups of two": Row(core, list, trained(True), {"summation": 2}),
     "late": Row(core, list, trained(), **late()),
     "late, a rate that falls": Row(core, list, trained(lr_decay=0.5), **late()),
     "late, BatchNorm": Row(core, list, trained(True, batch=3), **late()),
     "late, BatchNorm, uniform weights": Row(core, list, trained(True), **late(weighting="uniform")),
-    "late, BatchNorm, groups of one": Row(core, list, trained(True), **late(summation=1)),
     "late, one by one": Row(core, list, trained(True), schedule=Buffered(3, 1), run={"rounds": 7}),
 }
 
@@ -85,20 +82,6 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
     check(ROWS[name])
-
-
-@pytest.mark.parametrize(
-    "schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"]
-)
-def test_size_of_groups_changes_only_rounding(schedule: Any) -> None:
-    study = run_spec(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
-    ways = [run(study, schedule, summation=group, rounds=2).tensors for group in (1, 4, 100)]
-    assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), (
-        "or nothing is tested"
-    )
-    for other in ways[1:]:
-        for name, tensor in ways[0].items():
-            np.testing.assert_allclose(other[name], tensor, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_rows_with_late_updates_have_some() -> None:

@@ -43,8 +43,9 @@ def batches(
 def plain_fedavg(
     model: nn.Module, data: FederatedData, weighting: str, **optimizer: Any
 ) -> dict[str, Tensor]:
-    """x + sum(w_i * (y_i - x)) / sum(w_i), summed over five clients at a time, in the order of
-    their arrival.
+    """x + sum(w_i * (y_i - x)) / sum(w_i), in pairs, pairs of pairs, and so on.
+
+    The order is that of their arrival.
     """
     counts = data.partition.train.counts
     arrival = sorted(
@@ -71,13 +72,10 @@ def plain_fedavg(
             if not tensor.is_floating_point():
                 tensor.add_(max(deltas[client][name] for client in arrival))
                 continue
-            groups = []
-            for five in (arrival[:5], arrival[5:]):
-                total = deltas[five[0]][name] * weight[five[0]]
-                for client in five[1:]:
-                    total.add_(deltas[client][name], alpha=weight[client])
-                groups.append(total)
-            tensor.add_((groups[0] + groups[1]) / sum(weight.values()))
+            sums = [deltas[client][name] * weight[client] for client in arrival]
+            while len(sums) > 1:
+                sums = [sum(sums[at + 1 : at + 2], sums[at]) for at in range(0, len(sums), 2)]
+            tensor.add_(sums[0] / sum(weight.values()))
     return model.state_dict()
 
 

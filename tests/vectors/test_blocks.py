@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny_runs import ROUNDS, run_spec, with_settings
 
 from raysim.runtime import inprocess
 from raysim.simulation.fleet import Ideal
 from raysim.training.determinism import openblas_threads
 from raysim.vectors import blocks
-from raysim.vectors.blocks import compile_function, fold_groups, in_blocks, split_into_groups
+from raysim.vectors.blocks import compile_function, in_blocks
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
@@ -47,16 +46,6 @@ def test_error_in_a_block_is_raised() -> None:
 
     with pytest.raises(ValueError, match="block 2"):
         in_blocks(100, work, 8)
-
-
-def test_sum_into_a_tensor_uses_workers_sums_unchanged() -> None:
-    rows = [np.random.default_rng(i).standard_normal(50, np.float32) for i in range(4)]
-    place = torch.zeros(50)
-    whole = fold_groups(split_into_groups(rows, [1.0, 2.0, 3.0, 4.0], 2))
-    first = fold_groups([(rows[:2], [1.0, 2.0])]).numpy()
-    first.flags.writeable = False
-    again = fold_groups([([first], [1.0]), (rows[2:], [3.0, 4.0])], place)
-    assert again is place and torch.equal(again, whole)
 
 
 def test_run_multiplies_on_one_thread_and_restores_numpys() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.api.messages import PublishedVersion
 from raysim.data.dataset import copy_to_cache
@@ -42,6 +43,7 @@ from raysim.simulation.schedule import Schedule
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
+from raysim.vectors.tree_sum import add_up
 
 # A small model is cheaper to send with every call than to store once, which takes 0.5 ms.
 MAX_INLINE_BYTES = 1 << 16
@@ -49,6 +51,13 @@ BATCH_S = 0.1  # seconds in which finished rounds are collected for one message 
 REPLACEMENT_TIMEOUT_S = 300  # for a new worker in the place of a dead one
 # Seconds between two checks whether a new worker has room. Ray may learn late that a node is lost.
 ROOM_CHECK_S = 30
+# What is raised for a value that is lost with its process or node.
+LOSSES = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
 NODE_CHECK_S = 1.0  # between two checks for lost nodes while the coordinator waits
 # The resident memory of a worker before its first job: Python, torch and Ray. Measured: 380 MiB.
 PROCESS_BYTES = 400 * 2**20
@@ -133,6 +142,14 @@ def actor_class(kind: type) -> Any:
         if not name.startswith("_"):
             content[name] = delegate(name)
     return ray.remote(type(kind.__name__, (), content))
+
+
+class NodeAdder:
+    """A process that adds up the sums of a node's workers, also while these train."""
+
+    def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
+        """See `tree_sum.add_up`."""
+        return add_up(parts, *sums)
 
 
 class RayCoordinator:
@@ -229,6 +246,7 @@ class RayRuntime:
         growth: Growth | None = None,
     ):
         self.participants, self._identify, self._growth = participants, identify, growth
+        self._adders: dict[int, Any] = {}  # by node, the actors that add up sums
         self.workers, self._make, self.combine_from = workers, start, combine_from
         self._first_workers = workers
         self._node_ids = list(node_ids) or [coordinator_node] * workers
@@ -263,12 +281,28 @@ class RayRuntime:
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """Start an actor task; return a reference for each result."""
+        if method == "train_apart":
+            self._adder(self.nodes[worker])  # it starts while the worker trains
         task = self._methods.get((worker, method, returns))
         if task is None:
             task = getattr(self.actors[worker], method).options(num_returns=returns)
             self._methods[worker, method, returns] = task
         refs = task.remote(*args)
         return [refs] if returns == 1 else list(refs)
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+        """Let a process of the node add up these sums; return a reference to the total."""
+        return self._adder(node).add_up.remote(parts, *refs)
+
+    def _adder(self, node: int) -> Any:
+        """Return the actor that adds up the sums of a node; start it if there is none."""
+        if node not in self._adders:
+            names = {number: name for name, number in self._node_numbers.items()}
+            place = NodeAffinitySchedulingStrategy(names[node], soft=False)
+            # It works now and then, also while workers train, so it reserves nothing.
+            options = {"num_cpus": 0, "scheduling_strategy": place}
+            self._adders[node] = actor_class(NodeAdder).options(**options).remote()
+        return self._adders[node]
 
     def get(self, ref: Any) -> Any:
         """Wait for a result; its arrays are read-only views into the object store."""
@@ -280,7 +314,7 @@ class RayRuntime:
             except ray.exceptions.GetTimeoutError:
                 if self._has_unreachable_worker():
                     raise WorkerDiedError("a node is lost") from None
-            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            except LOSSES as error:
                 raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
@@ -341,6 +375,7 @@ class RayRuntime:
     def release(self, worker: int) -> None:
         """End a worker that is not used any more; it may be unreachable."""
         ray.kill(self.actors[worker])
+        self._adders.pop(self.nodes[worker], None)
         self._released.add(worker)
 
     def take_new_workers(self) -> Sequence[int]:
@@ -405,6 +440,7 @@ class RayRuntime:
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
         self._methods.clear()
+        self._adders.pop(self.nodes[worker], None)  # it may be lost with the node
         actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
@@ -478,8 +514,9 @@ class RayRuntime:
 
     def stop(self) -> None:
         """End the workers."""
-        for actor in self.actors:
+        for actor in [*self.actors, *self._adders.values()]:
             ray.kill(actor)
+        self._adders.clear()
 
 
 def _has_lost_bundle() -> bool:

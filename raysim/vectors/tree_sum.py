@@ -1,0 +1,181 @@
+"""Sum vectors in a fixed binary tree over their positions.
+
+Node (level, index) of the tree is the sum of the positions [index * 2**level, (index + 1) *
+2**level): its left half plus its right half, each rounded. A leaf is weight * vector, rounded.
+A missing leaf, and a half without leaves, is left out. So the bits of a sum depend on the vectors,
+their weights and their positions, and not on which process adds up which part of the tree. In
+shapes, d is the length of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.vectors.blocks import in_blocks
+
+
+class Leaf(NamedTuple):
+    """A vector [d] and its weight in the sum."""
+
+    array: np.ndarray
+    weight: float
+
+
+# Sums [d] of parts of the tree, by their positions (see `covered_ranges`); None: it has no leaves.
+RangeSums: TypeAlias = Mapping[range, np.ndarray | None]
+_NO_SUMS: RangeSums = MappingProxyType({})
+
+
+def num_levels(count: int) -> int:
+    """Return the level of the root of a tree with `count` positions."""
+    return max(0, count - 1).bit_length()
+
+
+def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
+    """Return the largest parts of a tree that have only these positions, in order.
+
+    count: the number of positions of the tree. A part that ends behind the last position is cut
+    there.
+    """
+    ranges: list[range] = []
+    nodes = set(positions)
+    for level in range(num_levels(count)):
+        parents: set[int] = set()
+        for index in nodes:
+            sibling = index ^ 1
+            if sibling in nodes or sibling << level >= count:
+                parents.add(index >> 1)
+            else:
+                ranges.append(_positions(level, index, count))
+        nodes = parents
+    ranges += [_positions(num_levels(count), root, count) for root in nodes]
+    return sorted(ranges, key=lambda part: part.start)
+
+
+def halves(part: range) -> tuple[range, range]:
+    """Return both halves of a part of a tree, which has at least two positions."""
+    middle = part.start + (1 << (num_levels(len(part)) - 1))
+    return range(part.start, middle), range(middle, part.stop)
+
+
+def _positions(level: int, index: int, count: int) -> range:
+    start = index << level
+    return range(start, min(start + (1 << level), count))
+
+
+def sum_in_tree(
+    leaves: Sequence[Leaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
+) -> Tensor | None:
+    """Return the sum of all leaves, [d], on the CPU; None if there are none.
+
+    leaves: one for each position; None for a missing one, and for positions in `sums`. sums: the
+    parts that are already added up. into: the tensor for the sum, or None for a new one.
+    """
+    plan = _Plan(leaves, sums)
+    root = plan.add(range(len(leaves)), 0)
+    if root is None:
+        return None
+    if not isinstance(root, int):
+        plan.steps.append(_Scale(0, root, 1.0))
+    total = np.empty_like(plan.example) if into is None else into.numpy()
+
+    def run(part: slice) -> None:
+        block = total[part]
+        slots = [block, *(np.empty_like(block) for _ in range(plan.slots - 1))]
+        for step in plan.steps:
+            if isinstance(step, _Scale):
+                np.multiply(step.array[part], step.weight, out=slots[step.slot])
+                continue
+            left = slots[step.left] if isinstance(step.left, int) else step.left[part]
+            right = slots[step.right] if isinstance(step.right, int) else step.right[part]
+            np.add(left, right, out=slots[step.slot])
+
+    in_blocks(len(total), run)
+    return torch.from_numpy(total) if into is None else into
+
+
+def weighted_sum(
+    arrays: Sequence[np.ndarray], weights: Sequence[float], into: Tensor | None = None
+) -> Tensor:
+    """Return w_1 a_1 + w_2 a_2 + ... [d] of at least one vector, added up in the tree.
+
+    into: the tensor for the sum, or None for a new one.
+    """
+    leaves = [Leaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
+    total = sum_in_tree(leaves, into=into)
+    assert total is not None, "at least one vector is summed"
+    return total
+
+
+def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
+    """Return the sum of parts of a tree that together have all its positions.
+
+    parts: the positions of each sum. It is None if all sums are.
+    """
+    count = max(part.stop for part in parts)
+    total = sum_in_tree([None] * count, dict(zip(parts, sums, strict=True)))
+    return None if total is None else total.numpy()
+
+
+class _Scale(NamedTuple):
+    """The step that writes array * weight into a slot."""
+
+    slot: int
+    array: np.ndarray
+    weight: float
+
+
+class _Add(NamedTuple):
+    """The step that writes left + right into a slot; a number is a slot."""
+
+    slot: int
+    left: int | np.ndarray
+    right: int | np.ndarray
+
+
+class _Plan:
+    """The steps of a sum. A slot is the space for one intermediate result; the sum is in slot 0."""
+
+    def __init__(self, leaves: Sequence[Leaf | None], sums: RangeSums):
+        self._leaves, self._sums = leaves, sums
+        self.steps: list[_Scale | _Add] = []
+        self.slots = 1
+        self.example = np.empty(0)  # one of the vectors, once there is one
+
+    def add(self, part: range, slot: int) -> int | np.ndarray | None:
+        """Add the steps for a part of the tree; return its slot, its vector, or None.
+
+        Slots below `slot` keep their content.
+        """
+        if part in self._sums:
+            total = self._sums[part]
+            self.example = self.example if total is None else total
+            return total
+        if len(part) == 1:
+            return self._scale(part.start, slot)
+        first, second = halves(part)
+        left = self.add(first, slot)
+        right = self.add(second, slot + 1 if isinstance(left, int) else slot)
+        if left is None or right is None:
+            return right if left is None else left
+        self.steps.append(_Add(self._take(slot), left, right))
+        return slot
+
+    def _scale(self, position: int, slot: int) -> int | None:
+        leaf = self._leaves[position]
+        if leaf is None:
+            return None
+        self.example = leaf.array
+        # NumPy would convert a vector to the type of a weight that is no Python number.
+        self.steps.append(_Scale(self._take(slot), leaf.array, float(leaf.weight)))
+        return slot
+
+    def _take(self, slot: int) -> int:
+        self.slots = max(self.slots, slot + 1)
+        return slot
