@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from raysim.api.topology import ClusterRule, ClusterView
-from raysim.vectors.blocks import fold_groups
 from raysim.vectors.gram import gram_matrix
+from raysim.vectors.tree_sum import weighted_sum
 
 
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
@@ -94,7 +94,7 @@ class SplitByUpdates(ClusterRule):
             return {}
         rows = [updates[client] for client in members.tolist()]
         weights = view.weights[members]
-        mean = fold_groups([(rows, (weights / weights.sum()).tolist())])
+        mean = weighted_sum(rows, (weights / weights.sum()).tolist())
         norms = [_norm(torch.from_numpy(row)) for row in rows]
         mean_norm, max_norm = _norm(mean), max(norms)
         view.report["topology.mean_norm"] = mean_norm
