@@ -27,7 +27,7 @@ from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.group_sums import Group, RemoteSum, SumTrees, fetch_sums
 from raysim.simulation.job_queue import JobQueue
-from raysim.simulation.runtime import Ref, Runtime
+from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
 # Of deltas that one call to a worker may hold back until it returns (256 MiB).
