@@ -244,5 +244,5 @@ def truncate(job: LocalJob, rank: int) -> None:
 def mean_delta(aggregation: Aggregation, server: ServerView) -> Tensor:
     """Return the weighted mean [trained] of the updates, with FedAvg's bits."""
     rows = parameters_of(aggregation, server)
-    total = linear_combination(rows, aggregation.weights, server.summation_group)
+    total = linear_combination(rows, aggregation.weights)
     return total.div_(aggregation.divisor)
