@@ -84,6 +84,15 @@ BATCHNORM = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
+def batchnorm_names(network: str, module: nn.Module) -> list[str]:
+    """Return the full names of all parameters and buffers of a network's BatchNorm layers."""
+    names = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, BATCHNORM):
+            names += [f"{network}.{path}.{name}" for name in layer.state_dict()]
+    return names
+
+
 class FedBN(Method):
     """FedAvg in which every client keeps its own normalisation layers.
 

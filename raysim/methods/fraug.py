@@ -51,10 +51,9 @@ Departures from the paper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -64,7 +63,9 @@ from torch import Tensor, nn
 from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
-from raysim.methods.fedbn import BATCHNORM
+from raysim.methods.feature_distances import METRICS, Metric, feature_distance, mmd as mmd
+from raysim.methods.fedbn import batchnorm_names
+from raysim.methods.mixup import soft_targets
 from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
@@ -72,104 +73,11 @@ if TYPE_CHECKING:
     from raysim.api.declarations import Local, Participation
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
-    from raysim.vectors.layout import Layout
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
-Metric: TypeAlias = Literal["mmd", "mse", "mmd_moments", "mmd_classes"]
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
 # Generated features this many times as long as real ones: no setting of the paper comes near it.
 MAX_NORM_RATIO = 10.0
-
-
-# --- distances between two sets of features -----------------------------------------------------
-def mmd(
-    x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2.0, kernel_num: int = 5
-) -> Tensor:
-    """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
-
-    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q) with the width w_q: mul^(q - num // 2) times the
-    mean squared distance of all rows, which is a constant in gradients. kernel="moments" returns
-    the mean squared differences of means and of unbiased covariances instead.
-    """
-    if kernel == "moments":
-        return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
-    n = len(x)
-    squares = _squared_distances(torch.cat([x, y]))
-    size = len(squares)
-    mean = squares.detach().sum() / (size**2 - size)
-    kernels = _gaussians(squares, mean, kernel_mul, kernel_num)
-    return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
-
-
-def _squared_distances(rows: Tensor) -> Tensor:
-    # Distances do not change, and large common parts do not cancel in them.
-    rows = rows - rows[:1].detach()
-    norms = rows.square().sum(1)
-    return (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
-
-
-def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
-    """Return the sum of the kernels; mean: the mean of the squares, for each row or of all."""
-    scaled = -squares / torch.where(mean > 0, mean, 1)
-    widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]
-    return torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
-
-
-def _covariance(x: Tensor) -> Tensor:
-    centred = x - x.mean(0)
-    return centred.T @ centred / (len(x) - 1)
-
-
-def mmd_of_classes(
-    x: Tensor,
-    y: Tensor,
-    x_labels: Tensor,
-    y_labels: Tensor,
-    kernel_mul: float = 2.0,
-    kernel_num: int = 5,
-) -> Tensor:
-    """Return the mean over classes of the squared MMD of their rows, a scalar.
-
-    x: [n, D]. y: [k, D]. x_labels: int64 [n]. y_labels: int64 [k]. The widths of the kernels are
-    those of `mmd` for the rows of each class. Only classes in both sets count; without one the
-    value is 0.
-    """
-    labels = torch.cat([x_labels, y_labels])
-    squares = _squared_distances(torch.cat([x, y]))
-    is_same = (labels.unsqueeze(1) == labels).to(squares.dtype)
-    # For each row: the rows of its class in x and in y.
-    in_x, in_y = is_same[:, : len(x)].sum(1), is_same[:, len(x) :].sum(1)
-    size = in_x + in_y
-    sums = is_same @ (squares.detach() * is_same).sum(1)
-    mean = sums / (size.square() - size).clamp(min=1)
-    kernels = _gaussians(squares, mean.unsqueeze(1), kernel_mul, kernel_num)
-    is_shared = ((in_x > 0) & (in_y > 0)).to(squares.dtype)
-    shares = torch.cat([1 / in_x[: len(x)], -1 / in_y[len(x) :]]) * is_shared
-    num_classes = shares[: len(x)].sum()
-    return shares @ (kernels * is_same) @ shares / num_classes.clamp(min=1)
-
-
-DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mmd": mmd,
-    "mse": F.mse_loss,
-    "mmd_moments": partial(mmd, kernel="moments"),
-}
-METRICS = get_args(Metric)
-
-
-def _distance(
-    metric: str,
-    x: Tensor,
-    y: Tensor,
-    x_labels: Tensor | None,
-    y_labels: Tensor | None = None,
-) -> Tensor:
-    """Return D(x, y); y_labels=None: the rows of y have the labels of x."""
-    if metric != "mmd_classes":
-        return DISTANCES[metric](x, y)
-    if x_labels is None:
-        raise ValueError("metric=mmd_classes: the distance of classes needs labels. Pass labels.")
-    return mmd_of_classes(x, y, x_labels, x_labels if y_labels is None else y_labels)
 
 
 # --- the three losses ---------------------------------------------------------------------------
@@ -208,7 +116,7 @@ def generator_loss(
     labels: of e, int64 [B]. reference_labels: int64 [k]; None: those of e. metric: see `METRICS`.
     """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
-    distance = _distance(metric, fake_embeddings, reference, labels, reference_labels)
+    distance = feature_distance(metric, fake_embeddings, reference, labels, reference_labels)
     return F.cross_entropy(logits, labels) - lam * distance
 
 
@@ -232,8 +140,8 @@ def rtnet_loss(
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
     entropies = _entropy(domain_logits) + _entropy(proto_logits)
-    domain_distance = _distance(metric, domain_embeddings, real_embeddings, real_labels)
-    proto_distance = _distance(metric, proto_embeddings, anchors, proto_labels)
+    domain_distance = feature_distance(metric, domain_embeddings, real_embeddings, real_labels)
+    proto_distance = feature_distance(metric, proto_embeddings, anchors, proto_labels)
     return lam / 2 * (domain_distance + proto_distance) - entropies / 2
 
 
@@ -252,7 +160,7 @@ def class_prototype_ema(
     """
     # Features may be of a coarser type than prototypes.
     features = features.to(prototypes.dtype)
-    members = _one_hot(labels, len(prototypes), features.dtype)
+    members = soft_targets(labels, len(prototypes), features.dtype)
     counts = members.sum(0).unsqueeze(1)
     means = members.T @ features / counts.clamp(min=1)
     return torch.where(counts > 0, (1 - momentum) * prototypes + momentum * means, prototypes)
@@ -278,11 +186,6 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
 
-def _one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return rows [B, C]. torch's own function waits for the device to know the largest label."""
-    return (labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)).to(dtype)
-
-
 # --- the two networks ---------------------------------------------------------------------------
 class Conditional(nn.Module):
     """Layers whose input is rows [B, n] joined with their one-hot labels [B, C]."""
@@ -293,7 +196,7 @@ class Conditional(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
-        one_hot = _one_hot(labels, self.num_classes, rows.dtype)
+        one_hot = soft_targets(labels, self.num_classes, rows.dtype)
         return cast(Tensor, self.layers(torch.cat([rows, one_hot], dim=1)))
 
 
@@ -435,7 +338,7 @@ class FRAug(Method):
             isinstance(head, nn.Linear),
             f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Change it.",
         )
-        if not _batchnorm_names("model", run.model):
+        if not batchnorm_names("model", run.model):
             run.warn(
                 "model: method 'fraug' finds no BatchNorm, so that only RTNet stays on the client. "
                 "Choose a model with BatchNorm, such as model=small_cnn model.norm=batch."
@@ -447,9 +350,9 @@ class FRAug(Method):
 
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Return the model's BatchNorm, as in FedBN, and the generator's if it is local."""
-        names = _batchnorm_names("model", networks["model"])
+        names = batchnorm_names("model", networks["model"])
         if self.use_generator and self.generator_norm == "local":
-            names += _batchnorm_names(GENERATOR, networks[GENERATOR])
+            names += batchnorm_names(GENERATOR, networks[GENERATOR])
         return names
 
     def three_steps(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
@@ -461,11 +364,11 @@ class FRAug(Method):
         if self.use_rtnet:
             rate = self.rtnet_lr_factor
             steps[RTNET] = Stage(RTNET, (RTNET,), self.rtnet_step, rate=rate)
-        all_eval = dict.fromkeys(steps, False)
-        stages = []
-        for network, stage in steps.items():
-            stages.append(replace(stage, modes={**all_eval, network: True}))
-        return [tuple(stages) if size > 1 else () for size in plan.sizes]
+        stages = tuple(
+            replace(stage, modes={name: name == network for name in steps})
+            for network, stage in steps.items()
+        )
+        return [stages if size > 1 else () for size in plan.sizes]
 
     def cost(self, job: Participation) -> float:
         """Return a forward pass in eval mode, and the passes of G and H by their parameters.
@@ -474,8 +377,8 @@ class FRAug(Method):
         parameter many times.
         """
         layout = job.run.layout
-        generator, rtnet = _num_floats(layout, GENERATOR), _num_floats(layout, RTNET)
-        model = max(1, _num_floats(layout, "model"))
+        generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
+        model = max(1, layout.num_parameters("model"))
         # Rows for each sample in the classifier's and in RTNet's step.
         first, last = 2 * bool(self.weight), 2 * self.use_rtnet
         networks = generator * (FORWARD * (first + last) + 1) + rtnet * (FORWARD * first + last)
@@ -635,17 +538,3 @@ def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor
     correct = is_correct.to(real.dtype).mean()
     sums = torch.stack([real_norm, generated_norm, correct, torch.ones_like(real_norm)])
     job.scratch["sums"] = job.scratch["sums"] + sums.to(job.params.dtype)
-
-
-# --- names and sizes ----------------------------------------------------------------------------
-def _batchnorm_names(network: str, module: nn.Module) -> list[str]:
-    """Return the full names of all parameters and buffers of a network's BatchNorm layers."""
-    names = []
-    for path, layer in module.named_modules():
-        if isinstance(layer, BATCHNORM):
-            names += [f"{network}.{path}.{name}" for name in layer.state_dict()]
-    return names
-
-
-def _num_floats(layout: Layout, network: str) -> int:
-    return sum(entry.stop - entry.start for entry in layout.entries_in((network,)))

@@ -72,6 +72,10 @@ class Layout:
             entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted)
         )
 
+    def num_parameters(self, prefix: str) -> int:
+        """Return the number of parameters of a network or module."""
+        return sum(entry.stop - entry.start for entry in self.entries_in((prefix,)))
+
     def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
         """Return contiguous slices that cover the entries.
 

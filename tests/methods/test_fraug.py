@@ -33,6 +33,7 @@ from raysim.data.partition import CSR, Partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.methods import fraug
+from raysim.methods.feature_distances import METRICS, mmd, mmd_of_classes
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import GENERATOR, RTNET, FRAug
@@ -58,12 +59,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def test_mmd_does_not_depend_on_a_common_offset() -> None:
     x, y = random(6, 4), random(5, 4, seed=1) + 1
-    assert torch.allclose(fraug.mmd(x, y), fraug.mmd(x + 1000, y + 1000), rtol=1e-7)
+    assert torch.allclose(mmd(x, y), mmd(x + 1000, y + 1000), rtol=1e-7)
 
 
 def test_mmd_of_equal_rows_is_zero_with_finite_gradient() -> None:
     x = torch.full((3, 4), 0.1, requires_grad=True)
-    value = fraug.mmd(x, torch.full((5, 4), 0.1))
+    value = mmd(x, torch.full((5, 4), 0.1))
     (gradient,) = torch.autograd.grad(value, x)
     assert value == 0
     assert torch.equal(gradient, torch.zeros_like(gradient))
@@ -72,17 +73,17 @@ def test_mmd_of_equal_rows_is_zero_with_finite_gradient() -> None:
 def test_mmd_of_classes_is_the_mean_of_shared_classes() -> None:
     x, y = random(5, 4), random(4, 4, seed=1) + 1
     x_labels, y_labels = torch.tensor([0, 1, 0, 2, 1]), torch.tensor([1, 0, 1, 3])
-    parts = [fraug.mmd(x[[0, 2]], y[[1]]), fraug.mmd(x[[1, 4]], y[[0, 2]])]
-    assert torch.allclose(fraug.mmd_of_classes(x, y, x_labels, y_labels), sum(parts) / 2)
+    parts = [mmd(x[[0, 2]], y[[1]]), mmd(x[[1, 4]], y[[0, 2]])]
+    assert torch.allclose(mmd_of_classes(x, y, x_labels, y_labels), sum(parts) / 2)
     one = torch.zeros(9, dtype=torch.int64)
-    assert torch.allclose(fraug.mmd_of_classes(x, y, one[:5], one[:4]), fraug.mmd(x, y))
-    assert fraug.mmd_of_classes(x, y, one[:5], one[:4] + 1) == 0
+    assert torch.allclose(mmd_of_classes(x, y, one[:5], one[:4]), mmd(x, y))
+    assert mmd_of_classes(x, y, one[:5], one[:4] + 1) == 0
 
 
 def test_mmd_of_classes_has_finite_gradients() -> None:
     x = torch.full((3, 4), 0.1, requires_grad=True)
     labels = torch.tensor([0, 1, 2])
-    value = fraug.mmd_of_classes(x, torch.full((3, 4), 0.1), labels, labels.flip(0) + 1)
+    value = mmd_of_classes(x, torch.full((3, 4), 0.1), labels, labels.flip(0) + 1)
     (gradient,) = torch.autograd.grad(value, x)
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
@@ -234,7 +235,7 @@ def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
     assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
 
-@pytest.mark.parametrize("metric", fraug.METRICS)
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("lam", [0.0, 10.0])
 def test_warning_of_norms_names_settings_that_decrease_them(metric: Any, lam: float) -> None:
     method = small(generator_metric=metric, generator_lam=lam, generator_lr_factor=4.0)

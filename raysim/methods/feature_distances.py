@@ -1,0 +1,111 @@
+"""Distances between two sets of features, such as the maximum mean discrepancy (MMD).
+
+Source of MMD: Gretton et al., "A Kernel Two-Sample Test" (JMLR 2012), with five Gaussian kernels as
+in FRAug (ICCV 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Metric: TypeAlias = Literal["mmd", "mse", "mmd_moments", "mmd_classes"]
+METRICS = get_args(Metric)
+
+
+def mmd(
+    x: Tensor, y: Tensor, kernel: str = "gaussian", kernel_mul: float = 2.0, kernel_num: int = 5
+) -> Tensor:
+    """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
+
+    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q) with the width w_q: mul^(q - num // 2) times the
+    mean squared distance of all rows, which is a constant in gradients. kernel="moments" returns
+    the mean squared differences of means and of unbiased covariances instead.
+    """
+    if kernel == "moments":
+        return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
+    n = len(x)
+    squares = _squared_distances(torch.cat([x, y]))
+    size = len(squares)
+    mean = squares.detach().sum() / (size**2 - size)
+    kernels = _gaussians(squares, mean, kernel_mul, kernel_num)
+    return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
+
+
+def _squared_distances(rows: Tensor) -> Tensor:
+    # Distances do not change, and large common parts do not cancel in them.
+    rows = rows - rows[:1].detach()
+    norms = rows.square().sum(1)
+    return (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
+
+
+def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
+    """Return the sum of the kernels; mean: the mean of the squares, for each row or of all."""
+    scaled = -squares / torch.where(mean > 0, mean, 1)
+    widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]
+    return torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
+
+
+def _covariance(x: Tensor) -> Tensor:
+    centred = x - x.mean(0)
+    return centred.T @ centred / (len(x) - 1)
+
+
+def mmd_of_classes(
+    x: Tensor,
+    y: Tensor,
+    x_labels: Tensor,
+    y_labels: Tensor,
+    kernel_mul: float = 2.0,
+    kernel_num: int = 5,
+) -> Tensor:
+    """Return the mean over classes of the squared MMD of their rows, a scalar.
+
+    x: [n, D]. y: [k, D]. x_labels: int64 [n]. y_labels: int64 [k]. The widths of the kernels are
+    those of `mmd` for the rows of each class. Only classes in both sets count; without one the
+    value is 0.
+    """
+    labels = torch.cat([x_labels, y_labels])
+    squares = _squared_distances(torch.cat([x, y]))
+    is_same = (labels.unsqueeze(1) == labels).to(squares.dtype)
+    # For each row: the rows of its class in x and in y.
+    in_x, in_y = is_same[:, : len(x)].sum(1), is_same[:, len(x) :].sum(1)
+    size = in_x + in_y
+    sums = is_same @ (squares.detach() * is_same).sum(1)
+    mean = sums / (size.square() - size).clamp(min=1)
+    kernels = _gaussians(squares, mean.unsqueeze(1), kernel_mul, kernel_num)
+    is_shared = ((in_x > 0) & (in_y > 0)).to(squares.dtype)
+    shares = torch.cat([1 / in_x[: len(x)], -1 / in_y[len(x) :]]) * is_shared
+    num_classes = shares[: len(x)].sum()
+    return shares @ (kernels * is_same) @ shares / num_classes.clamp(min=1)
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mmd": mmd,
+    "mse": F.mse_loss,
+    "mmd_moments": partial(mmd, kernel="moments"),
+}
+
+
+def feature_distance(
+    metric: str,
+    x: Tensor,
+    y: Tensor,
+    x_labels: Tensor | None,
+    y_labels: Tensor | None = None,
+) -> Tensor:
+    """Return the distance of x [n, D] and y [k, D], a scalar.
+
+    metric: see `METRICS`; "mmd_classes" needs labels, int64 [n] and [k]. y_labels=None: the rows of
+    y have the labels of x. Raises ValueError if labels are missing.
+    """
+    if metric != "mmd_classes":
+        return DISTANCES[metric](x, y)
+    if x_labels is None:
+        raise ValueError("metric=mmd_classes: the distance of classes needs labels. Pass labels.")
+    return mmd_of_classes(x, y, x_labels, x_labels if y_labels is None else y_labels)
