@@ -115,7 +115,7 @@ def restore_import_path() -> Iterator[None]:
     sys.path[:] = path
 
 
-ONE_POINT = {
+ONE_POINT: dict[str, Any] = {
     "png": base64.b64decode(
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
     ),
@@ -134,6 +134,11 @@ def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if request.node.get_closest_marker("pictures"):
         return
     from matplotlib.figure import Figure
+
+    from raysim.results import curves
+
+    # Each run draws these; their panels alone take half of the time of a tiny run.
+    monkeypatch.setattr(curves, "_draw_png", lambda *_: ONE_POINT["png"])
 
     def savefig(figure: Figure, file: Any, format: str, **_: object) -> None:
         with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as stream:

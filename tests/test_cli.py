@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -516,17 +517,29 @@ WRITERS: dict[str, tuple[Any, str, Exception]] = {
     "fsync": (os, "fsync", NO_SPACE),
     "save_file": (checkpoint, "save_file", NO_SPACE),
     "model": (checkpoint, "save_file", NO_SPACE_FOR_TENSORS),
-    "write_text": (Path, "write_text", NO_SPACE),
 }
 
 
 class TestFullDisk:
-    @pytest.mark.parametrize("writer", WRITERS)
-    @pytest.mark.parametrize("first_failure", [1, 2, 5, 9])
+    @pytest.fixture(scope="class")
+    def complete_bits(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+        folder = tmp_path_factory.mktemp("complete") / "run"
+        run(f"out={folder}", "method=[scaffold]")
+        return bits(str(folder))
+
+    @pytest.mark.parametrize(
+        ("writer", "first_failure"),
+        [
+            *itertools.product(["fsync"], [1, 2, 5, 9]),
+            *itertools.product(["save_file"], [1, 2, 5]),
+            ("model", 1),
+        ],
+    )
     def test_full_disk_ends_a_run_which_continues_later(
         self,
         writer: str,
         first_failure: int,
+        complete_bits: tuple[str, str],
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
@@ -540,19 +553,17 @@ class TestFullDisk:
                 raise error
             return original(*values, **options)
 
-        run("out=complete", "method=[scaffold]")
+        capsys.readouterr()  # the complete run
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, write)
             status = cli.call(["run", *QUICK, "out=a", "method=[scaffold]"])
-        if len(calls) < first_failure:
-            assert status == 0
-            return
+        assert len(calls) >= first_failure
         text = one_sentence(capsys.readouterr().err)
         assert status in (1, 2) and ("disk is full" in text or "No space left" in text)
         if status == 1:
             assert "out=a" in text and "resume=latest" in text
         run("out=a", "method=[scaffold]", "resume=latest")
-        assert bits("a") == bits("complete")
+        assert bits("a") == complete_bits
         assert not [path for path in Path("a").rglob(".*") if path.name != ".held"]
 
     @pytest.mark.slow
@@ -680,7 +691,6 @@ def test_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) ->
 
 # --- report -------------------------------------------------------------------------------------
 class TestReport:
-    @pytest.mark.pictures
     def test_report_compares_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("out=a")
         run("out=b", "method=[fedprox]")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -38,7 +41,8 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
     `advice` ends the error. Raise `RefusedError` if the file is broken, or is not a dictionary.
     """
     try:
-        node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))
+        text = regular_file(path).read_text(encoding="utf-8")
+        node = copy.deepcopy(_parse_yaml(text))
         if not isinstance(node, dict) or not _has_text_keys(node):
             raise ValueError("the file has no lines of the form `key: value`")
         if "${oc.env" in str(node).replace(" ", ""):
@@ -49,6 +53,16 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
         raise RefusedError(f"{path} cannot be read ({_describe_error(error)}). {advice}") from error
     return cast(Node, node)
+
+
+@functools.lru_cache(maxsize=512)
+def _parse_yaml(text: str) -> Any:
+    """Return the content of a YAML file. Copy it before changing it.
+
+    The same files are read again for every composed configuration, and parsing one takes
+    milliseconds.
+    """
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
 
 def _describe_error(error: Exception) -> str:

@@ -186,7 +186,13 @@ def test_strips_pipe_is_not_opened(tmp_path: Path) -> None:
         ("pneumoniamnist", (1, 28, 28), (4708, 5332), 2),
         ("mnist_m", (3, 32, 32), (3000, 5000), 10),
         ("usps", (1, 16, 16), (7291, 9298), 10),
-        ("cifar10", (3, 32, 32), (50_000, 60_000), 10),
+        pytest.param(
+            "cifar10",
+            (3, 32, 32),
+            (50_000, 60_000),
+            10,
+            marks=pytest.mark.slow,  # 180 MB
+        ),
     ],
 )
 def test_real_strips_have_their_stated_sizes(

@@ -149,11 +149,10 @@ def test_names_of_own_network(tmp_path: Path) -> None:
     assert torch.equal(redrawn["model.extractor.body.1.weight"], own.body[1].weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "method", ["fedbr", "fedbn", "scaffold", "fedrep", "dann", "moon", "fraug", "vhl", "fedrs"]
-)
-def test_every_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) -> None:
-    words = [*NORMED, f"method={method}"]
+# Methods with more networks, with personal parameters, or with both.
+@pytest.mark.parametrize("method", ["fedbr", "fedbn", "fedrep", "dann", "fraug", "vhl"])
+def test_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) -> None:
+    words = [*NORMED, f"method={method}", "rounds=1"]
     if method == "fedrep":
         words.append("method.fedrep.mode=joint")
     first = raysim.run([*words, f"out={tmp_path / 'one'}"], quiet=True)

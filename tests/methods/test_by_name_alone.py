@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.describe import overview
 from raysim.experiment.execute import run
-from raysim.experiment.groups import find_groups
+from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.settings import Experiment
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedrep import FedRep
@@ -34,9 +36,22 @@ def plan_lines(experiment: Experiment) -> list[str]:
     return [line for line in lines if line.startswith("settings ")]
 
 
-@pytest.mark.parametrize("name", find_groups().files["method"])
+METHOD_FILES = find_groups().files["method"]
+
+
+@functools.cache
+def every_method() -> dict[str, Any]:
+    """Return the default study with all methods: one composition costs as much as a short run."""
+    return to_dict(compose([*SMALL, f"method={'+'.join(METHOD_FILES)}"]))
+
+
+@pytest.mark.parametrize("name", METHOD_FILES)
 def test_method_runs_by_name_with_the_default_study(name: str) -> None:
-    experiment = build([*SMALL, f"method={name}"])
+    config = copy.deepcopy(every_method())
+    own_keys = load_option(METHOD_FILES[name], "method")
+    config["method"] = {key: config["method"][key] for key in own_keys}
+    config["choices"]["method"] = [name]
+    experiment = build(config)
     coordinator = coordinate(experiment.spec, experiment.schedule, experiment.fleet)
     finished = run_to_end(coordinator)
     assert len(finished.rows) == 1

@@ -693,6 +693,7 @@ def check_list(names: Sequence[str]) -> None:
         declare_run(study(*methods))
 
 
+@functools.cache
 def clash(first: str, second: str) -> bool:
     """Whether two methods of the table may not be in one list."""
     try:
@@ -712,6 +713,7 @@ def test_error_names_both_methods_that_clash(first: str) -> None:
                 check_list([first, second])
 
 
+@functools.cache
 def legal() -> set[frozenset[str]]:
     """Every two methods that may be in one list."""
     return {frozenset(pair) for pair in pairs(list(TABLE)) if not clash(*pair)}

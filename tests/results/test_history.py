@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -194,9 +195,13 @@ def test_a_list_in_a_json_file_is_one_line_and_says_the_same(tmp_path: Path) -> 
 
 
 def test_peak_memory_is_in_bytes_of_resident_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident = pages * os.sysconf("SC_PAGE_SIZE")
+    assert resident <= memory.peak_memory_bytes() < 100 * resident
     before = memory.peak_memory_bytes()
-    held = np.ones(before // 8 + 1_000_000)  # more than all that was resident until now
-    assert memory.peak_memory_bytes() >= held.nbytes > before > 0
+    held = np.ones(20_000_000 + (before - resident) // 8)
+    del held
+    assert memory.peak_memory_bytes() >= before + 100_000_000
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,15 +31,15 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Synchronous
 
-LEARNERS: list[Method] = [
-    SklearnLinear(),
-    SklearnLinear("LogisticRegression", {"max_iter": 3}),
-    SklearnKMeans(clusters=5),
-    XGBoostBagging(depth=2),
-    HFTrainer(),
-    LightningTrainer(),
-]
-IDS = ["sgd", "logistic", "kmeans", "xgboost", "hf_trainer", "lightning"]
+# Functions, because some learners import large packages.
+LEARNERS: dict[str, Callable[[], Method]] = {
+    "sgd": SklearnLinear,
+    "logistic": partial(SklearnLinear, "LogisticRegression", {"max_iter": 3}),
+    "kmeans": partial(SklearnKMeans, clusters=5),
+    "xgboost": partial(XGBoostBagging, depth=2),
+    "hf_trainer": HFTrainer,
+    "lightning": LightningTrainer,
+}
 QUICK = "runtime=inprocess tracking=none"
 
 
@@ -45,28 +47,29 @@ def _run(words: str, out: Path, **parts: Any) -> raysim.Result:
     return raysim.run(f"{QUICK} {words}", out=str(out), quiet=True, **parts)
 
 
-@pytest.mark.parametrize("learner", LEARNERS, ids=IDS)
-def test_ready_learner_has_the_same_bits_on_two_workers(learner: Method) -> None:
-    spec = run_spec(learner, FedBuff())
+@pytest.mark.parametrize("name", LEARNERS)
+def test_ready_learner_has_the_same_bits_on_two_workers(name: str) -> None:
+    spec = run_spec(LEARNERS[name](), FedBuff())
     one = run(spec, BUFFER, rounds=2)
     two = run(spec, BUFFER, runtime=several_workers(spec, 2), rounds=2)
     assert one.bits == two.bits
-    states = [each.coordinator.server.state for each in (one, two)]
+    states = [result.coordinator.server.state for result in (one, two)]
     assert states[0].keys() == states[1].keys()
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]), key
     assert not one.failures
 
 
 @pytest.mark.slow  # 12 runs with folders and pictures, 2 seconds each
-@pytest.mark.parametrize("learner", LEARNERS, ids=IDS)
-def test_ready_learner_resumes_to_the_same_bits(learner: Method, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LEARNERS)
+def test_ready_learner_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     words = "data=synthetic data.samples=200 model=mlp partition.clients=4 schedule.cohort=2"
+    learner = LEARNERS[name]()
     straight = _run(f"{words} rounds=3", tmp_path / "straight", learner=learner)
     _run(f"{words} rounds=1", tmp_path / "resumed", learner=learner)
     resumed = _run("resume=latest rounds=3", tmp_path / "resumed")
-    for name in ("model_sha256", "state_sha256"):
-        assert resumed.summary[name] == straight.summary[name]
+    for key in ("model_sha256", "state_sha256"):
+        assert resumed.summary[key] == straight.summary[key]
 
 
 @pytest.mark.parametrize(
