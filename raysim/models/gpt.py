@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
-from raysim.models.lora import Lora, with_adapters
+from raysim.models.lora import Lora
 from raysim.models.split import WholeNetwork
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.kinds import Tokens
@@ -50,7 +50,7 @@ class Gpt(ModelRecipe):
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         assert tokens is not None, "checked: the recipe reads tokens"
         net = GptNetwork(tokens.size, num_classes, input_shape[0], self)
-        return with_adapters(WholeNetwork(net, num_classes), self.lora)
+        return WholeNetwork(net, num_classes)
 
 
 class GptNetwork(nn.Module):
