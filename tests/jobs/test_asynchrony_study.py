@@ -25,6 +25,7 @@ def study() -> ModuleType:
     return module
 
 
+@pytest.mark.slow  # composes every run of the study
 def test_runs_are_valid_and_do_equal_work(study: ModuleType) -> None:
     for algorithm, local in product(study.ALGORITHMS, study.LOCAL):
         config = compose(study.words(algorithm, local, seed=1))

@@ -220,6 +220,7 @@ def test_norms_of_generated_embeddings_need_a_generator() -> None:
     assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
 
 
+@pytest.mark.slow  # 10 rounds of 4 epochs, twice
 def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
     local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
     last = {}
@@ -245,6 +246,7 @@ def test_warning_of_norms_names_settings_that_decrease_them(metric: Any, lam: fl
     assert "method.fraug.generator_lr_factor (now 4)" in text
 
 
+@pytest.mark.slow  # 6 rounds of 3 epochs, three times
 def test_settings_that_the_warning_names_decrease_the_norm() -> None:
     def generated(**settings: Any) -> float:
         local = replace(LOCAL, lr=0.1, epochs=3)

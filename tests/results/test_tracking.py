@@ -13,10 +13,10 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from getpass import getuser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
@@ -602,8 +602,25 @@ def test_failing_database_prints_no_traceback(tmp_path: Path) -> None:
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
 
 
+@pytest.fixture
+def impatient_sqlite() -> Iterator[None]:
+    """Let SQLite wait 0.1 seconds for a lock; MLflow sets 20 in every session."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    def shorten(_: Any, cursor: Any, statement: str, values: Any, *rest: Any) -> tuple[str, Any]:
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 100"), values
+
+    event.listen(Engine, "before_cursor_execute", shorten, retval=True)
+    yield
+    event.remove(Engine, "before_cursor_execute", shorten)
+
+
 def test_locked_database_prints_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    impatient_sqlite: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
