@@ -129,7 +129,7 @@ class Compressor(Method):
         ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)
-        wanted = values.detach()
+        wanted = values
         if memory is not None:
             wanted = values - memory if self.feedback == "ef21" else values + memory
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
@@ -147,7 +147,7 @@ class Compressor(Method):
                 values += memory
                 following[MEMORY] = values.clone()
             else:
-                following[MEMORY] = wanted - values
+                following[MEMORY] = wanted.sub_(values)
         if KEPT in state:
             following[KEPT] = self.keep(message, layout).to(values)
         return following

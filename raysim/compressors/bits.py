@@ -28,6 +28,20 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
         words[place] = np.uint32(pending & np.uint64(0xFFFFFFFF))
 
 
+def _pack_whole(digits: np.ndarray, width: int, words: np.ndarray) -> None:
+    """Do what `_pack` does, in less time, for a width that divides 32."""
+    room = 32 // width
+    for place in range(len(digits) // room):
+        word = np.uint32(0)
+        part = digits[place * room : (place + 1) * room]
+        for index in range(room):
+            word |= np.uint32(np.uint32(part[index]) << np.uint32(index * width))
+        words[place] = word
+    first = len(digits) // room * room
+    for index in range(first, len(digits)):
+        words[len(words) - 1] |= np.uint32(digits[index]) << np.uint32((index - first) * width)
+
+
 def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
     """Read the digits that `_pack` wrote."""
     mask = np.uint64((1 << width) - 1)
@@ -42,11 +56,26 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
         filled -= width
 
 
+def _unpack_whole(words: np.ndarray, width: int, digits: np.ndarray) -> None:
+    """Do what `_unpack` does, in less time, for a width that divides 32."""
+    room = 32 // width
+    mask = np.uint32((1 << width) - 1)
+    for place in range(len(digits) // room):
+        word = words[place]
+        part = digits[place * room : (place + 1) * room]
+        for index in range(room):
+            part[index] = np.uint32(word >> np.uint32(index * width)) & mask
+    first = len(digits) // room * room
+    for index in range(first, len(digits)):
+        digits[index] = (words[len(words) - 1] >> np.uint32((index - first) * width)) & mask
+
+
 def pack(digits: np.ndarray, width: int) -> np.ndarray:
     """Return digits [n] below 2^width as words of 32 bits: uint32 [ceil(n width / 32)]."""
     words = np.zeros(words_of_bits(len(digits) * width), np.uint32)
     if len(words):
-        compile_function(_pack)(digits, width, words)
+        rule = _pack if WORD_BITS % width else _pack_whole
+        compile_function(rule)(digits, width, words)
     return words
 
 
@@ -54,7 +83,8 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
     """Return `count` digits that `pack` packed."""
     digits = np.zeros(count, dtype)
     if count and width:
-        compile_function(_unpack)(words, width, digits)
+        rule = _unpack if WORD_BITS % width else _unpack_whole
+        compile_function(rule)(words, width, digits)
     return digits
 
 

@@ -93,8 +93,10 @@ class PowerSGD(Compressor):
             query = kept[used : used + size].view(piece.columns, piece.rank)
             used += size
             matrix = entries.view(piece.rows, piece.columns)
-            basis = torch.linalg.qr(matrix @ query).Q
-            parts += [basis.reshape(-1), (matrix.T @ basis).reshape(-1)]
+            image = [matrix.mv(column) for column in query.T.contiguous()]
+            basis = torch.linalg.qr(torch.stack(image, 1)).Q.contiguous()
+            product = basis.T.contiguous() @ matrix
+            parts += [basis.reshape(-1), product.T.reshape(-1)]
         return torch.cat(parts).numpy().view(np.uint32)
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:

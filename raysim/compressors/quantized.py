@@ -43,33 +43,74 @@ def _round_randomly(
 ) -> None:
     """Write level + levels for each entry, with the level floor(levels |v| / scale + u), signed.
 
-    The numbers u follow from key and position, by the finaliser of a 32-bit hash (lowbias32).
+    The numbers u follow from key and position, by a 32-bit hash. All numbers have 32 bits, so that
+    several entries are computed at once.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
+    golden = np.uint32(0x9E3779B9)
+    most = np.int32(levels)
     for bucket in range(len(starts) - 1):
         scale = scales[bucket]
         factor = np.float32(levels) / scale if scale > 0 else np.float32(0)
-        for place in range(starts[bucket], starts[bucket + 1]):
-            mixed = np.uint32(np.uint32(place) * np.uint32(0x9E3779B9)) ^ low
-            mixed = np.uint32(mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x21F0AAAD)
-            mixed = np.uint32(mixed) + high
-            mixed = np.uint32(mixed ^ (np.uint32(mixed) >> np.uint32(15)))
+        first = starts[bucket]
+        part, out = values[first : starts[bucket + 1]], digits[first : starts[bucket + 1]]
+        offset = np.uint32(np.uint32(first) * golden)
+        for index in range(len(part)):
+            mixed = np.uint32(offset + np.uint32(np.uint32(index) * golden)) ^ low
+            mixed = np.uint32(np.uint32(mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x21F0AAAD))
+            mixed = np.uint32(mixed + high)
+            mixed = np.uint32(mixed ^ (mixed >> np.uint32(15)))
             mixed = np.uint32(mixed * np.uint32(0x735A2D97))
             mixed = np.uint32(mixed ^ (mixed >> np.uint32(15)))
-            uniform = np.float32(mixed >> np.uint32(8)) * np.float32(2.0**-24)
-            value = values[place]
-            level = min(int(abs(value) * factor + uniform), levels)
-            digits[place] = levels + level if value >= 0 else levels - level
+            uniform = np.float32(np.int32(mixed >> np.uint32(8))) * np.float32(2.0**-24)
+            value = part[index]
+            level = min(np.int32(abs(value) * factor + uniform), most)
+            sign = np.int32(1) if value >= 0 else np.int32(-1)
+            out[index] = np.int32(most + sign * level)
 
 
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
     """Write (digit - levels) scale / levels for each entry."""
+    most = np.int32(levels)
     for bucket in range(len(starts) - 1):
         unit = scales[bucket] / np.float32(levels)
-        for place in range(starts[bucket], starts[bucket + 1]):
-            out[place] = np.float32(np.int64(digits[place]) - levels) * unit
+        part = digits[starts[bucket] : starts[bucket + 1]]
+        to = out[starts[bucket] : starts[bucket + 1]]
+        for index in range(len(part)):
+            to[index] = np.float32(np.int32(np.int32(part[index]) - most)) * unit
+
+
+def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
+    """Write sum, sum of squares and largest absolute value of each bucket.
+
+    Four sums at a time, because each addition waits for the one before.
+    """
+    for bucket in range(len(starts) - 1):
+        part = values[starts[bucket] : starts[bucket + 1]]
+        total = np.zeros(4)
+        squares = np.zeros(4)
+        largest = np.float32(0)
+        for place in range(len(part) // 4):
+            for lane in range(4):
+                value = part[4 * place + lane]
+                total[lane] += value
+                squares[lane] += np.float64(value) * np.float64(value)
+                largest = max(largest, abs(value))
+        for place in range(len(part) // 4 * 4, len(part)):
+            total[0] += part[place]
+            squares[0] += np.float64(part[place]) * np.float64(part[place])
+            largest = max(largest, abs(part[place]))
+        sums[bucket, 0], sums[bucket, 1] = total.sum(), squares.sum()
+        sums[bucket, 2] = largest
+
+
+def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return sum, squares and largest absolute value of each bucket, float64 [buckets, 3]."""
+    sums = np.empty((len(starts) - 1, 3))
+    compile_function(_sum_powers)(values, starts, sums)
+    return sums
 
 
 class _Quantizer(Compressor):
@@ -141,8 +182,7 @@ class QSGD(_Quantizer):
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the norm of each bucket."""
-        squares = np.add.reduceat(np.square(values, dtype=np.float64), starts[:-1])
-        return np.sqrt(squares).astype(np.float32)
+        return np.sqrt(sum_powers(values, starts)[:, 1]).astype(np.float32)
 
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s) for buckets of b entries.
@@ -176,16 +216,14 @@ class TernGrad(_Quantizer):
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the largest absolute value of each tensor after clipping."""
-        scales = np.maximum.reduceat(np.abs(values), starts[:-1])
+        totals, squares, largest = sum_powers(values, starts).T
         if not self.clip:
-            return scales
+            return largest.astype(np.float32)
         sizes = np.diff(starts)
-        means = np.add.reduceat(values, starts[:-1], dtype=np.float64) / sizes
-        squares = np.add.reduceat(np.square(values, dtype=np.float64), starts[:-1]) / sizes
-        deviations = np.sqrt(np.maximum(squares - means**2, 0))
+        deviations = np.sqrt(np.maximum(squares / sizes - (totals / sizes) ** 2, 0))
         # A tensor of equal entries has no deviation, and nothing to clip.
         bounds = np.where(deviations > 0, self.clip * deviations, np.inf)
-        return np.minimum(scales, bounds).astype(np.float32)
+        return np.minimum(largest, bounds).astype(np.float32)
 
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2 for the largest tensor of b.

@@ -18,9 +18,18 @@ from torch import Tensor
 from raysim.api.compression import WORD_BITS, Compressor, Direction, Feedback
 from raysim.compressors.bits import words_of_bits
 from raysim.primitives.checks import at_least
+from raysim.vectors.blocks import compile_function
 from raysim.vectors.layout import Layout
 
 LARGEST_HALF = float(torch.finfo(torch.float16).max)
+
+
+def _count_beyond(values: np.ndarray, bound: float) -> int:
+    """Return how many values are larger than the bound, or smaller than its negative."""
+    count = 0
+    for index in range(len(values)):
+        count += abs(values[index]) > np.float32(bound)
+    return count
 
 
 def _as_words(values: Tensor) -> np.ndarray:
@@ -47,11 +56,59 @@ class Float16(Compressor):
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the rounded entries."""
-        return _as_words(values.clamp(-LARGEST_HALF, LARGEST_HALF).half())
+        if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
+            values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
+        return _as_words(values.half())
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the entries."""
         out.copy_(_from_words(message, len(out), torch.float16))
+
+
+def _scale_blocks(
+    values: np.ndarray, block: int, largest: float, scales: np.ndarray, scaled: np.ndarray
+) -> None:
+    """Write the scale of each block, and the values divided by it."""
+    for place in range(len(scales)):
+        part = values[place * block : (place + 1) * block]
+        to = scaled[place * block : (place + 1) * block]
+        longest = np.float32(0)
+        for index in range(len(part)):
+            longest = max(longest, abs(part[index]))
+        scale = longest / np.float32(largest)
+        scales[place] = scale
+        divisor = scale if scale > 0 else np.float32(1)
+        for index in range(len(part)):
+            to[index] = part[index] / divisor
+
+
+def _quantize_blocks(
+    values: np.ndarray, block: int, largest: float, scales: np.ndarray, numbers: np.ndarray
+) -> None:
+    """Write the scale of each block, and the integers nearest to the values divided by it."""
+    for place in range(len(scales)):
+        part = values[place * block : (place + 1) * block]
+        to = numbers[place * block : (place + 1) * block]
+        longest = np.float32(0)
+        for index in range(len(part)):
+            longest = max(longest, abs(part[index]))
+        scale = longest / np.float32(largest)
+        scales[place] = scale
+        divisor = scale if scale > 0 else np.float32(1)
+        for index in range(len(part)):
+            to[index] = np.int32(np.rint(part[index] / divisor))
+
+
+def _restore_blocks(
+    codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
+) -> None:
+    """Write the number of each code, from a table of 256, times the scale of its block."""
+    for place in range(len(scales)):
+        part = codes[place * block : (place + 1) * block]
+        to = out[place * block : (place + 1) * block]
+        scale = scales[place]
+        for index in range(len(part)):
+            to[index] = table[part[index]] * scale
 
 
 class Blocks(Compressor):
@@ -65,7 +122,7 @@ class Blocks(Compressor):
 
     def __init__(self, block: int = 256, direction: Direction = "up", feedback: Feedback = "none"):
         super().__init__(direction, feedback)
-        self.block = at_least("compression.block", block, 1)
+        self.block = int(at_least("compression.block", block, 1))
 
     def blocks(self, layout: Layout) -> int:
         """Return the number of blocks; the last one may be shorter."""
@@ -77,42 +134,21 @@ class Blocks(Compressor):
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the scales, then the numbers."""
-        rows, rest = self._rows(values)
-        scaled = torch.empty(len(values))
-        scaled_rows, scaled_rest = self._rows(scaled)
-        scales = torch.empty(self.blocks(layout))
-        for source, target, scale in (
-            (rows, scaled_rows, scales[: len(rows)]),
-            (rest, scaled_rest, scales[len(rows) :]),
-        ):
-            if source.numel():
-                torch.linalg.vector_norm(source, torch.inf, dim=1, out=scale)
-                scale /= self.largest
-                torch.div(
-                    source, scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], out=target
-                )
-        numbers = self.to_numbers(scaled)
-        return np.concatenate([scales.numpy().view(np.uint32), _as_words(numbers)])
+        scales = np.empty(self.blocks(layout), np.float32)
+        numbers = self.to_numbers(values.numpy(), scales)
+        return np.concatenate([scales.view(np.uint32), _as_words(numbers)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the numbers times the scale of their block."""
         blocks = self.blocks(layout)
-        scales = torch.from_numpy(message[:blocks].view(np.float32))
-        out.copy_(_from_words(message[blocks:], len(out), self.dtype))
-        rows, rest = self._rows(out)
-        rows *= scales[: len(rows), None]
-        if rest.numel():
-            rest *= scales[-1]
+        codes = message[blocks:].view(np.uint8)[: len(out)]
+        table = torch.arange(256, dtype=torch.uint8).view(self.dtype).float().numpy()
+        scales = message[:blocks].view(np.float32)
+        compile_function(_restore_blocks)(codes, self.block, table, scales, out.numpy())
 
-    def to_numbers(self, scaled: Tensor) -> Tensor:
-        """Return the numbers of 8 bits that are nearest to values from -largest to largest."""
+    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
+        """Fill the scales, and return the numbers of 8 bits nearest to the scaled values."""
         raise NotImplementedError
-
-    def _rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the whole blocks [blocks, block], and of the rest [0 or 1, entries]."""
-        whole = len(values) // self.block * self.block
-        rest = values[whole:]
-        return values[:whole].view(-1, self.block), rest.view(-1, max(1, len(rest)))
 
 
 class Int8(Blocks):
@@ -122,9 +158,11 @@ class Int8(Blocks):
     paper = "Dettmers et al., ICLR 2022"
     largest = 127.0
 
-    def to_numbers(self, scaled: Tensor) -> Tensor:
+    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Round to the nearest integer."""
-        return scaled.round_().to(torch.int8)
+        numbers = np.empty(len(values), np.int8)
+        compile_function(_quantize_blocks)(values, self.block, self.largest, scales, numbers)
+        return torch.from_numpy(numbers)
 
 
 class Fp8(Blocks):
@@ -135,6 +173,8 @@ class Fp8(Blocks):
     largest = 448.0
     dtype = torch.float8_e4m3fn
 
-    def to_numbers(self, scaled: Tensor) -> Tensor:
+    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Round to the nearest float."""
-        return scaled.to(torch.float8_e4m3fn)
+        scaled = np.empty_like(values)
+        compile_function(_scale_blocks)(values, self.block, self.largest, scales, scaled)
+        return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

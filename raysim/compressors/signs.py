@@ -83,7 +83,7 @@ class SignSGD(Compressor):
         compile_function(_pack_signs)(values.numpy(), signs)
         if self.size is not None:
             return signs
-        mean = torch.linalg.vector_norm(values, 1, dtype=torch.float64) / max(1, len(values))
+        mean = torch.linalg.vector_norm(values, 1) / max(1, len(values))
         return np.concatenate([np.array([float(mean)], np.float32).view(np.uint32), signs])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:

@@ -1,0 +1,87 @@
+"""Measure what compressors add to a round of the workloads W1 and W3.
+
+    uv run python -m jobs.benchmarks.compression W3 W1
+
+One process trains blocks of rounds without compression and with each compressor in turn. A row has the
+median of the CPU time of a round next to that of the block without compression before it, and the share
+of the bytes that is sent. The limits are 5 % of W1's round and 30 % of W3's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jobs.command import run
+from raysim.api.compression import Compressor
+from raysim.commands.bench.loops import WORKLOADS, LoopWorkload, source_of, spec_of
+from raysim.compressors.lowrank import PowerSGD
+from raysim.compressors.quantized import QSGD, TernGrad
+from raysim.compressors.rounded import Float16, Fp8, Int8
+from raysim.compressors.signs import SignSGD
+from raysim.compressors.sparse import RandK, TopK
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Round
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import RunSpec, declare_run
+from raysim.training.worker import Worker
+
+LIMITS = {"W1": 0.05, "W3": 0.30}
+COMPRESSORS = [
+    TopK(), TopK(feedback="ef14"), RandK(), QSGD(), QSGD(1, None), TernGrad(), SignSGD(direction="up"),
+    SignSGD(None, "up"), PowerSGD(), Int8(), Fp8(), Float16(),
+]  # fmt: skip
+
+
+def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
+    """Return the CPU seconds of a round, without the first one."""
+    spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 1))
+    coordinator = Coordinator(spec, Synchronous(workload.cohort), Ideal(), InProcess(Worker(spec)))
+    ends = []
+    for event in coordinator.run():
+        if isinstance(event, Round):
+            ends.append(time.process_time())
+    return (ends[-1] - ends[0]) / rounds
+
+
+def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
+    """Print a row for each compressor."""
+    workload = WORKLOADS[name]
+    spec = spec_of(workload, source_of(workload, ""))
+    print(f"{name}: CPU ms of a round; limit {LIMITS[name]:.0%}", flush=True)
+    for compressor in compressors:
+        compressed = replace(spec, methods=(compressor,))
+        declarations = declare_run(compressed)
+        share = declarations.floats_up / declarations.layout.shared
+        pairs = []
+        for _ in range(blocks):
+            plain = round_s(spec, workload, rounds)
+            pairs.append((plain, round_s(compressed, workload, rounds)))
+        added = statistics.median(more / plain - 1 for plain, more in pairs)
+        plain, more = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
+        text = f"{plain:8.0f} {more:8.0f}  {added:+7.1%}  sends {share:6.2%}  {compressor!r}"
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Measure the workloads that the arguments name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("workloads", nargs="*", default=["W3", "W1"])
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="the name of a compressor, such as topk")
+    given = parser.parse_args()
+    chosen = [each for each in COMPRESSORS if given.only in (None, each.name)]
+    for name in given.workloads:
+        measure(name, chosen, given.blocks, given.rounds)
+
+
+if __name__ == "__main__":
+    run(main)
