@@ -23,6 +23,16 @@ study() { # name, hours of one core, arguments of raysim study
         raysim study out="$OUT/$name" resume=latest runtime="$RUNTIME" runtime.threads=1 "$@"
     fi
 }
+page() { # name, hours of one core, program that makes a page of docs/studies
+    local name=$1 hours=$2 program=$3
+    if [ -z "$asked" ]; then
+        printf '%-32s about %s hours of one core\n' "$name" "$hours"
+    elif [[ $name == "$asked"* ]]; then
+        python -m "$program" run "$OUT/$name" data.root="$DATA"
+        python -m "$program" collect "$OUT/$name"
+        python -m "$program" page
+    fi
+}
 asked=${1:-}
 
 # 1. RotatedMNIST at 14 x 14 pixels. Each test image has one angle (spread), which is ten times cheaper than all angles.
@@ -119,3 +129,6 @@ for noise in 0.5 0.3 0.1; do
     study "fedbss-noise_$noise" 0.4 "${NOISE[@]}" "data.label_noise=$noise" method=fedavg,fedbss \
         method.fedbss.kind=cosine,linear,filter method.fedbss.warmup_rounds=15 rounds=60 seed=0..4
 done
+
+# 7. Compressors on W3's model and phones' uplinks: docs/studies/compression.md.
+page compression 0.3 jobs.compression_study
