@@ -52,9 +52,12 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
     candidates = _candidates(values, count)
     sizes = np.abs(values if candidates is None else values[candidates])
     threshold = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
-    places = np.flatnonzero(sizes > threshold)
-    ties = np.flatnonzero(sizes == threshold)[: count - len(places)]
-    places = np.sort(np.concatenate([places, ties]))
+    is_large = sizes >= threshold
+    surplus = np.count_nonzero(is_large) - count
+    if surplus:
+        ties = np.flatnonzero(sizes == threshold)
+        is_large[ties[len(ties) - surplus :]] = False
+    places = np.flatnonzero(is_large)
     return places if candidates is None else candidates[places]
 
 

@@ -310,7 +310,8 @@ class Server:
 
     def _compress(self, direction: Tensor) -> Tensor:
         """Return the step [layout.trained] that clients decode, if steps are compressed."""
-        if self._compression is None:
+        # `_move` raises the error of a step that is not finite.
+        if self._compression is None or not is_finite(direction):
             return direction
         name, compressor = self._compression
         step = direction.clone()  # the direction may be server state of a method
