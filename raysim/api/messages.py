@@ -93,8 +93,8 @@ class Job(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Job:
         """Return the job from its fields as JSON, which has lists in place of tuples."""
-        *others, bases = values
-        return cls(*others, tuple(bases))
+        job = cls(*values)
+        return job._replace(bases=tuple(job.bases))
 
     @property
     def received(self) -> tuple[int, ...]:

@@ -7,9 +7,10 @@
     def test_part_passes_all_checks(check):
         check()
 
-`checks` takes a method, a model, a source of data, a partition, a schedule, a selection, a fleet or
-an observer. Each check makes a few tiny runs in this process, a fraction of a second each, and
-raises AssertionError with one sentence. raysim's own parts are tested with the same checks.
+`checks` takes a method, a model, a source of data, a partition, a schedule, a selection, a
+topology, a fleet or an observer. Each check makes a few tiny runs in this process, a fraction of a
+second each, and raises AssertionError with one sentence. raysim's own parts are tested with the
+same checks.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
             "split": parts.of_partition,
             "decide": parts.of_schedule,
             "select": parts.of_selection,
+            "connect": parts.of_topology,
             "devices": parts.of_fleet,
         }
         kinds_of_part = [make for function, make in kinds.items() if hasattr(part, function)]
         if len(kinds_of_part) != 1:
             raise TypeError(
                 f"{part!r} is no part of a run. Give a method, a model, data, a partition, a "
-                "schedule, a selection, a fleet or an observer."
+                "schedule, a selection, a topology, a fleet or an observer."
             )
         yield from kinds_of_part[0](part, study)
 

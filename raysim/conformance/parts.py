@@ -1,4 +1,4 @@
-"""Checks that every model, source, partition, schedule, selection, fleet and observer must pass."""
+"""Checks of models, sources, partitions, schedules, selections, topologies, fleets, observers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from raysim.api.selection import Selection
+from raysim.api.topology import Topology
 from raysim.conformance import agreement
 from raysim.conformance.runs import SEED, coordinate, run
 from raysim.conformance.study import Study
@@ -25,8 +26,9 @@ from raysim.experiment.recorder import Follower
 from raysim.models.classifier import Classifier, ModelRecipe, is_split
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.network import make_network
 from raysim.simulation.schedule import Schedule
-from raysim.training.run_spec import build_networks, sample_flops
+from raysim.training.run_spec import build_networks, declare_run, sample_flops
 
 Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
@@ -233,6 +235,47 @@ def _check_memory(selection: Selection, study: Study) -> None:
         run(study.spec(), schedule, fleet, rounds=8)
     assert vars(selection) == vars(before), (
         "the selection has changed. Keep what it remembers in view.state."
+    )
+
+
+# --- topologies --------------------------------------------------------------------------------
+def of_topology(topology: Topology, study: Study) -> Checks:
+    """Yield the checks of a topology. The study's schedules must fit its replicas."""
+    study = replace(study, topology=topology)
+    yield "a seed gives the same network, which fits its clients", partial(_check_network, study)
+    yield "it keeps no state", partial(_check_topology_memory, topology, study)
+    yield from _runs(study)
+
+
+def _check_network(study: Study) -> None:
+    spec = study.spec()
+    declarations = declare_run(spec)
+    one, other = (make_network(spec, declarations, study.fleet) for _ in range(2))
+    clients = len(study.federated.partition.train)
+    assert one.replica_of.shape == (clients,) and one.replica_of.dtype.kind == "i", (
+        f"replica_of must be integers, one for each of the {clients} clients"
+    )
+    assert ((one.replica_of >= 0) & (one.replica_of < one.replicas)).all(), (
+        f"replica_of must have numbers from 0 to {one.replicas - 1}"
+    )
+    for name in ("shares", "client_floats"):
+        values, expected = getattr(one, name), clients if name == "client_floats" else one.replicas
+        assert values is None or (len(values) == expected and (values >= 0).all()), (
+            f"{name} must have {expected} values of at least 0"
+        )
+    assert (one.replica_of == other.replica_of).all(), "a client has another replica with one seed"
+    assert (one.mixing is None) == (other.mixing is None), "the replicas exchange once only"
+    if one.mixing is not None and other.mixing is not None:
+        same = all(map(np.array_equal, one.mixing, other.mixing))
+        assert same, "the weights of an exchange differ with one seed"
+
+
+def _check_topology_memory(topology: Topology, study: Study) -> None:
+    before = copy.deepcopy(topology)
+    for schedule, fleet in study.each():
+        run(study.spec(), schedule, fleet, rounds=3)
+    assert vars(topology) == vars(before), (
+        "the topology has changed. Let `connect` follow from the facts that it gets."
     )
 
 

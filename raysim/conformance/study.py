@@ -12,6 +12,7 @@ import torch
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.api.selection import Random, Selection
+from raysim.api.topology import Star, Topology
 from raysim.conformance.runs import BUFFER, NORMED_MLP, ROUNDS, SEED, run_spec
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet, Partitioner
@@ -39,6 +40,7 @@ class Study:
     )
     fleet: Fleet = field(default_factory=Lognormal)
     selection: Selection = field(default_factory=Random)
+    topology: Topology = field(default_factory=Star)
     schedules: tuple[Schedule, ...] = (ROUNDS, BUFFER)
     local: Local = field(default_factory=lambda: Local(lr=0.05, momentum=0.9, batch=8, epochs=2))
 
@@ -57,6 +59,7 @@ class Study:
             data=self.federated,
             dtype=dtype,
             selection=self.selection,
+            topology=self.topology,
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:

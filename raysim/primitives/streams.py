@@ -25,6 +25,12 @@ def _words(number: int) -> tuple[int, ...]:
     return (number & _MASK_32, *_words(number >> 32))
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
+    """Return the words of all streams of a purpose."""
+    return (*_words(seed), *_words(_purpose_code(purpose)))
+
+
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return the generator named (purpose, keys): e.g. ("batches", client, participation).
 
@@ -33,7 +39,7 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """
     # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: workers
     # make a stream per job.
-    words = [*_words(seed), *_words(_purpose_code(purpose))]
+    words = _first_words(seed, purpose)
     for key in keys:
         words += _words(key)
     sequence = np.random.SeedSequence(np.array(words, np.uint32))

@@ -60,10 +60,12 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
 
 def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Return the cosine similarities of vectors [d], float64 [n, n]; 0 for a vector of zeros."""
-    products = gram_matrix([torch.from_numpy(row) for row in rows]).numpy()
+    products: np.ndarray = gram_matrix([torch.from_numpy(row) for row in rows]).numpy()
     norms = np.sqrt(np.diag(products))
     scales = np.outer(norms, norms)
-    return np.divide(products, scales, out=np.zeros_like(products), where=scales > 0)
+    similarities = np.zeros_like(products)
+    np.divide(products, scales, out=similarities, where=scales > 0)
+    return similarities
 
 
 @dataclass(frozen=True)

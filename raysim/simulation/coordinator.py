@@ -172,9 +172,9 @@ class Coordinator:
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
-            return self.evaluator.replica_losses(clients, samples, replicas, self.versions).min(
-                axis=0
-            )
+            losses = self.evaluator.replica_losses(clients, samples, replicas, self.versions)
+            smallest: np.ndarray = losses.min(axis=0)
+            return smallest
         numbers = [replicas.numbers[replicas.replica_of(client)] for client in clients]
         refs = [self.versions.refs[number] for number in numbers]
         return self.evaluator.losses(clients, samples, replicas.version, refs)

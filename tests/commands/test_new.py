@@ -17,7 +17,10 @@ import raysim
 from raysim import cli
 from raysim.commands.new.package import NAME, TEMPLATE, next_steps
 
-GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer")
+GROUPS = (
+    "method", "model", "data", "partition", "schedule", "selection", "topology", "fleet",
+    "observer",
+)  # fmt: skip
 OVERRIDES = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
 RUN = ["run", "--quiet", "--allow", "mine"]
 

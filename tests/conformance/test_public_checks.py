@@ -33,6 +33,7 @@ from raysim.models import Mlp
 from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
 from raysim.simulation.selection_rules import FewestJobs
+from raysim.simulation.topologies import Hierarchical
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
@@ -55,6 +56,7 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
         IID(clients=5),
         Buffered(3, 2),
         FewestJobs(),
+        Hierarchical(2, every=2),
         Ideal(),
         Observer(),
     ],

@@ -53,6 +53,7 @@ DRAWERS = {
 }
 # Calls that seed torch's generator, for dropout and initial values.
 SEEDERS = {
+    "simulation/network.py": 1,
     "training/trainer.py": 2,
     "training/own_training.py": 2,  # with a GPU or without
     "api/declare.py": 2,

@@ -71,5 +71,8 @@ def next_steps(folder: Path) -> str:
     }
     width = max(len(command) for command in steps)
     lines = [f"  {command:<{width}}  {text}" for command, text in steps.items()]
-    kinds = "a method, a model, data, a partition, a schedule, a fleet and an observer of your own"
+    kinds = (
+        "a method, a model, data, a partition, a schedule, a selection, a topology, a fleet and an "
+        "observer of your own"
+    )
     return "\n".join([f"{folder} holds {kinds}:", *lines])

@@ -13,15 +13,19 @@ from mypackage.observer import MyObserver
 from mypackage.partition import MyPartition
 from mypackage.schedule import MySchedule
 from mypackage.selection import MySelection
+from mypackage.topology import MyTopology
 
 import raysim
 from raysim.conformance import Check, checks
 
 PARTS = [
-    MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MySelection(), MyFleet(),
-    MyObserver(),
+    MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MySelection(), MyTopology(),
+    MyFleet(), MyObserver(),
 ]  # fmt: skip
-GROUPS = ("method", "model", "data", "partition", "schedule", "selection", "fleet", "observer")
+GROUPS = (
+    "method", "model", "data", "partition", "schedule", "selection", "topology", "fleet",
+    "observer",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)

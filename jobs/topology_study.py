@@ -1,0 +1,245 @@
+"""Compare topologies on clients with different labels, and on clients with turned images.
+
+It makes the page docs/studies/topology.md:
+
+    python -m jobs.topology_study run runs/topology          36 runs; continues if it was stopped
+    python -m jobs.topology_study collect runs/topology      docs/studies/topology.json
+    python -m jobs.topology_study page                       docs/studies/topology.md and .png
+
+Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jobs.asynchrony_study import mean
+from jobs.command import run
+from jobs.study_curves import curves_figure, draw_panel
+
+PAGE = Path(__file__).parents[1] / "docs" / "studies" / "topology.md"
+STORE = PAGE.with_suffix(".json")
+SEEDS = range(3)
+CLIENTS, ROUNDS, EDGES = 100, 30, 4
+EVERY = 3  # rounds from one evaluation to the next
+FLOAT_MB = 4e-6
+SETTING = [
+    "data.pool=2", "model=mlp", "model.widths=[64]", f"partition.clients={CLIENTS}",
+    "partition.fraction=0.2", "partition.test_fraction=0.2", "local.epochs=1", "local.batch=20",
+    "schedule=synchronous", "fleet=lognormal", "fleet.sigma=1.2", "checkpoint.every=0",
+    "tracking=none", "runtime=inprocess", "runtime.threads=1", "runtime.lanes=8",
+]  # fmt: skip
+DATA: dict[str, list[str]] = {
+    "labels": [
+        "data=fashion_mnist", "partition=dirichlet", "partition.alpha=0.3", "local.lr=0.1",
+    ],
+    "turned": [
+        "data=mnist", "partition=iid", "data.rotation.per=client",
+        "data.rotation.angles=[0,90,180,270]", "local.lr=0.5",
+    ],
+}  # fmt: skip
+# Norms at which clusters are split: the longest updates are about 1 on both data sets, the mean
+# update falls to 0.1 with other labels and stays longer with turned images.
+NORMS = {
+    "labels": ["topology.mean_norm=0.12", "topology.max_norm=0.8"],
+    "turned": ["topology.mean_norm=1.0", "topology.max_norm=0.5"],
+}
+ALL = [f"schedule.cohort={CLIENTS}", f"rounds={ROUNDS}", f"evaluate.every={EVERY}"]
+TOPOLOGIES: dict[str, list[str]] = {
+    "star": ALL,
+    "hierarchical": [
+        "topology=hierarchical", f"topology.edges={EDGES}", f"schedule.cohort={CLIENTS // EDGES}",
+        f"rounds={EDGES * ROUNDS}", f"evaluate.every={EDGES * EVERY}",
+    ],
+    "clustered by loss": [*ALL, "topology=clustered", "topology.rule=loss", "topology.clusters=4"],
+    "clustered by updates": [
+        *ALL, "topology=clustered", "topology.rule=updates", "topology.clusters=4",
+        "topology.start=8",
+    ],
+    "gossip on a ring": [*ALL, "topology=gossip"],
+    "gossip on an expander": [*ALL, "topology=gossip", "topology.graph=expander"],
+}  # fmt: skip
+CENTRAL = "mean of models, %"
+
+
+def cases() -> Iterator[tuple[int, str, str]]:
+    """Yield the seed, the data and the topology of each run, one seed after another."""
+    yield from product(SEEDS, DATA, TOPOLOGIES)
+
+
+def folder_of(folder: Path, data: str, topology: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return folder / f"{data}-{topology.replace(' ', '_')}-{seed}"
+
+
+def run_all(folder: Path, more: Sequence[str]) -> None:
+    """Make the missing runs, one seed after another."""
+    import raysim
+
+    for seed, data, topology in cases():
+        out = folder_of(folder, data, topology, seed)
+        if (out / "summary.json").exists():
+            continue
+        print(f"{data}, {topology}, seed {seed}", flush=True)
+        norms = NORMS[data] if topology == "clustered by updates" else []
+        words = [*SETTING, *DATA[data], *TOPOLOGIES[topology], *norms, f"seed={seed}"]
+        resume = ["resume=latest"] if out.exists() else []
+        raysim.run([*words, f"out={out}", *resume, *more], quiet=True)
+
+
+def measured(folder: Path, topology: str) -> dict[str, Any]:
+    """Return the numbers of one finished run."""
+    from raysim.results.history import read_history
+
+    rows: list[Any] = [*read_history(folder / "history.parquet")]
+    summary = json.loads((folder / "summary.json").read_text())
+    scored = [row for row in rows if row["accuracy"] is not None]
+    last = rows[-1]
+    between_clients = topology.startswith("gossip")
+    floats = last["floats_down"] + last["floats_up"]
+
+    def total(row: Any) -> float:
+        links = row.get("floats_links") or 0
+        return FLOAT_MB * float(row["floats_down"] + row["floats_up"] + links)
+
+    return {
+        "accuracy": scored[-1]["accuracy"],
+        "worst": scored[-1]["accuracy_worst"],
+        "central": scored[-1]["accuracy_global"],
+        "clusters": last.get("topology.clusters"),
+        "seconds": last["virtual_seconds"],
+        "client_server_mb": 0.0 if between_clients else FLOAT_MB * floats,
+        "client_client_mb": FLOAT_MB * floats / 2 if between_clients else 0.0,
+        "edge_cloud_mb": FLOAT_MB * float(last.get("floats_links") or 0),
+        "curve": [
+            [round(row["virtual_seconds"], 3), round(total(row), 3), round(row["accuracy"], 4)]
+            for row in scored
+        ],
+        "model_sha256": summary["model_sha256"],
+    }
+
+
+def collect(folder: Path) -> None:
+    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    store: dict[str, Any] = {}
+    for seed, data, topology in cases():
+        out = folder_of(folder, data, topology, seed)
+        if (out / "summary.json").exists():
+            by_seed = store.setdefault(data, {}).setdefault(topology, {})
+            by_seed[str(seed)] = measured(out, topology)
+    STORE.write_text(json.dumps(store, indent=1) + "\n")
+
+
+# --- the page -----------------------------------------------------------------------------------
+def table(of_data: dict[str, Any]) -> str:
+    """Return a table with a row for each topology, over its seeds."""
+    heads = ["topology", "clients' accuracy, %", "worst client, %", CENTRAL, "virtual s"]
+    heads += ["MB between clients and servers", "MB between edges and cloud", "MB between clients"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for topology, by_seed in of_data.items():
+        runs = list(by_seed.values())
+        cells = [topology]
+        cells += [
+            mean([100 * one[key] for one in runs], "{:.1f}")
+            for key in ("accuracy", "worst", "central")
+        ]
+        cells.append(mean([one["seconds"] for one in runs], "{:,.0f}"))
+        for key in ("client_server_mb", "edge_cloud_mb", "client_client_mb"):
+            cells.append(f"{np.mean([one[key] for one in runs]):,.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(store: dict[str, Any], path: Path) -> None:
+    """Draw the clients' accuracy against virtual time and traffic, for both data sets."""
+    label = "accuracy of clients with their model"
+    with curves_figure(path, 4, height=5, lowest=0.2, accuracy=label) as axes:
+        for place, (data, cost) in enumerate(product(DATA, (0, 1))):
+            curves_of: dict[str, Sequence[np.ndarray]] = {
+                topology: [np.array(one["curve"])[:, [cost, -1]] for one in by_seed.values()]
+                for topology, by_seed in store[data].items()
+            }
+            unit = ("virtual seconds", "MB on all links")[cost]
+            draw_panel(axes[place], curves_of, f"{data}: {unit}", "{x:g}")
+
+
+TEXT = """# One server, edges, clusters or peers
+
+This study compares topologies on clients with different labels and on clients with different
+inputs.
+
+*Labels*: Fashion-MNIST on {clients} clients by Dirichlet(0.3). *Turned*: MNIST on {clients}
+clients, all images of a client turned by 0, 90, 180 or 270 degrees. Images have 14 x 14 pixels, a
+client has about 96 training samples, the model is an MLP with 64 hidden units, and each client
+trains one epoch in each of {rounds} rounds. Speeds are log-normal with sigma 1.2. The hierarchy has
+{edges} edges that meet every two rounds. Clusters are at most four. A split by updates is possible
+from round 8 on ({norms}). Accuracy is that of each client's model on the client's own test samples
+after the last round; the *mean of models* is scored on the central test set. Numbers are means over
+the seeds {seeds} ± sample deviation.
+
+{conclusions}
+
+![Accuracy of clients against virtual time and traffic](topology.png)
+
+## Labels
+{labels}
+
+## Turned
+{turned}
+
+All runs share `{setting}`; *labels* adds `{labels_setting}` and *turned* `{turned_setting}`.
+`topology.json` has the digest of each run. To repeat, in about {minutes} minutes of one core:
+
+```bash
+DATA=~/data bash jobs/studies.sh topology
+```
+"""
+# What the stored numbers show.
+CONCLUSIONS = """TODO"""
+
+
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    seeds = sorted({seed for by_topology in store.values() for seed in by_topology["star"]})
+    norms = "; ".join(f"{data}: `{' '.join(words)}`" for data, words in NORMS.items())
+    text = TEXT.format(
+        clients=CLIENTS,
+        rounds=ROUNDS,
+        edges=EDGES,
+        norms=norms,
+        seeds=", ".join(seeds),
+        conclusions=CONCLUSIONS,
+        labels=table(store["labels"]),
+        turned=table(store["turned"]),
+        setting=" ".join(SETTING),
+        labels_setting=" ".join(DATA["labels"]),
+        turned_setting=" ".join(DATA["turned"]),
+        minutes=5,
+    )
+    PAGE.write_text(text)
+    draw(store, PAGE.with_suffix(".png"))
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    command, *rest = sys.argv[1:] or ["help"]
+    if command == "run" and rest:
+        run_all(Path(rest[0]), rest[1:])
+    elif command == "collect" and rest:
+        collect(Path(rest[0]))
+    elif command == "page":
+        write_page()
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    run(main)
