@@ -27,7 +27,7 @@ from raysim.models.classifier import Classifier, ModelRecipe, is_split
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.network import make_network
-from raysim.simulation.schedule import Schedule
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import build_networks, declare_run, sample_flops
 
 Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
@@ -240,8 +240,13 @@ def _check_memory(selection: Selection, study: Study) -> None:
 
 # --- topologies --------------------------------------------------------------------------------
 def of_topology(topology: Topology, study: Study) -> Checks:
-    """Yield the checks of a topology. The study's schedules must fit its replicas."""
+    """Yield the checks of a topology.
+
+    In the usual study every replica may have a schedule of its own, for two or more clients.
+    """
     study = replace(study, topology=topology)
+    if study.schedules == Study().schedules:
+        study = replace(study, schedules=(Synchronous(2), Buffered(2, 1)))
     yield "a seed gives the same network, which fits its clients", partial(_check_network, study)
     yield "it keeps no state", partial(_check_topology_memory, topology, study)
     yield from _runs(study)
