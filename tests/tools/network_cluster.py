@@ -47,7 +47,7 @@ from typing import Any
 NETWORK = "10.99.0"
 PORT = 6379  # of Ray's head
 PROGRAMS = ("ip", "tc", "unshare", "nsenter")
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 400.0
 COMMANDS = "N WORDS, cut N, join N, freeze N, thaw N, kill N, start N, bytes, quit"
 # Ray starts late on a busy machine, where a worker of lower priority hardly runs.
 RAY_VARIABLES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from network_cluster import Link, NetworkCluster, find_obstacle, parse_link
+from network_cluster import PORT, Link, NetworkCluster, find_obstacle, parse_link
 
 import raysim
 
@@ -27,7 +27,11 @@ OVERRIDES = [
     "checkpoint.every=5",
 ]
 ROUNDS = 400
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
+NODE_ID = (
+    "import ray; ray.init(address='auto', log_to_driver=False); "
+    "print(ray.get_runtime_context().get_node_id())"
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,24 +59,54 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     return make
 
 
-def start_run(network: NetworkCluster, out: Path, rounds: int) -> subprocess.Popen[str]:
-    words = ["raysim", "run", "runtime=cluster", f"out={out}", f"rounds={rounds}", *OVERRIDES]
-    return network.machines[0].popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def start_run(
+    network: NetworkCluster, out: Path, rounds: int, *words: str
+) -> subprocess.Popen[str]:
+    command = ["raysim", "run", "runtime=cluster", f"out={out}", f"rounds={rounds}", *OVERRIDES]
+    command += words
+    log = out.with_suffix(".log").open("w")
+    return network.machines[0].popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
-def wait_for(condition: Callable[[], Any], run: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], Any], run: subprocess.Popen[str], out: Path) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
-        assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < end
+        assert run.poll() is None and time.monotonic() < end, log_of(out)
         time.sleep(0.1)
 
 
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
 def finish(run: subprocess.Popen[str], out: Path) -> dict[str, Any]:
-    output, _ = run.communicate(timeout=DEADLINE_S)
-    assert run.returncode == 0, output
+    assert run.wait(timeout=DEADLINE_S) == 0, log_of(out)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
+
+
+SLOW = """
+import time
+
+from raysim import Method
+
+
+class Slow(Method):
+    name = "slow"
+
+    def __init__(self, seconds: float = 0.2):
+        self.seconds = seconds
+
+    def end(self, job):
+        time.sleep(self.seconds)
+"""
+
+
+def write_slow_method(folder: Path) -> None:
+    """Write a method that makes each job take longer, without using a core."""
+    (folder / "slow" / "conf" / "method").mkdir(parents=True)
+    (folder / "slow" / "__init__.py").write_text(SLOW)
+    (folder / "slow" / "conf" / "method" / "slow.yaml").write_text("slow: {_target_: slow.Slow}\n")
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -96,7 +130,7 @@ def test_partition_for_seconds_changes_no_bits(
     network: NetworkCluster, expected: Callable[[int], str]
 ) -> None:
     run = start_run(network, out := network.shared / "partition", ROUNDS)
-    wait_for(lambda: checkpoints(out), run)
+    wait_for(lambda: checkpoints(out), run, out)
     network.machines[2].cut()
     time.sleep(4)
     assert run.poll() is None  # it needs the machine
@@ -104,7 +138,32 @@ def test_partition_for_seconds_changes_no_bits(
     assert finish(run, out)["model_sha256"] == expected(ROUNDS)
 
 
-def test_link_has_rate_and_delay(network: NetworkCluster) -> None:
+def test_late_node_joins_and_drained_node_leaves(expected: Callable[[int], str]) -> None:
+    obstacle = find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    with NetworkCluster(3) as network:
+        head, leaving, late = network.machines
+        write_slow_method(network.shared)
+        network.environment["PYTHONPATH"] = str(network.shared)
+        network.start_ray([1, 1])
+        out = network.shared / "late"
+        run = start_run(network, out, 130, "method=slow", "--allow", "slow")
+        wait_for(lambda: checkpoints(out), run, out)
+        late.start_ray(1)
+        wait_for(lambda: "worker 2 joins on machine-2 (10.99.0.3)" in log_of(out), run, out)
+        node = leaving.run("python", "-c", NODE_ID).split()[-1]
+        drain = ["ray", "drain-node", f"--address={head.address}:{PORT}", "--node-id", node]
+        drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        head.run(*drain, "--deadline-remaining-seconds", "600")
+        wait_for(lambda: "worker 1 leaves: machine-1 (10.99.0.2)" in log_of(out), run, out)
+        assert finish(run, out)["model_sha256"] == expected(130)
+
+
+def test_link_has_delay() -> None:
+    obstacle = find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
     receive = "import socket; s = socket.create_server(('', 5000)); c, _ = s.accept(); c.send(b'1')"
     measure = (
         "import socket, time; t = time.monotonic(); s = socket.create_connection(('{}', 5000)); "
