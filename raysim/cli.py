@@ -750,7 +750,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if config["resume"] == "latest":
         folder_to_resume(config["out"])
-    if isinstance(config["out"], str):
+    if isinstance(config["out"], str) and "://" not in config["out"]:
         with errors_as_refusals():
             _check_folder(user_path(config["out"]), config["resume"], arguments)
     from raysim.experiment.execute import run

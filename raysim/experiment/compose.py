@@ -244,7 +244,7 @@ def _load_stored(path: str | Path | None) -> Node | None:
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
     """Load the stored configuration of the run that `resume` gives, if there is one."""
     for place in _resumed_places(values):
-        folder = open_store(place if is_remote(place) else user_path(place))
+        folder = open_store(place if "://" in place else user_path(place))
         if CONFIG_FILE not in folder.names():
             continue
         with folder.local(CONFIG_FILE) as path:

@@ -23,6 +23,7 @@ from raysim.experiment.describe import overview
 from raysim.experiment.failures import explain_errors
 from raysim.experiment.many_runs import new_folder
 from raysim.experiment.recorder import OnRound, load_finished, record, say, warn, wrap_observers
+from raysim.experiment.remote_folder import local_copy
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import (
     CONFIG,
@@ -129,9 +130,11 @@ def run(
     }
     given_parts = {key: part for key, part in parts.items() if part is not None}
     experiment = _build_once(config, given_parts | settings, allow)
-    user_observers = wrap_observers(on_round, [*experiment.observers, *observers])
     with ExitStack() as stack:
         stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
+        experiment, senders = stack.enter_context(local_copy(experiment, console))
+        all_observers = [*experiment.observers, *observers, *senders]
+        user_observers = wrap_observers(on_round, all_observers)
         with errors_as_refusals():
             place = choose_place(experiment)
             if not place.exists:

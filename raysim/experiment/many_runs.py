@@ -17,7 +17,7 @@ from raysim.experiment.groups import join_options
 from raysim.experiment.instantiate import format_value
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import RefusedError, errors_as_refusals
-from raysim.primitives.files import LOCK_FILE, lock_folder
+from raysim.primitives.files import LOCK_FILE, lock_folder, user_path, without_password
 from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
@@ -135,6 +135,15 @@ def check_free(folder: Path) -> None:
         raise RefusedError(
             f"out={folder} exists already: choose another folder, or continue it with resume=latest"
         )
+
+
+def local_folder(out: str) -> Path:
+    """Return the folder of a study or a search. Raise `RefusedError` for a URL."""
+    if "://" in out:
+        raise RefusedError(
+            f"out={without_password(out)} is a URL, which only `raysim run` accepts. Give a folder"
+        )
+    return user_path(out)
 
 
 def folder_to_resume(out: str | None) -> str:

@@ -35,6 +35,11 @@ class LocalStore:
         path = self.path / folder
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
+    def files(self) -> list[str]:
+        """Return the names of all files in the store and in its folders."""
+        paths = [path for path in self.path.rglob("*") if path.is_file()]
+        return sorted(path.relative_to(self.path).as_posix() for path in paths)
+
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
         """Yield the path for writing a file; at the end it replaces an older file as a whole."""
@@ -96,6 +101,13 @@ class RemoteStore:
             except FileNotFoundError:
                 return []
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def files(self) -> list[str]:
+        """Return the names of all files in the store and in its folders."""
+        with self._errors_with_address(""):
+            self._files.invalidate_cache()
+            start = len(self._root.rstrip("/")) + 1
+            return sorted(path[start:] for path in self._files.find(self._root))
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:

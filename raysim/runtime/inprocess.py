@@ -69,7 +69,7 @@ class InProcess:
         """Return nothing, because all workers are in this process."""
         return {}
 
-    def release(self, worker: int) -> None:
+    def release(self, worker: int, may_return: bool = True) -> None:
         """Do nothing: a worker in this process is never lost."""
 
     def take_new_workers(self) -> Sequence[int]:

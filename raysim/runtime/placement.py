@@ -31,7 +31,8 @@ class RayOptions:
     CPUs are the number of threads unless set. resources: other resources of each worker. address:
     "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. strategy: PACK
     fills one node after another, SPREAD alternates, STRICT_PACK stays on one node. wait: seconds to
-    wait for other runs; None waits forever. preflight: True measures the memory of one job first;
+    wait for other runs, and for nodes that start if too few are there; None waits forever for other
+    runs, and not for nodes. preflight: True measures the memory of one job first;
     None does so if it decides how many workers share a GPU. combine: True lets nodes add up the
     sums of their workers before they travel, which changes no bit; None does so for models of 1 MiB
     and more. mixed: True allows processes that differ in what bits depend on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +14,9 @@ from raysim.simulation.events import Notice, ProcessLostError, RunStoppedError, 
 from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Ref, Runtime, WorkerDiedError
 
 MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
+# Deaths of workers of one node within the window, after which the node has one worker less.
+MAX_NODE_DEATHS = 3
+DEATH_WINDOW_S = 600.0
 # Calls that any worker can carry out, so that another one gets them if a node is lost.
 REPEATABLE = ("ready", "store_constants", "contribute", "train", "train_apart", "evaluate")
 SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
@@ -67,6 +71,7 @@ class WorkerCalls:
         self._waiting_since = [0.0] * self.workers
         self._has_started = [False] * self.workers
         self._deaths_in_a_row = [0] * self.workers  # by worker: deaths since its last answer
+        self._node_deaths: defaultdict[int, deque[float]] = defaultdict(deque)  # times, by node
         self._constants: tuple[object, ...] | None = None  # what every worker was told to keep
 
     # --- making calls -----------------------------------------------------------------------------
@@ -124,8 +129,8 @@ class WorkerCalls:
     # --- waiting ----------------------------------------------------------------------------------
     def wait(self, call: Call) -> Any:
         """Wait for a call, and return its value."""
-        for _ in self.wait_with_events([call]):
-            pass
+        while not call.is_answered:
+            self._wait_for_any()
         return call.value
 
     def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting | Notice]:
@@ -206,6 +211,8 @@ class WorkerCalls:
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:
             raise RunStoppedError(self._describe_deaths(worker, death))
+        if self._dies_too_often(worker) and self._do_without(worker, death):
+            return
         try:
             self._runtime.revive(worker)
         except WorkerDiedError:
@@ -218,6 +225,40 @@ class WorkerCalls:
             self._runtime.call(worker, "store_constants", *self._constants)
         for call in self._unanswered[worker]:
             self._send(call)
+
+    def _dies_too_often(self, worker: int) -> bool:
+        """Return True if workers of a node died several times within minutes."""
+        now = time.monotonic()
+        deaths = self._node_deaths[self._runtime.nodes[worker]]
+        deaths.append(now)
+        while deaths[0] < now - DEATH_WINDOW_S:
+            deaths.popleft()
+        if len(deaths) < MAX_NODE_DEATHS:
+            return False
+        deaths.clear()
+        return True
+
+    def _do_without(self, worker: int, death: WorkerDiedError) -> bool:
+        """Continue without a dead worker; return False if the run needs it."""
+        others = [other for other in self.active if other != worker]
+        calls = self._unanswered[worker]
+        if not others or any(call.method not in REPEATABLE for call in calls):
+            return False
+        self.active = others
+        self._runtime.release(worker, may_return=False)
+        self._client_states.worker_died(worker)
+        self._move_calls(worker, others)
+        node = self._runtime.node_name(worker) or "its node"
+        count = len(others)
+        self._notices.append(
+            Notice(
+                f"worker {worker} is not replaced: {MAX_NODE_DEATHS} workers died on {node} "
+                f"within {DEATH_WINDOW_S / 60:g} minutes (last: {death}). The run continues with "
+                f"{count} worker{'s' * (count > 1)}. If memory is short, set "
+                f"runtime.workers={count} next time, or reduce local.batch"
+            )
+        )
+        return True
 
     # --- nodes that leave or join -----------------------------------------------------------------
     def _leave_lost_nodes(self) -> bool:
@@ -252,7 +293,7 @@ class WorkerCalls:
         name = self._runtime.node_name(worker) or f"the node of worker {worker}"
         has_states = bool(self._client_states.states_of(worker))
         self._release(worker)
-        calls, self._unanswered[worker] = self._unanswered[worker], []
+        calls = self._unanswered[worker]
         if has_states:
             raise ProcessLostError(f"{name} {node.reason}, and it has client states")
         if not others:
@@ -264,6 +305,11 @@ class WorkerCalls:
             self.active.remove(worker)
             self.deaths += 1
             self._note_departure(worker, node.reason)
+        self._move_calls(worker, others)
+
+    def _move_calls(self, worker: int, others: Sequence[int]) -> None:
+        """Give the unanswered calls of a worker to others."""
+        calls, self._unanswered[worker] = self._unanswered[worker], []
         # A job may start from the state that the one before leaves, so they stay together.
         stays_together = self._client_states.stateful
         heir = self._least_busy(others)

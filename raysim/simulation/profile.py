@@ -50,10 +50,10 @@ class WatchedRuntime:
         self.call_times[worker] = []
         self.runtime.revive(worker)
 
-    def release(self, worker: int) -> None:
+    def release(self, worker: int, may_return: bool = True) -> None:
         """Stop using a worker; its profile is lost."""
         self.call_times.pop(worker, None)
-        self.runtime.release(worker)
+        self.runtime.release(worker, may_return)
 
 
 class Profile:

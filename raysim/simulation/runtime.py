@@ -99,8 +99,11 @@ class Runtime(Protocol):
         """Return the workers, not released yet, whose node is lost or leaves the cluster."""
         ...
 
-    def release(self, worker: int) -> None:
-        """Stop using a worker; it may be unreachable."""
+    def release(self, worker: int, may_return: bool = True) -> None:
+        """Stop using a worker; it may be unreachable.
+
+        may_return: False never starts it again.
+        """
         ...
 
     def take_new_workers(self) -> Sequence[int]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ftp_server import serve_ftp
 
 from raysim.primitives.stores import Store, open_store, split_address
 from raysim.simulation import checkpoint
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # its modules of the standard library
-    from pyftpdlib.authorizers import DummyAuthorizer
-    from pyftpdlib.handlers import FTPHandler
-    from pyftpdlib.servers import FTPServer
 
 
 def put(there: Store, name: str, text: str) -> None:
@@ -27,29 +20,8 @@ def put(there: Store, name: str, text: str) -> None:
 
 @pytest.fixture
 def ftp(tmp_path: Path) -> Iterator[str]:
-    """Serve a folder by FTP, and yield its URL."""
-    authorizer = DummyAuthorizer()
-    (tmp_path / "served").mkdir()
-    authorizer.add_user("me", "secret", str(tmp_path / "served"), perm="elradfmwMT")
-
-    class Handler(FTPHandler):  # type: ignore[misc]
-        """A handler for this server alone."""
-
-    Handler.authorizer = authorizer
-    server = FTPServer(("127.0.0.1", 0), Handler)
-    is_ended = threading.Event()
-
-    def serve() -> None:
-        while not is_ended.is_set():
-            server.serve_forever(timeout=0.05, blocking=False)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    port = server.socket.getsockname()[1]
-    yield f"ftp://me:secret@127.0.0.1:{port}/runs/a"
-    is_ended.set()
-    thread.join()
-    server.close_all()
+    with serve_ftp(tmp_path / "served") as url:
+        yield f"{url}/runs/a"
 
 
 @pytest.fixture(params=["{}", "file://{}", "memory:/{}", "ftp"])
@@ -67,6 +39,7 @@ def test_store_holds_files(address: str) -> None:
     put(there, "b.json", "2")
     put(there, "b.json", "3")
     assert (there.names(), there.names("log")) == (["b.json", "log"], ["a.json"])
+    assert there.files() == ["b.json", "log/a.json"]
     with there.local("b.json") as path:
         assert path.read_text() == "3"
     with pytest.raises(RuntimeError), there.new("b.json") as draft:

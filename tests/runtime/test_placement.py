@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,42 @@ def test_shortage_names_what_to_change(
 ) -> None:
     with pytest.raises(NoRoomError, match=advice):
         choose_size(options, each, nodes, 20)
+
+
+def test_start_waits_for_nodes_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.runtime.ray import driver
+
+    now, tries, said = [0.0], [0], list[str]()
+    requests = list[Any]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def plan_now(*_: Any) -> Size:
+        tries[0] += 1
+        if tries[0] < 4:
+            raise NoRoomError("too few")
+        return Size(3, {"CPU": 1.0})
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(driver, "time", clock)
+    monkeypatch.setattr(driver, "plan_now", plan_now)
+    monkeypatch.setattr(driver, "request_resources", lambda bundles: requests.append(bundles))
+
+    def plan(**settings: Any) -> Size:
+        tries[0] = 0
+        options = RayOptions(workers=3, **settings)
+        return driver.plan_workers(options, run_spec(), 5, said.append)
+
+    assert plan(address="auto", wait=9).workers == 3 and now == [3.0]
+    assert requests == [[{"CPU": 1.0}] * 3, []] and len(said) == 1 and "9 s" in said[0]
+    for settings in ({"address": "auto"}, {"address": "auto", "wait": 0}, {"wait": 9}):
+        with pytest.raises(NoRoomError):
+            plan(**settings)
+        assert tries[0] == 1
+    with pytest.raises(NoRoomError):
+        plan(address="auto", wait=2)
+    assert requests[2:] == [[{"CPU": 1.0}] * 3, []]
 
 
 def test_worker_reserves_threads_gpu_and_requested_resources() -> None:

@@ -100,7 +100,7 @@ class Mortal:
         self.waiting: list[list[list[Ref]]] = [
             [] for _ in range(workers)
         ]  # by worker: refs of calls
-        self.calls = self.revived = 0
+        self.calls = self.revived = self.ended = 0
 
     def node_name(self, worker: int) -> str:
         return f"node-{worker} (10.0.0.{worker})"
@@ -157,8 +157,8 @@ class Mortal:
     def find_lost_workers(self) -> dict[int, LostNode]:
         return {}
 
-    def release(self, worker: int) -> None:
-        pass
+    def release(self, worker: int, may_return: bool = True) -> None:
+        self.ended += not may_return
 
     def take_new_workers(self) -> list[int]:
         return []
@@ -199,7 +199,7 @@ class Vanishing(Mortal):
     def find_lost_workers(self) -> dict[int, LostNode]:
         return {w: node for w, node in self.lost.items() if w not in self.released}
 
-    def release(self, worker: int) -> None:
+    def release(self, worker: int, may_return: bool = True) -> None:
         self.released.add(worker)
 
     def take_new_workers(self) -> list[int]:
@@ -348,7 +348,7 @@ def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
         assert (finished_run.bits, finished_run.history) == (whole.bits, whole.history), deaths
         assert not finished_run.failures
         late = sum(int(row["worker_deaths"] or 0) for row in finished_run.rows)
-        assert runtime.revived - late in (0, 1), (
+        assert runtime.revived + runtime.ended - late in (0, 1), (
             "the last row is written before the last evaluation"
         )
 
@@ -377,6 +377,25 @@ def test_lost_sums_of_a_node_are_trained_again(schedule: str) -> None:
     )
     assert (finished_run.bits, finished_run.history) == (whole.bits, whole.history)
     assert runtime.separate > 2
+
+
+def test_repeated_deaths_on_a_node_lower_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = study("upload and state")
+    whole = run(spec, SCHEDULES["buffer"], **ASKED)
+
+    def notices(window_s: float) -> list[str]:
+        monkeypatch.setattr(worker_calls, "DEATH_WINDOW_S", window_s)
+        runtime = Mortal(spec, 3, {8, 14, 20, 26})
+        events = list(coordinate(spec, SCHEDULES["buffer"], runtime=runtime, **ASKED).run())
+        last = events[-1]
+        assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
+        return [event.text for event in events if isinstance(event, Notice)]
+
+    text, *_ = notices(600.0)
+    assert "is not replaced" in text and "runtime.workers=2" in text and "it was told to" in text
+    assert notices(0.0) == []
 
 
 def test_worker_that_always_dies_stops_the_run() -> None:

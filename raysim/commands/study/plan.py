@@ -15,7 +15,13 @@ from raysim.experiment import run_table
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import Node, to_dict
 from raysim.experiment.groups import find_groups
-from raysim.experiment.many_runs import check_free, dated_folder, short_names, value_label
+from raysim.experiment.many_runs import (
+    check_free,
+    dated_folder,
+    local_folder,
+    short_names,
+    value_label,
+)
 from raysim.experiment.run_overrides import expand_override
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
@@ -140,7 +146,7 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one")
-    return user_path(str(to_dict(compose(out))["out"]))
+    return local_folder(str(to_dict(compose(out))["out"]))
 
 
 def _merge_stored_plan(study: StudyPlan) -> StudyPlan:

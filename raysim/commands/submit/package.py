@@ -242,13 +242,13 @@ def _check_out(command: JobCommand) -> None:
     out = settings.get("out", "")
     place = out or (settings.get("resume", "") if command.words[0] == "run" else "")
     is_tracked = settings.get("tracking.uri", "").startswith(REMOTE_TRACKING)
-    if place.startswith(("/", "~")) or is_tracked:
+    if place.startswith(("/", "~")) or "://" in place or is_tracked:
         return
     subject = f"out={out} is" if out else "without out=DIR the results are"
     raise RefusedError(
         f"{subject} in the job's own folder, which the cluster deletes. Give a folder on storage "
-        "that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow "
-        "server"
+        "that outlives the job, such as out=/shared/runs/first, a URL such as "
+        "out=s3://bucket/first, or set tracking.uri to an MLflow server"
     )
 
 

@@ -31,7 +31,7 @@ from raysim.experiment.compose import complete_draft, draft
 from raysim.experiment.config_files import Node
 from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import build_object, format_value
-from raysim.experiment.many_runs import check_free, dated_folder
+from raysim.experiment.many_runs import check_free, dated_folder, local_folder
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
@@ -291,13 +291,13 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)
     has_resume = "resume" in values
-    folder = user_path(values.get("out", ""))
+    folder = local_folder(values.get("out", ""))
     if has_resume and run_table.is_continued(overrides, "sweep", folder):
         return _continue_sweep(folder, overrides, conf)
     overrides = [override for override in overrides if override != "resume=latest"]
     sweep_plan = plan(overrides, conf)
     if sweep_plan.out:
-        folder = user_path(sweep_plan.out)
+        folder = local_folder(sweep_plan.out)
     else:
         folder = dated_folder(Path("runs"), f"sweep-{sweep_plan.options.name}")
     if not has_resume:

@@ -253,6 +253,7 @@ class RayRuntime:
         self._node_numbers = {coordinator_node: 0}
         self.nodes = [self._number_of(node) for node in self._node_ids]
         self._released: set[int] = set()
+        self._ended: set[int] = set()  # of the released ones, those that never start again
         self._watch: NodeWatch | None = None
         self._recruiter: Recruiter | None = None
         self._notices: list[str] = []
@@ -372,11 +373,16 @@ class RayRuntime:
     def _has_unreachable_worker(self) -> bool:
         return any(not node.is_reachable for node in self.find_lost_workers().values())
 
-    def release(self, worker: int) -> None:
-        """End a worker that is not used any more; it may be unreachable."""
+    def release(self, worker: int, may_return: bool = True) -> None:
+        """End a worker that is not used any more; it may be unreachable.
+
+        may_return: False never starts it again.
+        """
         ray.kill(self.actors[worker])
         self._adders.pop(self.nodes[worker], None)
         self._released.add(worker)
+        if not may_return:
+            self._ended.add(worker)
 
     def take_new_workers(self) -> Sequence[int]:
         """Return the workers that are ready since the last call; start others if there is room."""
@@ -390,8 +396,10 @@ class RayRuntime:
         if time.monotonic() < self._next_recruiting:
             return joined
         self._next_recruiting = time.monotonic() + PROBE_INTERVAL_S
-        free = [worker for worker in range(self._first_workers) if worker in self._released]
-        active = self.workers - len(self._released)
+        free = sorted(self._released - self._ended)
+        free = [worker for worker in free if worker < self._first_workers]
+        # An ended worker leaves no room for another one.
+        active = self.workers - len(self._released) + len(self._ended)
         for number, place in recruiter.find_places(free, active):
             self._start_at(number, place, recruiter)
         return joined

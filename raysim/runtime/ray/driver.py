@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
 from raysim.runtime.placement import (
+    NoRoomError,
     RayOptions,
     Size,
     choose_size,
@@ -24,6 +27,7 @@ from raysim.runtime.placement import (
     worker_resources,
 )
 from raysim.runtime.ray.actors import (
+    NODE_CHECK_S,
     REPLACEMENT_TIMEOUT_S,
     ROOM_CHECK_S,
     store_dataset,
@@ -51,6 +55,37 @@ def plan_workers(
     concurrency: int,
     say: Say = print,
     measure: Measure = preflight.measure,
+) -> Size:
+    """Return what `plan_now` does; if too few nodes are there, wait for others to start.
+
+    A run waits `runtime.wait` seconds, and not at all without that setting. An autoscaler learns
+    what is missing.
+    """
+    wait_s = options.wait or 0.0
+    if options.address in (None, "local"):
+        wait_s = 0.0  # no node will join
+    end = time.monotonic() + wait_s
+    is_waiting = False
+    try:
+        while True:
+            try:
+                return plan_now(options, spec, concurrency, say, measure)
+            except NoRoomError as error:
+                if time.monotonic() >= end:
+                    raise
+                if not is_waiting:
+                    is_waiting = True
+                    say(f"waiting up to {wait_s:g} s for nodes that start: {error}")
+                    each = worker_resources(options, spec.device, spec.threads)
+                    request_resources(bundles=[each] * (options.workers or 1))
+            time.sleep(NODE_CHECK_S)
+    finally:
+        if is_waiting:
+            request_resources(bundles=[])
+
+
+def plan_now(
+    options: RayOptions, spec: RunSpec, concurrency: int, say: Say, measure: Measure
 ) -> Size:
     """Return the number of workers, and what each of them reserves.
 

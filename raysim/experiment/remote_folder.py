@@ -1,0 +1,129 @@
+"""Keep a run's folder behind a URL (`out=s3://bucket/run`), for machines without a shared disk.
+
+While the run lasts, its files are in a temporary folder of this machine. Checkpoints are written to
+the URL at once; the other files are sent after each checkpoint and at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysim.experiment.recorder import say, warn
+from raysim.experiment.settings import Experiment
+from raysim.primitives.errors import RefusedError, errors_as_refusals
+from raysim.primitives.files import LOCK_FILE, without_password
+from raysim.primitives.stores import LocalStore, Store, open_store, split_address
+from raysim.results.observers import CurrentRun, Observer
+from raysim.simulation.events import RunStoppedError, Saved
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CHECKPOINTS = "checkpoints"
+
+
+class FolderCopy(Observer):
+    """The copy of a run's folder on this machine, which is sent after each checkpoint.
+
+    folder: the copy. store: the folder behind the URL.
+    """
+
+    def __init__(self, folder: Path, store: Store, console: Console):
+        self.folder, self._store, self._console = folder, store, console
+        # By name: when a file was changed, and its size, as it was sent last.
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def fetch(self) -> None:
+        """Fetch the files of the run, besides its checkpoints."""
+        for name in filter(_is_kept, self._store.files()):
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._store.local(name) as copy:
+                shutil.copyfile(copy, path)
+            self._sent[name] = self._state(path)
+
+    def send(self) -> None:
+        """Send the files that are new or have changed."""
+        for name in filter(_is_kept, LocalStore(self.folder).files()):
+            state = self._state(self.folder / name)
+            if self._sent.get(name) == state:
+                continue
+            with self._store.new(name) as draft:
+                shutil.copyfile(self.folder / name, draft)
+            self._sent[name] = state
+
+    @staticmethod
+    def _state(path: Path) -> tuple[int, int]:
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Send the files; a failure is a warning, because they are sent again later."""
+        try:
+            self.send()
+        except OSError as error:
+            warn(self._console, f"the files of the run could not be sent: {error}")
+
+
+def _is_kept(name: str) -> bool:
+    """Return True for a file that the copy has: no checkpoint, lock or draft."""
+    return not name.startswith((f"{CHECKPOINTS}/", ".")) and "/." not in name
+
+
+@contextmanager
+def local_copy(
+    experiment: Experiment, console: Console
+) -> Iterator[tuple[Experiment, list[Observer]]]:
+    """Yield a run whose folder is on this machine, and the observers that send it.
+
+    A run with a folder on this machine is unchanged. Raise `RefusedError` if the URL cannot be
+    used, and `RunStoppedError` if the files cannot be sent at the end.
+    """
+    out = experiment.execution.out
+    if not out or "://" not in out:
+        yield experiment, []
+        return
+    with errors_as_refusals():
+        store = open_store(out)
+        names = set(store.names()) - {LOCK_FILE}
+    address = without_password(out)
+    if names and experiment.execution.resume is None:
+        raise RefusedError(
+            f"out={address} is not empty: choose another folder, or continue it with resume=latest"
+        )
+    temporary = Path(tempfile.mkdtemp(prefix="raysim-out-"))
+    copy = FolderCopy(temporary / split_address(out)[1], store, console)
+    with errors_as_refusals():
+        copy.fetch()
+    say(console, f"out={address}: until the end, the files of the run are also in {copy.folder}")
+    try:
+        place = str(store.path) if isinstance(store, LocalStore) else out.rstrip("/")
+        yield _with_folder(experiment, f"{place}/{CHECKPOINTS}", copy.folder), [copy]
+    finally:
+        try:
+            copy.send()
+        except OSError as error:
+            raise RunStoppedError(
+                f"out={address}: the results could not be sent ({error}). They are in "
+                f"{copy.folder} on this machine."
+            ) from error
+        # The result of the run reads its files later.
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    say(console, f"all files are in {address}")
+
+
+def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
+    """Return the run with a folder on this machine, and its checkpoints at an address."""
+    settings = experiment.spec.settings
+    checkpoint = settings.checkpoint
+    if not checkpoint.folder:
+        checkpoint = replace(checkpoint, folder=checkpoints)
+    spec = replace(experiment.spec, settings=replace(settings, checkpoint=checkpoint))
+    return replace(experiment, spec=spec, execution=replace(experiment.execution, out=str(folder)))

@@ -1,0 +1,94 @@
+"""The whole folder of a run behind a URL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from ftp_server import serve_ftp
+
+import raysim
+from raysim import cli
+from raysim.primitives.errors import RefusedError
+from raysim.primitives.stores import open_store
+from raysim.simulation.events import RunStoppedError
+
+OVERRIDES = (
+    "runtime=inprocess tracking=none data=synthetic data.samples=100 partition=iid "
+    "partition.clients=4 model=mlp model.widths=[4] schedule.cohort=2 method=scaffold "
+    "evaluate.every=9 checkpoint.every=2"
+)
+
+
+@pytest.fixture(params=["memory", "file", "ftp"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Return the URL of an empty place."""
+    if request.param == "ftp":
+        with serve_ftp(tmp_path / "served") as address:
+            yield f"{address}/runs/first"
+        return
+    yield f"{request.param}://{tmp_path / 'runs' / 'first'}"
+    with contextlib.suppress(FileNotFoundError):
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def run(**settings: Any) -> dict[str, Any]:
+    summary = raysim.run(OVERRIDES, quiet=True, **settings).summary
+    return {key: summary[key] for key in ("rounds", "model_sha256", "state_sha256")}
+
+
+def test_url_holds_the_folder_and_continues_it(url: str, tmp_path: Path) -> None:
+    straight = run(out=str(tmp_path / "straight"), rounds=6)
+    run(out=url, rounds=4)
+    with pytest.raises(RefusedError, match=r"^out="):
+        run(out=url, rounds=4)
+    assert run(out=url, rounds=6, resume="latest") == straight
+    store = open_store(url)
+    expected = {path.name for path in (tmp_path / "straight").iterdir()} - {".held"}
+    assert {*store.names()} - {"writer"} == expected
+    assert "round-000006" in store.names("checkpoints")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.yaml", "summary.json", "history.parquet"):
+        with store.local(name) as path:
+            (copy / name).write_bytes(path.read_bytes())
+    assert len(raysim.load(copy).rows) == 6
+
+
+def test_files_are_sent_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://runs/stopped"
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["round"] == 5:
+            assert "config.yaml" in open_store(url).names()
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(raysim.Interrupted):
+        raysim.run(OVERRIDES, quiet=True, out=url, rounds=6, on_round=stop)
+    assert "round-000004" in open_store(f"{url}/checkpoints").names()
+    fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+def test_url_that_fails_is_named_with_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RefusedError, match="nothing://"):
+        run(out="nothing://bucket/run", rounds=2)
+    from raysim.experiment.remote_folder import FolderCopy
+
+    def fail(self: FolderCopy) -> None:
+        raise OSError("the bucket is full")
+
+    monkeypatch.setattr(FolderCopy, "send", fail)
+    with pytest.raises(RunStoppedError, match=r"^out=memory://runs/full: .*the bucket is full"):
+        run(out="memory://runs/full", rounds=2)
+    fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+@pytest.mark.parametrize("command", ["study", "sweep"])
+def test_url_is_for_single_runs_only(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"study": "seed=0,1", "sweep": "sweep=fedprox"}
+    assert cli.call([command, words[command], "out=s3://a/b"]) == 2
+    assert "out=s3://a/b" in capsys.readouterr().err
