@@ -27,7 +27,7 @@ from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import bundle_options
 from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch
-from raysim.runtime.ray.recruiter import Growth, Place, Recruiter
+from raysim.runtime.ray.recruiter import Growth, WorkerPlace, Recruiter
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import (
     Event,
@@ -404,7 +404,7 @@ class RayRuntime:
             self._start_at(number, place, recruiter)
         return joined
 
-    def _start_at(self, number: int, place: Place, recruiter: Recruiter) -> None:
+    def _start_at(self, number: int, place: WorkerPlace, recruiter: Recruiter) -> None:
         """Start a worker: again, or a new one if the number is -1."""
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
@@ -578,7 +578,7 @@ def start_workers_in(
         resources = bundle_options(group, index + 1, size.each)
         return actor.options(name=f"{name}/{worker}", **resources).remote(shared, worker, content)
 
-    def start_at(index: int, place: Place, content: Sequence[ray.ObjectRef[Any]]) -> Any:
+    def start_at(index: int, place: WorkerPlace, content: Sequence[ray.ObjectRef[Any]]) -> Any:
         worker = f"worker-{index}"
         resources = bundle_options(place.group, place.bundle, size.each)
         # A lost worker may still have the name.

@@ -23,7 +23,7 @@ ROOM_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """A place where a worker starts. bundle: the index of a bundle of the group."""
 
     node: str
@@ -44,7 +44,7 @@ class Growth:
     each: Resources
     most: int
     options: RayOptions
-    start: Callable[[int, Place, Sequence[ray.ObjectRef[Any]]], Any]
+    start: Callable[[int, WorkerPlace, Sequence[ray.ObjectRef[Any]]], Any]
     content: Sequence[ray.ObjectRef[Any]]
 
 
@@ -53,7 +53,7 @@ class _Recruit:
     """A worker that starts. answer: will be its identity."""
 
     worker: int
-    place: Place
+    place: WorkerPlace
     actor: Any
     answer: ray.ObjectRef[Identity]
     since: float
@@ -76,7 +76,9 @@ class Recruiter:
         self._known_nodes = {node["NodeID"] for node in ray.nodes()} | set(nodes.values())
         self.notices: list[str] = []
 
-    def find_places(self, free_workers: Sequence[int], active: int) -> list[tuple[int, Place]]:
+    def find_places(
+        self, free_workers: Sequence[int], active: int
+    ) -> list[tuple[int, WorkerPlace]]:
         """Return places for new workers: pairs of a worker's number, or -1 for a new one.
 
         free_workers: the workers of the run's own group that were lost. active: the number of
@@ -85,13 +87,13 @@ class Recruiter:
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
         room = self._growth.most - active - len(self._starting)
-        places: list[tuple[int, Place]] = []
+        places: list[tuple[int, WorkerPlace]] = []
         if set(free_workers) - starting and room > 0:
             nodes = ray.util.placement_group_table(self._growth.group)["bundles_to_node_id"]
             for worker in free_workers:
                 node = nodes.get(worker + 1, "")
                 if worker not in starting and node in usable and len(places) < room:
-                    places.append((worker, Place(node, self._growth.group, worker + 1)))
+                    places.append((worker, WorkerPlace(node, self._growth.group, worker + 1)))
         for name in usable.keys() - self._known_nodes:
             count = min(self._capacity(usable[name]["Resources"]), room - len(places))
             if count > 0:
@@ -109,13 +111,13 @@ class Recruiter:
         size = Size(count, growth.each)
         return limit_by_memory(size, growth.options, [node], self._worker_bytes).workers
 
-    def _reserve(self, node: str) -> Place:
+    def _reserve(self, node: str) -> WorkerPlace:
         bundle = dict(self._growth.each) or {"memory": 1}
         group = ray.util.placement_group([bundle], bundle_label_selector=[{NODE_LABEL: node}])
         self._groups.append(group)
-        return Place(node, group, 0)
+        return WorkerPlace(node, group, 0)
 
-    def start(self, worker: int, place: Place) -> Any:
+    def start(self, worker: int, place: WorkerPlace) -> Any:
         """Start a worker at a place; return its actor."""
         if not self._content:
             self._content = [ray.put(np.fromfile(self._dataset_path, np.uint8))]
