@@ -27,7 +27,7 @@ from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import bundle_options
 from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch
-from raysim.runtime.ray.recruiter import Growth, WorkerPlace, Recruiter
+from raysim.runtime.ray.recruiter import Growth, Recruiter, WorkerPlace
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import (
     Event,
