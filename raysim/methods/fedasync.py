@@ -136,7 +136,16 @@ class FedAsync(Method):
 
     def setup(self, run: Setup) -> None:
         """Exclude other rules for the step and weights; warn of rounds of several updates."""
-        for other in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "inco"):
+        for other in (
+            "fedavgm",
+            "fedadagrad",
+            "fedadam",
+            "fedyogi",
+            "fedexp",
+            "fadas",
+            "inco",
+            "delayed_nesterov",
+        ):
             run.excludes(other, _SETS)
         for other in ("fedbuff", "groupdro"):
             run.excludes(other, _WEIGHS)

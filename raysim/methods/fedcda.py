@@ -277,7 +277,16 @@ class FedCDA(Method):
     def setup(self, run: Setup) -> None:
         """Keep, for each client seen, its last models (a ring) with their losses and rounds."""
         refuse_sample_weights(run)
-        for other in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fedasync", "fadas"):
+        for other in (
+            "fedavgm",
+            "fedadagrad",
+            "fedadam",
+            "fedyogi",
+            "fedexp",
+            "fedasync",
+            "fadas",
+            "delayed_nesterov",
+        ):
             run.excludes(other, _TAKES_A_STEP)
         for other in ("fedbuff", "groupdro"):
             run.excludes(other, _WEIGHS)

@@ -54,6 +54,7 @@ from raysim.methods.ca2fl import CA2FL
 from raysim.methods.centralized import Centralized
 from raysim.methods.coordinate_median import CoordinateMedian
 from raysim.methods.dann import Dann
+from raysim.methods.delayed_nesterov import DelayedNesterov
 from raysim.methods.ditto import Ditto
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fadas import FADAS
@@ -369,6 +370,14 @@ TABLE: dict[str, Row] = {
         {
             "momentum=0, server_lr=1": Plain(lambda: FedAvgM(1.0, 0.0)),
             "momentum=0, server_lr=1, nesterov": Plain(lambda: FedAvgM(1.0, 0.0, nesterov=True)),
+        },
+    ),
+    "delayed_nesterov": Row(
+        lambda: DelayedNesterov(every=2),
+        {
+            "momentum=0, server_lr=1, every=1": Plain(
+                lambda: DelayedNesterov(1.0, 0.0, 1), run=UNIFORM
+            )
         },
     ),
     "fedadagrad": Row(FedAdagrad),
@@ -773,11 +782,15 @@ ALTERNATIVES = [
         "feddyn",
         "flexlora",
         "flora",
+        "delayed_nesterov",
     ],  # the server's step
     # FedCDA sets the model itself.
     *(
         ["fedcda", name]
-        for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")
+        for name in (
+            *("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas"),
+            "delayed_nesterov",
+        )
     ),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
     *(
@@ -833,7 +846,10 @@ ALTERNATIVES = [
     # of its arrivals.
     *(
         ["fedasync", name]
-        for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")
+        for name in (
+            *("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco"),
+            "delayed_nesterov",
+        )
     ),
     *(
         [first, second]

@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 from tiny_runs import BLOCKS, NORMED_MLP
 
+from raysim.api.declarations import Local
 from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
+from raysim.methods.delayed_nesterov import DelayedNesterov
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedcda import FedCDA
 from raysim.methods.fedexp import FedExP
@@ -20,8 +22,9 @@ from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
-from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.simulation.schedule import Buffered, Immediate, Synchronous
 from textbook.check import LOCAL, Row, check
+from textbook.diloco import delayed, diloco
 from textbook.fedbuff import fedbuff, fedbuff_fedadam, fedbuff_fedexp
 from textbook.fedcda import fedcda
 from textbook.fedexp import fedexp
@@ -53,6 +56,9 @@ MANY = {
         1,
     )
 }
+
+# DiLoCo's local training: AdamW that a client keeps.
+INNER = Local(optimizer="adamw", lr=0.01, weight_decay=0.1, batch=8, epochs=2, keep_optimizer=True)
 
 OPTIMISERS = {
     "fedavgm": Row(partial(fedavgm, lr=0.7, momentum=0.6), lambda: [FedAvgM(0.7, 0.6)]),
@@ -110,6 +116,26 @@ ROWS = (
         ),
         "fedexp with BatchNorm": Row(
             partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED | NORMED
+        ),
+        "diloco": Row(
+            partial(diloco, lr=0.7, momentum=0.9),
+            lambda: [FedAvgM(0.7, 0.9, True)],
+            {"local": INNER},
+            LONG,
+        ),
+        "asynchronous diloco": Row(
+            partial(delayed, lr=0.7, momentum=0.6, every=3, c=0.0),
+            lambda: [DelayedNesterov(0.7, 0.6, 3)],
+            {"local": INNER},
+            LONG,
+            Immediate(concurrency=3),
+        ),
+        "asynchronous diloco with active momentum": Row(
+            partial(delayed, lr=0.7, momentum=0.6, every=2, c=0.3),
+            lambda: [DelayedNesterov(0.7, 0.6, 2, 0.3)],
+            {"local": INNER},
+            LONG,
+            Immediate(concurrency=3),
         ),
         "groupdro": Row(partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)]),
         "groupdro with BatchNorm": Row(

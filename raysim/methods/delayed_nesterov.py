@@ -1,0 +1,140 @@
+"""Delayed Nesterov: server momentum for updates that arrive one by one.
+
+Source: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam and Ranzato, "Asynchronous Local-SGD
+Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. It makes
+DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
+asynchronous. With D_t the update t = 1, 2, ..., which points towards improvement, and N the number
+of updates between two changes of the momentum:
+
+    b <- b + D_t
+    every N-th t    m <- beta m + b / N    b <- 0
+                    x <- x + eta ((1 - c N + c) beta m + D_t / N)
+    other t         x <- x + eta (c beta m + D_t / N)
+
+Stale updates move the model at once, and the momentum only as a mean of N. With c = 0 the sum of N
+steps is one step of Nesterov's momentum with the mean of the N updates.
+
+Departures from the paper
+- The signs are those of updates, not of gradients.
+- A schedule that aggregates several updates at once counts their mean as one D_t. The method is
+  meant for `schedule=immediate`, with weights that do not depend on samples.
+- The paper also gives slow clients fewer local steps; here all have the same.
+
+All tensors are on the CPU, where the server is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, between
+from raysim.vectors.blocks import run_compiled
+
+if TYPE_CHECKING:
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+
+def delayed_nesterov_step(
+    *,
+    params: Tensor,
+    delta: Tensor,
+    momentum_buffer: Tensor,
+    sum_of_updates: Tensor,
+    step: int,
+    server_lr: float,
+    momentum: float,
+    every: int,
+    activation: float = 0.0,
+) -> dict[str, Tensor]:
+    """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
+
+    step: t, from 1. every: N. activation: c.
+    """
+    into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
+    _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
+    return {"params": params + into, "momentum_buffer": buffer, "sum_of_updates": total}
+
+
+def _step(
+    arrays: list[Tensor],
+    step: int,
+    server_lr: float,
+    momentum: float,
+    every: int,
+    activation: float,
+) -> None:
+    """Write the step into `arrays[0]`; the momentum and the sum of updates change in place."""
+    is_due = step % every == 0
+    share = activation
+    if is_due:
+        share = 1.0 - activation * every + activation
+    settings = [server_lr, momentum, share * momentum, 1.0 / every]
+    run_compiled(_delayed_nesterov, arrays, settings, is_due)
+
+
+def _delayed_nesterov(
+    into: np.ndarray,
+    delta: np.ndarray,
+    buffer: np.ndarray,
+    total: np.ndarray,
+    rate: float,
+    momentum: float,
+    share: float,
+    part: float,
+    is_due: bool,
+) -> None:
+    """Compute one step in place; compiled, all arrays [d]."""
+    for i in range(len(into)):
+        total[i] = total[i] + delta[i]
+        if is_due:
+            buffer[i] = momentum * buffer[i] + part * total[i]
+            total[i] = 0.0
+        into[i] = rate * (share * buffer[i] + part * delta[i])
+
+
+class DelayedNesterov(Method):
+    """A server rule with Nesterov's momentum that changes with every N-th update.
+
+    server_lr: eta. momentum: beta. every: N. activation: c, the share of the momentum in each of
+    the other steps, from 0 to 1 / N.
+    """
+
+    name = "delayed_nesterov"
+    paper = "Liu et al. 2024"
+    weighting = "uniform"
+
+    def __init__(
+        self,
+        server_lr: float = 0.7,
+        momentum: float = 0.9,
+        every: int = 8,
+        activation: float = 0.0,
+    ):
+        self.server_lr = at_least("method.delayed_nesterov.server_lr", server_lr, 0.0)
+        self.momentum = between("method.delayed_nesterov.momentum", momentum, 0.0, 1.0)
+        self.every = at_least("method.delayed_nesterov.every", every, 1)
+        self.activation = between(
+            "method.delayed_nesterov.activation", activation, 0.0, 1.0 / every
+        )
+
+    def setup(self, run: Setup) -> None:
+        """Replace the server's step; keep m and b, zero at first, and the number of steps."""
+        run.owns("step")
+        run.server_state("momentum", run.zeros)
+        run.server_state("sum", run.zeros)
+        run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
+
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step of `delayed_nesterov_step`."""
+        server.state["steps"] += 1
+        into = torch.empty_like(direction)
+        arrays = [into, direction, server.state["momentum"], server.state["sum"]]
+        number = int(server.state["steps"])
+        _step(arrays, number, self.server_lr, self.momentum, self.every, self.activation)
+        return into

@@ -1,0 +1,116 @@
+"""DiLoCo (Douillard et al. 2023) and its asynchronous form (Liu et al. 2024), written from PyTorch.
+
+On the clients torch.optim.AdamW, whose state a client keeps from job to job; on the server
+torch.optim.SGD with Nesterov's momentum on the mean of received minus trained, or the delayed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from textbook.plain import cross_entropy, is_buffer, mean, trainable, weights
+from textbook.servers import flatten, unflatten
+from textbook.world import Book, Job, Params, World
+
+
+class Clients:
+    """All clients, each with an AdamW of its own that goes on in the next job."""
+
+    def __init__(self, world: World):
+        self.local = world.local
+        self.optimizers: dict[int, dict[str, object]] = {}
+        self.kept: dict[int, Params] = {}
+
+    def train(self, job: Job, received: Params) -> Params:
+        """Return the model of a client after its steps."""
+        p = {}
+        for name, tensor in received.items():
+            needs_gradient = tensor.is_floating_point() and not is_buffer(name)
+            p[name] = tensor.detach().clone().requires_grad_(needs_gradient)
+        adamw = torch.optim.AdamW(
+            [p[name] for name in trainable(p)],
+            lr=self.local.lr,
+            weight_decay=self.local.weight_decay,
+        )
+        if job.client in self.optimizers:
+            adamw.load_state_dict(self.optimizers[job.client])
+        for step, (x, y) in enumerate(job.batches):
+            adamw.zero_grad()
+            cross_entropy(p, step, x, y).backward()
+            adamw.step()
+        self.optimizers[job.client] = adamw.state_dict()
+        self.kept[job.client] = _moments(adamw, len(trainable(p)))
+        return {name: tensor.detach() for name, tensor in p.items()}
+
+
+def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
+    """Return the state of AdamW as raysim names it."""
+    states = [adamw.state[parameter] for parameter in adamw.param_groups[0]["params"]]
+    assert len(states) == count
+    return {
+        "local.kept.task/first": torch.cat([state["exp_avg"].flatten() for state in states]),
+        "local.kept.task/second": torch.cat([state["exp_avg_sq"].flatten() for state in states]),
+        "local.kept.task/steps": states[0]["step"].to(torch.int64).reshape(1),
+    }
+
+
+def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
+    """Return the last model and the optimizers. rule(x, update): the next parameters."""
+    names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
+    for jobs in world.rounds:
+        changes = []
+        for job in jobs:
+            trained = clients.train(job, models[job.version])
+            changes.append(flatten(trained, names) - flatten(models[job.version], names))
+        update = mean(changes, weights(world, jobs))
+        x = rule(flatten(models[-1], names), update)
+        models.append(unflatten(x, world.start, names))
+    return Book(models[-1], private=clients.kept)
+
+
+def diloco(world: World, lr: float, momentum: float) -> Book:
+    """Run rounds whose updates are the gradients of torch.optim.SGD with Nesterov's momentum."""
+    names = trainable(world.start)
+    x = flatten(world.start, names).clone().requires_grad_()
+    outer = torch.optim.SGD([x], lr=lr, momentum=momentum, nesterov=True)
+
+    def rule(now: Tensor, update: Tensor) -> Tensor:
+        assert torch.equal(now, x.detach())
+        x.grad = -update
+        outer.step()
+        return x.detach().clone()
+
+    book = run(world, rule)
+    u = outer.state[x]["momentum_buffer"]
+    return replace(book, server={"fedavgm.momentum": -u})
+
+
+def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
+    """Run the delayed update: with g = received - trained, as the paper writes it."""
+    names = trainable(world.start)
+    m = torch.zeros_like(flatten(world.start, names))
+    gradients: list[Tensor] = []
+
+    def rule(theta: Tensor, update: Tensor) -> Tensor:
+        nonlocal m
+        gradients.append(-update)
+        if len(gradients) % every:
+            return theta - lr * (c * momentum * m + gradients[-1] / every)
+        m = momentum * m + torch.stack(gradients[-every:]).mean(0)
+        return theta - lr * ((1 - c * every + c) * momentum * m + gradients[-1] / every)
+
+    book = run(world, rule)
+    left = len(gradients) % every
+    total = torch.stack(gradients[-left:]).sum(0) if left else torch.zeros_like(m)
+    return replace(
+        book,
+        server={
+            "delayed_nesterov.momentum": -m,
+            "delayed_nesterov.sum": -total,
+            "delayed_nesterov.steps": torch.tensor([len(gradients)]),
+        },
+    )
