@@ -13,10 +13,16 @@ POINTS = 60  # of a drawn curve
 
 
 @contextmanager
-def curves_figure(path: Path, panels: int, height: float, lowest: float) -> Iterator[Any]:
+def curves_figure(
+    path: Path,
+    panels: int,
+    height: float,
+    lowest: float | None,
+    label: str = "accuracy on the central test set",
+) -> Iterator[Any]:
     """Yield the axes of panels in one row [panels]; at the end add a legend and save the picture.
 
-    height: of the picture, in inches. lowest: the lowest accuracy that is shown.
+    height: of the picture, in inches. lowest: the lowest score that is shown; None shows all. label: of the scores.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -27,8 +33,9 @@ def curves_figure(path: Path, panels: int, height: float, lowest: float) -> Iter
         figure = Figure(figsize=(13, height), dpi=110, layout="constrained")
         axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
         yield axes
-        axes[0].set_ylabel("accuracy on the central test set")
-        axes[0].set_ylim(lowest, None)
+        axes[0].set_ylabel(label)
+        if lowest is not None:
+            axes[0].set_ylim(lowest, None)
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.savefig(path)

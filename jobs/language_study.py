@@ -1,0 +1,251 @@
+"""Compare ways to train a small GPT on clients: full fine-tuning, DiLoCo and adapters.
+
+It makes the page docs/studies/language.md:
+
+    python -m jobs.language_study run runs/language          the base, and 3 runs of each method
+    python -m jobs.language_study collect runs/language      docs/studies/language.json
+    python -m jobs.language_study page                       docs/studies/language.md and .png
+
+`run` continues if it was stopped. Overrides after the folder of `run` go to every run, such as
+`model.width=128 local.steps=50`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jobs.asynchrony_study import mean
+from jobs.command import run
+from jobs.study_curves import curves_figure, draw_panel
+
+PAGE = Path(__file__).parents[1] / "docs" / "studies" / "language.md"
+STORE = PAGE.with_suffix(".json")
+SEEDS = range(3)
+CLIENTS = 8
+MODEL = [
+    "data=text", "data.tokenizer=bytes", "data.length=64", "model=gpt", "model.width=64",
+    "model.blocks=2", "weighting=uniform", "local.epochs=null",
+    "local.batch=8", "local.sampling=replacement", "local.optimizer=adamw", "local.lr=0.002",
+    "checkpoint.every=0", "tracking=none", "runtime=inprocess", "runtime.threads=1",
+]  # fmt: skip
+BASE = [
+    "partition=iid", "partition.clients=1", "partition.test_fraction=0", "schedule.cohort=1",
+    "rounds=4", "local.steps=100",
+]  # fmt: skip
+SETTING = [
+    "partition=natural", "partition.test_fraction=0.1", "local.steps=10", "local.keep_optimizer=true",
+    "rounds=12", "evaluate.every=3", "fleet=lognormal",
+    "fleet.speed=200", "fleet.bandwidth_up=100000", "fleet.bandwidth_down=250000",
+]  # fmt: skip
+ROUNDS = [f"schedule.cohort={CLIENTS}"]  # of all clients
+ADAPTERS = [*ROUNDS, "model.lora.rank=8", "local.lr=0.005"]
+METHODS: dict[str, list[str]] = {
+    "FedAvg": ["method=fedavg", *ROUNDS],
+    "DiLoCo": [
+        "method=fedavgm", "method.fedavgm.server_lr=0.7", "method.fedavgm.nesterov=true",
+        *ROUNDS,
+    ],
+    "asynchronous DiLoCo": [
+        "method=delayed_nesterov", "schedule=immediate", f"schedule.concurrency={CLIENTS}",
+        "rounds=96", "evaluate.every=24",
+    ],
+    "FedIT": ["method=fedavg", *ADAPTERS],
+    "FFA-LoRA": ["method=ffa_lora", *ADAPTERS],
+    "FedSA-LoRA": ["method=fedsa_lora", *ADAPTERS],
+    "FlexLoRA": ["method=flexlora", "method.flexlora.ranks=[2,4,8]", *ADAPTERS],
+    "HetLoRA": ["method=hetlora", "method.hetlora.ranks=[2,4,8]", *ADAPTERS],
+}  # fmt: skip
+
+
+# --- runs ---------------------------------------------------------------------------------------
+def write_texts(folder: Path) -> tuple[Path, Path]:
+    """Write the text of the base and of the clients; return the file and the folder.
+
+    The topics of Python's reference are sorted by name: every second one is the base's, and each of
+    8 clients has a run of neighbours of the others.
+    """
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    base, clients = folder / "base.txt", folder / "clients"
+    clients.mkdir(parents=True, exist_ok=True)
+    base.write_text("\n".join(topics[name] for name in names[::2]), encoding="utf-8")
+    for number, part in enumerate(np.array_split(np.array(names[1::2]), CLIENTS)):
+        text = "\n".join(topics[name] for name in part.tolist())
+        (clients / f"client_{number}.txt").write_text(text, encoding="utf-8")
+    return base, clients
+
+
+def folder_of(folder: Path, method: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return folder / f"{method.replace(' ', '_').lower()}-{seed}"
+
+
+def run_all(folder: Path, more: Sequence[str]) -> None:
+    """Train the base, then make the missing runs, one seed after another."""
+    import raysim
+
+    base_text, client_texts = write_texts(folder)
+    base = folder / "base"
+    if not (base / "summary.json").exists():
+        words = [*MODEL, f"data.root={base_text}", *BASE, f"out={base}", *more]
+        raysim.run(words, quiet=True)
+    start = [*MODEL, f"data.root={client_texts}", f"init.file={base / 'model.safetensors'}"]
+    for seed, (method, overrides) in product(SEEDS, METHODS.items()):
+        out = folder_of(folder, method, seed)
+        if (out / "summary.json").exists():
+            continue
+        print(f"{method}, seed {seed}", flush=True)
+        words = [*start, *SETTING, *overrides, f"seed={seed}", f"out={out}", *more]
+        raysim.run(words, quiet=True)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Return the numbers of one finished run."""
+    from safetensors.numpy import load_file
+
+    from raysim.results.history import read_history
+    from raysim.results.stored_runs import SAMPLES
+
+    rows: list[Any] = [*read_history(folder / "history.parquet")]
+    summary = json.loads((folder / "summary.json").read_text())
+    scored = [row for row in rows if row["perplexity"] is not None]
+    samples = folder / SAMPLES
+    weights = load_file(folder / "model.safetensors")
+
+    def megabytes(row: Any) -> float:
+        return 4e-6 * float(row["floats_down"] + row["floats_up"])
+
+    curve = []
+    for row in scored:
+        costs = [round(row["virtual_seconds"], 3), round(megabytes(row), 4)]
+        curve.append([*costs, round(row["perplexity"], 4)])
+    return {
+        "perplexity": scored[-1]["perplexity"],
+        "central": scored[-1].get("perplexity_global"),
+        "accuracy": scored[-1]["accuracy"],
+        "megabytes": megabytes(rows[-1]),
+        "seconds": rows[-1]["virtual_seconds"],
+        "curve": curve,
+        "parameters": sum(values.size for values in weights.values()),
+        "text": samples.read_text(encoding="utf-8") if samples.exists() else "",
+        "model_sha256": summary["model_sha256"],
+        "libraries": summary["identity"]["libraries"],
+    }
+
+
+def collect(folder: Path) -> None:
+    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    store: dict[str, Any] = {}
+    for method, seed in product(METHODS, SEEDS):
+        out = folder_of(folder, method, seed)
+        if (out / "summary.json").exists():
+            store.setdefault(method, {})[str(seed)] = measured(out)
+    STORE.write_text(json.dumps(store, indent=1) + "\n")
+
+
+# --- the page -----------------------------------------------------------------------------------
+def table(store: dict[str, Any]) -> str:
+    """Return a table with a row for each method, over its seeds."""
+    heads = ["method", "perplexity, clients", "perplexity, central", "next token right, %"]
+    heads += ["MB, down and up", "virtual s"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for method, by_seed in store.items():
+        runs = list(by_seed.values())
+        cells = [method, mean([one["perplexity"] for one in runs], "{:.2f}")]
+        has_central = all(one["central"] is not None for one in runs)
+        central = mean([one["central"] for one in runs], "{:.2f}") if has_central else "—"
+        cells += [central, mean([100 * one["accuracy"] for one in runs], "{:.1f}")]
+        cells += [mean([one["megabytes"] for one in runs], "{:.1f}")]
+        cells += [mean([one["seconds"] for one in runs], "{:.0f}")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(store: dict[str, Any], path: Path) -> None:
+    """Draw perplexity against virtual time and traffic: means over seeds, bands of the extremes."""
+    titles = ("virtual seconds", "MB, down and up")
+    with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:
+        for place, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+            curves_of: dict[str, Sequence[np.ndarray]] = {
+                method: [np.array(one["curve"])[:, [place, -1]] for one in by_seed.values()]
+                for method, by_seed in store.items()
+            }
+            draw_panel(ax, curves_of, title, "{x:g}")
+
+
+TEXT = """# A small GPT on clients: full fine-tuning, DiLoCo and adapters
+
+This study compares methods that fine-tune a language model on clients, by perplexity, traffic and
+virtual time.
+
+The text is the reference that ships with Python (`pydoc_data.topics`), as bytes. Every second topic
+trains a base model, a GPT of {parameters:,} parameters; the others belong to 8 clients, five neighbouring topics each.
+All methods start from the base and train with AdamW, ten steps of 8 rows of 64 tokens per job, twelve
+jobs of each client. Clients have log-normal speeds and slow uplinks. Numbers are means over
+the seeds 0, 1, 2 ± sample deviation, from the clients' own tests and from the ends of all texts
+(central). FedSA-LoRA has a model for each client, so it has no central score.
+
+{conclusions}
+
+![Perplexity against virtual time and traffic](language.png)
+
+{table}
+
+What the model of each method writes (the first seed; `samples.txt` in the folder of a run):
+
+{texts}
+
+All runs share `{setting}`; `language.json` has the digest of each run. To repeat:
+
+```bash
+bash jobs/studies.sh language
+```
+"""
+# What the stored numbers show.
+CONCLUSIONS = ""
+
+
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    texts = []
+    for method, by_seed in store.items():
+        text = by_seed["0"]["text"]
+        if text:
+            quoted = text.replace("```", "'''")
+            texts.append(f"{method}:\n\n```text\n{quoted}\n```")
+    PAGE.write_text(
+        TEXT.format(
+            parameters=next(iter(store.values()))["0"]["parameters"],
+            conclusions=CONCLUSIONS,
+            table=table(store),
+            texts="\n\n".join(texts),
+            setting=" ".join([*MODEL, *SETTING]),
+        )
+    )
+    draw(store, PAGE.with_suffix(".png"))
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    command, *rest = sys.argv[1:] or ["help"]
+    if command == "run" and rest:
+        run_all(Path(rest[0]), rest[1:])
+    elif command == "collect" and rest:
+        collect(Path(rest[0]))
+    elif command == "page":
+        write_page()
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    run(main)
