@@ -336,19 +336,26 @@ def _table_vocabulary(
     values: Sequence[str | Ints], settings: DocumentSettings, place: str
 ) -> Vocabulary:
     """Return the vocabulary of texts, or of rows of token numbers."""
-    if isinstance(values[0], str):
-        texts = [*map(str, values)]
+    texts = [value for value in values if isinstance(value, str)]
+    if texts:
         if settings.prompt is not None:
             texts.append(PROMPT_END)
         return text_vocabulary(settings.tokenizer, texts)
+    rows = [value for value in values if not isinstance(value, str)]
+    return _number_rows_vocabulary(rows, settings, place)
+
+
+def _number_rows_vocabulary(
+    rows: Sequence[Ints], settings: DocumentSettings, place: str
+) -> Vocabulary:
     if settings.tokenizer is not None:
         vocabulary = text_vocabulary(settings.tokenizer, ())
     else:
-        highest = max((int(row.max(initial=0)) for row in values), default=0)
+        highest = max((int(row.max(initial=0)) for row in rows), default=0)
         size = max(highest, settings.padding) + 1
         check_memory(f"{place} has the token {highest}, and its weights", BYTES_PER_TOKEN * size)
         vocabulary = number_vocabulary(size, settings.padding)
-    for row in values:
+    for row in rows:
         lowest, highest = int(row.min(initial=0)), int(row.max(initial=0))
         if lowest < 0 or highest >= vocabulary.tokens.size:
             wrong = lowest if lowest < 0 else highest
