@@ -20,6 +20,8 @@ from raysim.primitives.errors import first_line, suggest
 from raysim.primitives.files import regular_file, user_path
 
 MODEL = "model."
+# Parts of the names of an adapter's factors, and of the layer that it adapts (peft).
+ADAPTER, ADAPTED = ".lora_", ".base_layer."
 MAX_NAMES = 3  # of tensors in an error
 
 
@@ -135,6 +137,10 @@ class InitialWeights:
         needed = [name for name in targets.needed if name in used]
         if not is_partial:
             needed = [name for name in needed if name.partition(".")[0] in present]
+        has_adapters = any(ADAPTER in name for name in chosen)
+        if targets.frozen and not has_adapters and not is_partial:  # of a run without adapters
+            needed = [name for name in needed if ADAPTER not in name]
+            needed += [name for name in targets.frozen if name in used]
         missing = [name for name in needed if name not in chosen]
         if missing:
             raise ValueError(
@@ -170,14 +176,20 @@ class _Targets:
         # The names that a file with their network must have: all but personal tensors, frozen
         # parameters, and buffers that are not saved.
         self.needed: list[str] = []
+        # Frozen weights of layers with an adapter, which a file without adapters must have.
+        self.frozen: list[str] = []
         for network, module in networks.items():
             stored = module.state_dict().keys()
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             for path, tensor in tensors.items():
                 self.tensors[f"{network}.{path}"] = tensor
                 is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-                if path in stored and not is_frozen and f"{network}.{path}" not in personal:
+                if path not in stored or f"{network}.{path}" in personal:
+                    continue
+                if not is_frozen:
                     self.needed.append(f"{network}.{path}")
+                elif ADAPTED in path:
+                    self.frozen.append(f"{network}.{path}")
         model = [name for name in self.tensors if name.startswith(MODEL)]
         self.schemes: list[dict[str, str]] = [
             {name: name for name in self.tensors},  # raysim's own names
@@ -187,6 +199,12 @@ class _Targets:
                 for theirs, ours in original_names(networks["model"]).items()
             },  # as its author did
         ]
+        self.schemes += [
+            _without_adapters(scheme) for scheme in self.schemes if self._has_adapters()
+        ]
+
+    def _has_adapters(self) -> bool:
+        return any(ADAPTER in name for name in self.tensors)
 
     def within(self, key: str, parts: Sequence[str] | None) -> set[str] | None:
         """Return the full names of the tensors in these parts; None if `parts` is None."""
@@ -212,6 +230,13 @@ class _Targets:
                 modules = name.split(".")[:-1]
                 names |= {".".join(modules[:depth]) for depth in (1, 2) if len(modules) >= depth}
         return sorted(names)
+
+
+def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
+    """Return the names in a file that was written before the model got adapters."""
+    return {
+        name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name
+    }
 
 
 def _is_in(name: str, part: str) -> bool:

@@ -80,6 +80,24 @@ def test_run_starts_from_model_of_another(trained: Path) -> None:
     assert start(experiment).keys() == stored.keys()
 
 
+def test_adapters_start_on_weights_of_a_run_without_them(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    weights = load_file(trained / "model.safetensors")
+    words = [*MLP, "model.lora.rank=2"]
+    experiment = build(compose([*words, f"init.file={trained / 'model.safetensors'}"]))
+    tensors, drawn = start(experiment), start(build(compose(words)))
+    adapted = [name for name in tensors if ".base_layer." in name]
+    assert adapted
+    for name, tensor in tensors.items():
+        plain = name.replace(".base_layer.", ".")
+        assert torch.equal(tensor, weights[plain] if plain in weights else drawn[name]), name
+    for full in ("model.head.weight", adapted[0]):  # a file that lacks one of them
+        name = full.replace(".base_layer.", ".")
+        save_file({k: v for k, v in weights.items() if k != name}, tmp_path / "less.safetensors")
+        with pytest.raises(ValueError, match=r"init\.file"):
+            start(build(compose([*words, f"init.file={tmp_path / 'less.safetensors'}"])))
+
+
 def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     """With a rate of almost 0 the model stays at its initial weights."""
     file = trained / "model.safetensors"
