@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,11 +66,23 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
     texts = []
-    for number, prompt in enumerate(generate.prompts or [""]):
-        rng = stream(spec.settings.seed, "generate", number)
-        text = continue_text(model, vocabulary, dataset.shape[0], prompt, generate, rng)
-        texts.append(text)
+    with _torch_threads(spec.threads):
+        for number, prompt in enumerate(generate.prompts or [""]):
+            rng = stream(spec.settings.seed, "generate", number)
+            text = continue_text(model, vocabulary, dataset.shape[0], prompt, generate, rng)
+            texts.append(text)
     return texts
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads: as many as training, because the texts depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class TextSamples(Observer):
