@@ -27,6 +27,7 @@ from raysim.results.observers import (
     CurrentRun,
     FailureFile,
     HistoryFile,
+    IdleWorkers,
     JobFiles,
     MethodWarnings,
     Observer,
@@ -216,6 +217,8 @@ def run_observers(
     def show_activity(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
+    needs_reports = not experiment.spec.selection.plans_ahead
+    idleness = [IdleWorkers(print_unless_quiet)] if needs_reports else []
     texts = [] if is_trial else [TextSamples(experiment.spec)]
     pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
@@ -228,6 +231,7 @@ def run_observers(
         WorkerDeaths(print_unless_quiet),
         RemovalFailures(print_unless_quiet),
         MethodWarnings(experiment.round_warnings, print_warning),
+        *idleness,
         AbsentClients(
             functools.partial(_find_presence, experiment),
             np.flatnonzero(experiment.spec.data.partition.train.counts),

@@ -196,7 +196,7 @@ def summarise(
     If both exist, the scores of `accuracy_global` have the suffix `_global`. The same holds for
     other main metrics. lower: the metrics for which a lower score is better. `failures` and
     `worker_deaths` are those of the last round, `failures_total` and `worker_deaths_total` those of
-    the run.
+    the run. `worker_busy_mean` is the share of the run's wall time in which workers worked.
     """
     metric = metric_of(rows)
     higher = metric not in lower
@@ -210,11 +210,26 @@ def summarise(
     for name in ("failures", "worker_deaths"):
         if name in columns:
             summary[f"{name}_total"] = sum(int(value) for value in finite_values(columns[name]))
+    busy = mean_worker_busy(rows)
+    if busy is not None:
+        summary["worker_busy_mean"] = busy
     scored = client_scores if has_client_scores else central_scores
     summary.update(_scores(scored, thresholds, higher))
     if has_client_scores and finite_values(central_scores):
         summary.update(_scores(central_scores, thresholds, higher, "_global"))
     return {**summary, "metric": metric, **facts}
+
+
+def mean_worker_busy(rows: Sequence[Row]) -> float | None:
+    """Return the share of wall time in which workers worked, over all rounds; None if unknown."""
+    worked, before = 0.0, 0.0
+    for row in rows:
+        share, wall = row.get("worker_busy"), row.get("wall_seconds")
+        if share is None or wall is None:
+            return None
+        worked += share * max(0.0, wall - before)
+        before = wall
+    return worked / before if before > 0 else None
 
 
 def score(summary: Mapping[str, object], metric: str) -> float | None:

@@ -33,6 +33,7 @@ from raysim.results.history import (
     COLUMNS,
     THRESHOLDS,
     lower_metrics,
+    mean_worker_busy,
     summarise,
     write_history,
     write_json,
@@ -270,6 +271,25 @@ class AbsentClients(Observer):
                 f"fleet: {count:,} of {len(self._clients):,} clients were not available in the "
                 f"{end:,.0f} virtual seconds of the run, so they were never trained. "
                 "Use more rounds or longer jobs, or set fleet.availability=always."
+            )
+
+
+class IdleWorkers(Observer):
+    """An observer that prints how long workers waited, for a selection that needs reports.
+
+    Such a selection is planned one aggregation at a time, so that workers may have nothing to do.
+    """
+
+    def __init__(self, say: PrintLine):
+        self._say = say
+
+    def on_finish(self, run: CurrentRun, event: Finished) -> None:
+        """Print the share of wall time in which workers worked and waited."""
+        busy = mean_worker_busy(run.rows)
+        if busy is not None:
+            self._say(
+                f"workers were busy for {busy:.0%} and idle for {1 - busy:.0%} of the time; the "
+                "selection needs reports, so one aggregation is planned at a time"
             )
 
 

@@ -41,7 +41,10 @@ def draw_topology(
     if is_single or scores is None or np.isnan(scores).all() or len(scores) > MAX_CLIENTS:
         return False
     if network.moves_clients:
-        network, scores = _last_clusters(network, clients["replica"], scores)
+        # Clients are drawn at the model that they were scored with.
+        is_scored = ~np.isnan(scores)
+        replica_of = clients["replica"][is_scored].astype(np.int64)
+        network, scores = replace(network, replica_of=replica_of), scores[is_scored]
     with figure_file(path, title, (7.6, 6.6)) as figure:
         ax = figure.subplots()
         if network.on_clients:
@@ -63,18 +66,6 @@ def draw_topology(
         ax.set_aspect("equal")
         ax.set_axis_off()
     return True
-
-
-def _last_clusters(
-    network: Network, replica_of: np.ndarray, scores: np.ndarray
-) -> tuple[Network, np.ndarray]:
-    """Return the network with the replicas that have scored clients, and these clients' scores.
-
-    replica_of: the replica that each client was scored with; nan if it was not scored.
-    """
-    is_scored = ~np.isnan(scores)
-    used, positions = np.unique(replica_of[is_scored].astype(np.int64), return_inverse=True)
-    return replace(network, replica_of=positions, shares=np.ones(len(used))), scores[is_scored]
 
 
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raysim.api.topology import Federation, Network, one_replica
+from raysim.api.topology import Federation, Network, Topology, one_replica
 from raysim.results.clients import read_clients, write_clients
 from raysim.results.history import Row
 from raysim.results.topology_picture import MAX_CLIENTS, draw_topology, traffic
-from raysim.simulation.topologies import Gossip, Hierarchical
+from raysim.simulation.topologies import Clustered, Gossip, Hierarchical
 
 ROWS: list[Row] = [
     {"round": 1, "accuracy": 0.1, "replica": 0, "replica_floats_down": 250_000,
@@ -23,7 +23,7 @@ ROWS: list[Row] = [
 ]  # fmt: skip
 
 
-def connect(topology: Hierarchical | Gossip, clients: int) -> Network:
+def connect(topology: Topology, clients: int) -> Network:
     return topology.connect(Federation(0, np.full(clients, 5), "samples", 10))
 
 
@@ -37,6 +37,17 @@ def test_topology_is_drawn(topology: Hierarchical | Gossip, tmp_path: Path) -> N
     network = connect(topology, 6)
     scores = {"accuracy": np.array([0.1, 0.2, np.nan, 0.4, 0.5, 0.6])}
     assert draw_topology(network, scores, ROWS, tmp_path / "topology.png", "title")
+    assert (tmp_path / "topology.png").stat().st_size > 10_000
+
+
+@pytest.mark.pictures
+def test_clusters_are_drawn_with_the_scored_clients(tmp_path: Path) -> None:
+    network = connect(Clustered("loss", 3), 4)
+    scores = {
+        "accuracy": np.array([0.1, np.nan, 0.4, 0.5]),
+        "replica": np.array([2.0, np.nan, 0.0, 2.0]),
+    }
+    assert draw_topology(network, scores, ROWS[:1], tmp_path / "topology.png", "title")
     assert (tmp_path / "topology.png").stat().st_size > 10_000
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from raysim.api.selection import Random, Selection, SelectionView, draw_weighted
 from raysim.api.setup import Setup
 from raysim.api.topology import Topology
 from raysim.conformance import agreement
+from raysim.experiment.execute import run as run_experiment
 from raysim.primitives.streams import stream
+from raysim.results.history import Row, mean_worker_busy
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.oort import Oort
 from raysim.simulation.planner import PlannedAggregation, Planner
@@ -416,3 +419,23 @@ def test_combinations_of_measured_subsets_are_repeatable() -> None:
     assert one.bits == other.bits
     bits = [one.bits, full.bits]
     assert all(left != right for left, right in combinations(bits, 2))
+
+
+def test_summary_has_the_share_of_busy_workers() -> None:
+    rows: list[Row] = [
+        {"round": 1, "accuracy": 0.5, "worker_busy": 1.0, "wall_seconds": 1.0},
+        {"round": 2, "accuracy": 0.5, "worker_busy": 0.25, "wall_seconds": 4.0},
+    ]
+    assert mean_worker_busy(rows) == pytest.approx((1.0 + 0.25 * 3) / 4)
+    assert mean_worker_busy([{"round": 1}]) is None
+
+
+@pytest.mark.parametrize("rule, is_printed", [("round_robin", False), ("oort", True)])
+def test_run_prints_idle_time_of_selections_with_reports(
+    rule: str, is_printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "data=synthetic model=mlp partition.clients=6 schedule.cohort=2 rounds=2"
+    more = f"selection={rule} runtime=inprocess runtime.threads=1 tracking=none"
+    result = run_experiment(f"{words} {more} out={tmp_path / 'run'}")
+    assert ("workers were busy for" in capsys.readouterr().out) == is_printed
+    assert 0 < result.summary["worker_busy_mean"] <= 1
