@@ -33,6 +33,16 @@ page() { # name, hours of one core, program that makes a page of docs/studies
         python -m "$program" page
     fi
 }
+program() { # name, hours of one core, module that makes the study and its page
+    local name=$1 hours=$2 module=$3
+    if [ -z "$asked" ]; then
+        printf '%-32s about %s hours of one core\n' "$name" "$hours"
+    elif [[ $name == "$asked"* ]]; then
+        python -m "$module" run "$OUT/$name" "data.root=$DATA"
+        python -m "$module" collect "$OUT/$name"
+        python -m "$module" page
+    fi
+}
 asked=${1:-}
 
 # 1. RotatedMNIST at 14 x 14 pixels. Each test image has one angle (spread), which is ten times cheaper than all angles.
@@ -132,3 +142,6 @@ done
 
 # 7. Compressors on W3's model and phones' uplinks: docs/studies/compression.md.
 page compression 0.3 jobs.compression_study
+
+# 8. Topologies: one server, edges, clusters, peers. It writes docs/studies/topology.md.
+program topology 0.2 jobs.topology_study
