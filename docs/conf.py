@@ -1,4 +1,7 @@
-"""Configure Sphinx: `uv run sphinx-build -W docs docs/_build` builds the pages and fails on a warning."""
+"""Configure Sphinx.
+
+`uv run sphinx-build -W docs docs/_build` builds the pages and fails on a warning.
+"""
 
 import itertools
 import re

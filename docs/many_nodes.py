@@ -1,7 +1,9 @@
-"""Compute the cost of a round on many nodes: `uv run python docs/many_nodes.py` writes the tables of the page.
+"""Compute the cost of a round on many nodes.
 
-Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster` and
-`jobs.benchmarks.scale` measure the constants on your own cluster.
+`uv run python docs/many_nodes.py` writes the tables of the page.
+
+Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster`
+and `jobs.benchmarks.scale` measure the constants on your own cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ THREADS = 4  # cores that eight threads are worth when adding, before memory is 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster with a worker per GPU and the coordinator on the first node. network: bytes per second of a node."""
+    """A cluster with a worker per GPU and the coordinator on the first node.
+
+    network: bytes per second of a node.
+    """
 
     nodes: int = 8
     gpus: int = 8
@@ -52,7 +57,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a round. bytes: over the network, in total; calls: of the coordinator; bottleneck: what limits it."""
+    """A stage of a round.
+
+    bytes: over the network, in total; calls: of the coordinator; bottleneck: what limits it.
+    """
 
     name: str
     seconds: float

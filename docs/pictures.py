@@ -1,6 +1,7 @@
 """Draw the pictures of the page on asynchrony: `uv run python docs/pictures.py`.
 
-The planner simulates schedules and fleets on the virtual clock, as before every run; nothing is trained.
+The planner simulates schedules and fleets on the virtual clock, as before every run; nothing is
+trained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write the reference pages: one page per method, the configuration, and the cluster guide.
 
-Every text comes from the code. Descriptions are docstrings and comments of YAML files, allowed values are read from the
-errors that a class raises, and traffic is what the methods declare to the planner.
+Every text comes from the code. Descriptions are docstrings and comments of YAML files, allowed
+values are read from the errors that a class raises, and traffic is what the methods declare to the
+planner.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ def method_page(option: str) -> str:
     method = instances()[option]
     module = importlib.import_module(type(method).__module__)
     sections = [
-        f"# {option}\n\n*{method.paper}*. Use it with `method={option}`, or combined: `method={option}+OTHER`.\n",
+        f"# {option}\n\n*{method.paper}*. Use it with `method={option}`, or combined: "
+        f"`method={option}+OTHER`.\n",
         prose(module.__doc__ or "", formula),
         _options(method),
         _hooks(method),
@@ -288,8 +290,9 @@ def _hooks(method: Method) -> str:
 @functools.cache
 def small_run() -> RunSpec:
     """Return a run on a small network with BatchNorm."""
-    words = "data=synthetic data.samples=200 data.test_samples=20 data.domains=2 partition=iid partition.clients=4"
-    more = "schedule.cohort=4 model=small_cnn model.norm=batch local.batch=10 runtime=inprocess device=cpu"
+    words = "data=synthetic data.samples=200 data.test_samples=20 data.domains=2 partition=iid"
+    words += " partition.clients=4 schedule.cohort=4 model=small_cnn model.norm=batch"
+    more = "local.batch=10 runtime=inprocess device=cpu"
     return build([*words.split(), *more.split()]).spec
 
 
@@ -322,8 +325,8 @@ def _traffic(method: Method) -> str:
         ("default weights of clients", method.weighting),
     ]
     about = (
-        f"Counted for a network of {layout.shared:,} shared floats and a client with 40 samples (`local.epochs=5`), as "
-        "in virtual time and the column `floats_up`:"
+        f"Counted for a network of {layout.shared:,} shared floats and a client with 40 samples "
+        "(`local.epochs=5`), as in virtual time and the column `floats_up`:"
     )
     return f"## Traffic and state\n\n{about}\n\n{table(('what', 'how much'), rows)}"
 
@@ -374,8 +377,8 @@ def _combinations(method: Method) -> str:
         return "## Combinations\n\nIt can be combined with every other method."
     count = len(instances()) - 1 - len(rows)
     return (
-        f"## Combinations\n\nIt can be combined with {count} of the other {len(instances()) - 1} methods. "
-        f"A list with one of these is refused:\n\n{table(('method', 'reason'), rows)}"
+        f"## Combinations\n\nIt can be combined with {count} of the other {len(instances()) - 1} "
+        f"methods. A list with one of these is refused:\n\n{table(('method', 'reason'), rows)}"
     )
 
 
@@ -401,7 +404,8 @@ def _published(option: str) -> str:
     lines = []
     if presets:
         lines.append(
-            f"Presets with the papers' values: {', '.join(f'`experiment={name}`' for name in presets)}."
+            "Presets with the papers' values: "
+            f"{', '.join(f'`experiment={name}`' for name in presets)}."
         )
     if printed:
         commands = ", ".join(f"`uv run python -m jobs.papers.report {name}`" for name in printed)
@@ -427,20 +431,29 @@ def _methods_of_preset(preset: Path) -> set[str]:
 GROUPS = {
     "method": "A list of methods; [all methods](method_list.md) has the keys of each.",
     "schedule": "When clients are dispatched and when their updates are aggregated.",
-    "selection": "Which of the idle, available clients are dispatched; see [Selection](../selection.md).",
+    "selection": (
+        "Which of the idle, available clients are dispatched; see [Selection](../selection.md)."
+    ),
     "fleet": "How fast clients train and send on the virtual clock, and when they are available.",
     "topology": "How many models the server has, which clients each serves, and how they exchange.",
-    "compression": "How updates and steps of the server are encoded; see [Compression](../compression.md).",
+    "compression": (
+        "How updates and steps of the server are encoded; see [Compression](../compression.md)."
+    ),
     "data": "Where the samples come from, and how they are changed.",
     "partition": "Which client holds which samples.",
     "model": "The network.",
     "loss": "The loss that clients minimise.",
-    "learner": "What trains in place of the network and raysim's steps; see [Your own training loop](../own_training.md).",
+    "learner": (
+        "What trains in place of the network and raysim's steps; "
+        "see [Your own training loop](../own_training.md)."
+    ),
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
     "runtime": "Where workers run, and what resources each of them gets.",
     "tracking": "Where results are logged besides the results folder.",
-    "observer": "A list of observers, which follow a run in addition to raysim's own files and pictures.",
+    "observer": (
+        "A list of observers, which follow a run in addition to raysim's own files and pictures."
+    ),
     "experiment": "Settings of the papers' tables: each option sets values of the other groups.",
     "sweep": "Search spaces of `raysim sweep`.",
 }
@@ -464,9 +477,10 @@ def configuration() -> str:
     top = next(iter(known["data"].values())).parents[1]
     texts = [
         "# Configuration\n",
-        "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of an option, "
-        "every other key takes a value. The error for a wrong name or value suggests the nearest valid one. "
-        "This page is generated from the files in `conf/` and the classes behind them.\n",
+        "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of "
+        "an option, every other key takes a value. The error for a wrong name or value suggests "
+        "the nearest valid one. This page is generated from the files in `conf/` and the classes "
+        "behind them.\n",
         "## The run itself\n",
         _keys(top / "config.yaml", ""),
     ]
@@ -484,7 +498,8 @@ def configuration() -> str:
         common = {path: file for file in files.values() for path in _inherited(file)}
         for path, heir in sorted(common.items()):
             texts.append(
-                f"### {group}: keys that several options share\n\n{_head(path)}\n\n{_keys(path, group, heir)}"
+                f"### {group}: keys that several options share\n\n{_head(path)}\n\n"
+                f"{_keys(path, group, heir)}"
             )
         for name, path in files.items():
             texts.append(f"### {group}={name}\n\n{_about(path)}\n\n{_keys(path, group)}")
@@ -515,7 +530,10 @@ def _about(path: Path) -> str:
 
 
 def _keys(path: Path, group: str, heir: Path | None = None) -> str:
-    """Return the table of a file's keys. heir: a file that names the class, if this one does not."""
+    """Return the table of a file's keys.
+
+    heir: a file that names the class, if this one does not.
+    """
     node = load_yaml(heir or path)
     cls = resolve(node[TARGET], group) if TARGET in node else None
     rows = []
@@ -580,7 +598,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
         yield ".".join(names), value or "...", comment
 
 
-# --- Python ----------------------------------------------------------------------------------------------------------
+# --- Python ---------------------------------------------------------------------------------------
 API = {
     "Runs and results": (
         "Start runs and read their results.",
@@ -617,7 +635,8 @@ def api_page() -> str:
     texts = [
         "# Python interface\n",
         "The classes and functions that your code uses, in the words of their docstrings. "
-        "`help(raysim.Method)` shows the same. [From Python](../python.md) explains them by examples.\n",
+        "`help(raysim.Method)` shows the same. [From Python](../python.md) explains them by "
+        "examples.\n",
     ]
     for title, (about, *places) in API.items():
         texts.append(f"## {title}\n\n{about}\n")
@@ -671,7 +690,8 @@ def cluster() -> str:
     for link in links:
         language = {".yaml": "yaml", ".sh": "bash"}.get(Path(link).suffix, "text")
         files.append(
-            f"### {Path(link).name}\n\n````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n"
+            f"### {Path(link).name}\n\n"
+            f"````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n"
         )
         text = text.replace(f"]({link})", f"](#{Path(link).name.lower().replace('.', '')})")
     return f"{text}\n## The files\n\n" + "\n".join(files)

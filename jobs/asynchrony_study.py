@@ -2,9 +2,9 @@
 
 It makes the page docs/studies/asynchrony.md:
 
-    python jobs/asynchrony_study.py run runs/asynchrony          48 runs; continues if it was stopped
-    python jobs/asynchrony_study.py collect runs/asynchrony      docs/studies/asynchrony.json from their folders
-    python jobs/asynchrony_study.py page                         docs/studies/asynchrony.md and .png from that
+    python jobs/asynchrony_study.py run runs/asynchrony      48 runs; continues if it was stopped
+    python jobs/asynchrony_study.py collect runs/asynchrony  docs/studies/asynchrony.json from them
+    python jobs/asynchrony_study.py page                     docs/studies/asynchrony.md and .png
 
 Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
 """
@@ -28,11 +28,12 @@ STORE = PAGE.with_suffix(".json")
 TARGETS = (0.70, 0.75, 0.80)
 RESULTS = 1500  # updates that a run aggregates, except for those that a deadline cuts off
 SETTING = [
-    "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3",
-    "partition.test_fraction=0.2", "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1",
-    "fleet=lognormal", "fleet.sigma=1.2", "fleet.dropout=0.1", "checkpoint.every=0", "tracking=none", "runtime=local",
-    "runtime.workers=2",
-]  # fmt: skip
+    *("data=fashion_mnist", "model=mlp", "model.widths=[128]"),
+    *("partition=dirichlet", "partition.alpha=0.3", "partition.test_fraction=0.2"),
+    *("partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1"),
+    *("fleet=lognormal", "fleet.sigma=1.2", "fleet.dropout=0.1"),
+    *("checkpoint.every=0", "tracking=none", "runtime=local", "runtime.workers=2"),
+]
 FEDBR = ["method.fedbr.pseudo_batch=20"]
 BUFFERED = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5"]
 IMMEDIATE = ["schedule=immediate", "schedule.concurrency=20"]
@@ -45,7 +46,11 @@ ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
     ),
     "deadline": (
         "dispatches 26, waits 2 s, aggregates late updates later",
-        ["schedule=deadline", "schedule.cohort=26", "schedule.seconds=2", "schedule.max_staleness=10"], [], 20,
+        [
+            "schedule=deadline", "schedule.cohort=26", "schedule.seconds=2",
+            "schedule.max_staleness=10",
+        ],
+        [], 20,
     ),
     "FedBuff": ("20 in flight, buffer of 5", BUFFERED, ["fedbuff"], 5),
     "CA2FL": ("as FedBuff", [*BUFFERED, "method.ca2fl.server_lr=0.5"], ["ca2fl"], 5),
@@ -63,9 +68,14 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
     chosen = [*methods, *LOCAL[local]]
     rounds, every = RESULTS // size, 60 // size
     return [
-        *SETTING, *own, *(FEDBR if local == "FedBR" else []), f"method=[{','.join(chosen)}]", f"seed={seed}",
-        f"rounds={rounds}", f"evaluate.every={every}",
-    ]  # fmt: skip
+        *SETTING,
+        *own,
+        *(FEDBR if local == "FedBR" else []),
+        f"method=[{','.join(chosen)}]",
+        f"seed={seed}",
+        f"rounds={rounds}",
+        f"evaluate.every={every}",
+    ]
 
 
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
@@ -167,7 +177,8 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
             mean([run["seconds"] for run in each], "{:,.0f}"),
         ]
         cells += [
-            f"{mean([run['staleness'] for run in each], '{:.1f}')} ({max(run['staleness_max'] for run in each)})"
+            f"{mean([run['staleness'] for run in each], '{:.1f}')} "
+            f"({max(run['staleness_max'] for run in each)})"
         ]
         cells += [
             mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "worker_busy")
@@ -182,7 +193,8 @@ def page_text(store: dict[str, Any]) -> str:
     for local, runs in store.items():
         seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)
         tables.append(
-            f"## {local} on the clients, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}\n\n{table(runs)}"
+            f"## {local} on the clients, seed{'s' if len(seeds) > 1 else ''} "
+            f"{', '.join(seeds)}\n\n{table(runs)}"
         )
     return TEXT.format(
         setting=" ".join(SETTING), tables="\n\n".join(tables), results=f"{RESULTS:,}"

@@ -2,10 +2,10 @@
 
     uv run python -m jobs.benchmarks.learner
 
-One process trains clients with a `Learner` whose `fit` returns the parameters unchanged, in turn with
-a method whose `run.train` does nothing. The difference is what raysim does for a learner: it gathers
-the samples as arrays, copies the parameters out of the vector and back, and checks them. The
-time of two plain copies of the parameters is printed next to it. All times are CPU times.
+One process trains clients with a `Learner` whose `fit` returns the parameters unchanged, in turn
+with a method whose `run.train` does nothing. The difference is what raysim does for a learner: it
+gathers the samples as arrays, copies the parameters out of the vector and back, and checks them.
+The time of two plain copies of the parameters is printed next to it. All times are CPU times.
 """
 
 from __future__ import annotations

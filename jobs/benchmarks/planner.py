@@ -3,8 +3,8 @@
     uv run python -m jobs.benchmarks.planner
 
 The population has a million clients, of which a thousand are in flight. Events are measured for
-every schedule and fleet, and for the selection Oort. Seconds are CPU time, because other work on the machine changes it less.
-`jobs.benchmarks.scale` runs this benchmark first.
+every schedule and fleet, and for the selection Oort. Seconds are CPU time, because other work on
+the machine changes it less. `jobs.benchmarks.scale` runs this benchmark first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The papers' claims, and what the stored results say about each: supported, contradicted, undecided.
+"""The papers' claims, and the verdict of the stored results: supported, contradicted, undecided.
 
 A claim compares two methods by one score. Every setting at which both ran on the same seeds gives a
 verdict, from the 95 % interval of the paired differences (Student):
@@ -139,8 +139,8 @@ class Finding:
             assert self.claim.printed is not None and self.accuracy is not None
             printed = self.claim.printed.cells()[1].mean
             return (
-                f"more training: `{self.claim.other}` has {self.accuracy:.1f} % here, {printed} % in "
-                f"the paper; run `{self._next_setting().name}`"
+                f"more training: `{self.claim.other}` has {self.accuracy:.1f} % here, {printed} % "
+                f"in the paper; run `{self._next_setting().name}`"
             )
         gain, last_setting = self.gain, self.claim.settings[-1]
         if gain.low is None or not gain.deviation:
@@ -212,7 +212,7 @@ def _accuracy(claim: Claim, run: Run) -> float | None:
 
 # --- Markdown -------------------------------------------------------------------------------------
 def claims_table(paper: str, runs: Sequence[Run]) -> str:
-    """Return the claims of a paper as a Markdown table, with a row for each setting that has runs."""
+    """Return a paper's claims as a Markdown table, with a row for each setting that has runs."""
     rows: list[tuple[str, ...]] = []
     for claim in CLAIMS[paper]:
         of_claim = findings(claim, runs)
@@ -413,7 +413,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "fedbss": (
         *(_noise_claim(noise) for noise in ("0.5", "0.3", "0.1")),
         Claim(
-            "With 50 % wrong labels, FedBSS is steadier than FedAvg: deviation over the last ten rounds",
+            "With 50 % wrong labels, FedBSS is steadier than FedAvg: deviation over the last ten "
+            "rounds",
             BSS,
             FEDAVG,
             DEVIATION,
@@ -423,7 +424,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             higher=False,
         ),
         Claim(
-            "With 50 % wrong labels, adding the biased samples (cosine) is above leaving them out (filter)",
+            "With 50 % wrong labels, adding the biased samples (cosine) is above leaving them out "
+            "(filter)",
             BSS,
             FILTER,
             CENTRAL_LAST_TEN,

@@ -442,7 +442,10 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return the mean rounds to a threshold over a cell's runs; a dash if a run never reached it."""
+    """Return the mean rounds to a threshold over a cell's runs.
+
+    Return a dash if a run never reached it.
+    """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
         return MISSING

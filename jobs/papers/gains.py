@@ -97,7 +97,10 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
 
 # --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
-    """Yield a section of every setting as Markdown; the gains are those of the paper's own score."""
+    """Yield a section of every setting as Markdown.
+
+    The gains are those of the paper's own score.
+    """
     for setting in by_setting(runs, paper):
         yield f"## Gains over FedAvg: {setting.setting.title}"
         yield f"Scale `{setting.setting.name}`: `{setting.setting.command}`."

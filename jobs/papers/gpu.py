@@ -54,7 +54,7 @@ class GpuStudy:
     seeds: tuple[int, ...] = (0,)
 
     def runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the name and the overrides of each run: all methods of a seed, then the next seed."""
+        """Yield name and overrides of each run: all methods of a seed, then of the next seed."""
         for seed in self.seeds:
             for method in self.methods:
                 label = "-".join(word.rpartition("=")[2].replace(".", "_") for word in method)

@@ -33,15 +33,16 @@ from raysim.results.tables import MISSING, to_markdown
 NOT_RUN = "not run yet"
 NOT_KNOWN = "not known"
 ORIGIN = (
-    "*Written by `uv run python -m jobs.papers.pages docs/papers` from the published tables and the "
-    "results in `jobs/papers/results`; do not edit it.*"
+    "*Written by `uv run python -m jobs.papers.pages docs/papers` from the published tables and "
+    "the results in `jobs/papers/results`; do not edit it.*"
 )
 ABOUT_CLAIMS = (
-    "Each row compares two methods on the same seeds, at one scale: *ours* has both means and the mean "
-    "of the differences with its 95 % interval (Student). The verdict is *supported* if the interval "
-    "lies on the claimed side of 0, *contradicted* if it lies on the other side, and else "
-    f"*undecided*. It is also undecided at a scale where the method that is compared with has less than "
-    f"{100 * TRAINED:.0f} % of the accuracy that the paper prints for it. It holds for its scale only."
+    "Each row compares two methods on the same seeds, at one scale: *ours* has both means and the "
+    "mean of the differences with its 95 % interval (Student). The verdict is *supported* if the "
+    "interval lies on the claimed side of 0, *contradicted* if it lies on the other side, and else "
+    "*undecided*. It is also undecided at a scale where the method that is compared with has less "
+    f"than {100 * TRAINED:.0f} % of the accuracy that the paper prints for it. It holds for its "
+    "scale only."
 )
 ABOUT_FIGURES = (
     "Each command draws what a figure of the paper shows, from small runs that take minutes. The "
@@ -113,8 +114,8 @@ def _index() -> str:
         rows.append((link, *texts, f"{len(paper_tables)}", f"{len(entries)}", f"{results}"))
     parts = [
         "# Papers",
-        "What four papers claim, what raysim's results say about it, their figures and their tables. A "
-        "claim is counted once for each scale at which it was run.",
+        "What four papers claim, what raysim's results say about it, their figures and their "
+        "tables. A claim is counted once for each scale at which it was run.",
         ORIGIN,
         to_markdown(("paper", *VERDICTS, "tables", "printed numbers", "with our result"), rows),
         "\n".join(["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]),

@@ -129,12 +129,12 @@ def fedbr_command(table: Table, cell: Cell) -> Command:
 
 FEDBR_SCORED = (
     "The paper's text says that 20 % of each client's own data are its test set. Its code scores "
-    "these and also the whole test set at each of ten angles. We compare with the second (central), "
-    "because the paper's local models, trained on about one class each, score 10.0 % on CIFAR10, "
-    "which is only possible on a test set with all classes in equal shares. For Table 14 we compare "
-    "the worst angle; on PACS, which has only the clients' tests, the worst client. Local mean and "
-    "local worst are scores on the clients' own tests, by the same rule (mean of the five best "
-    "rounds)."
+    "these and also the whole test set at each of ten angles. We compare with the second "
+    "(central), because the paper's local models, trained on about one class each, score 10.0 % on "
+    "CIFAR10, which is only possible on a test set with all classes in equal shares. For Table 14 "
+    "we compare the worst angle; on PACS, which has only the clients' tests, the worst client. "
+    "Local mean and local worst are scores on the clients' own tests, by the same rule (mean of "
+    "the five best rounds)."
 )
 FEDBR_BESIDE = {
     "local mean": "accuracy",
@@ -298,8 +298,8 @@ FEDLD_SPLITS = {  # Retina's columns
 FEDLD_NAMES = {"fedgh": ("fedgh_hierarchical",), "fedld": ("fedld_margin", "fedld_principal")}
 OWN_MODELS = ("fedbn", "fedpac")
 _FEDLD_OWN_MODELS = (
-    "the models of FedBN's and FedPAC's clients are scored on the central test set and averaged, as "
-    "in the released code"
+    "the models of FedBN's and FedPAC's clients are scored on the central test set and averaged, "
+    "as in the released code"
 )
 FEDLD_NOTES = {
     "fedld/table1": f"{_FEDLD_OWN_MODELS}; FedGH is the version of that code",

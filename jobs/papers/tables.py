@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its cells in the order of the paper, their meaning, and open questions as notes."""
+    """A table: its cells in the order of the paper, their meaning, and open questions as notes."""
 
     name: str  # such as "fedbr/table1"
     title: str
@@ -72,7 +72,10 @@ def tables(paper: str) -> dict[str, Table]:
 
 
 def find(name: str) -> Table:
-    """Return the table of a name such as "fedbr/table1"; raise `RefusedError` with the nearest name."""
+    """Return the table of a name such as "fedbr/table1".
+
+    Raise `RefusedError` with the nearest name for any other.
+    """
     known = tables(name.partition("/")[0])
     if name not in known:
         raise RefusedError(f"{name}: there is no such table; {suggest(name, known)}")

@@ -69,9 +69,9 @@ def test_lost_process_restarts_from_checkpoint(fails: list[int], tmp_path: Path)
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [1, 3, 3, 5]
     console, waited = Console(file=(out := io.StringIO()), width=999), Waited()
-    found = raysim.run([*QUICK, f"out={tmp_path / 'b'}"], console=console, observers=[waited])
+    result = raysim.run([*QUICK, f"out={tmp_path / 'b'}"], console=console, observers=[waited])
     assert not fails and waited.times == 4
-    assert found.summary["model_sha256"] == straight.summary["model_sha256"]
+    assert result.summary["model_sha256"] == straight.summary["model_sha256"]
     assert [row["round"] for row in read_history(tmp_path / "b/history.parquet")] == [1, 2, 3, 4, 5]
     assert out.getvalue().count("a node is gone. The run restarts from its last checkpoint") == 4
 
@@ -119,9 +119,9 @@ def test_restart_uses_as_many_workers_as_fit(
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [3]
     words = [*QUICK[1:], "runtime=local", "runtime.workers=2"]
-    found = raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
+    result = raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
     assert asked == [2, 2, None] and not fails
-    assert found.summary["model_sha256"] == straight.summary["model_sha256"]
+    assert result.summary["model_sha256"] == straight.summary["model_sha256"]
     with pytest.raises(RefusedError, match="too little CPU"):
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 

@@ -121,27 +121,27 @@ def test_run_of_objects_equals_run_of_their_options() -> None:
 
 
 def test_names_and_values_next_to_objects() -> None:
-    found = ran(methods=["fedbn", FedProx(0.1)], model=NormedMlp(), fleet="lognormal")
-    assert found.summary["methods"] == ["fedbn", "fedprox"]
-    assert found.experiment.config["choices"]["fleet"] == "lognormal"
-    assert found.experiment.spec.settings.local.epochs == 1
+    result = ran(methods=["fedbn", FedProx(0.1)], model=NormedMlp(), fleet="lognormal")
+    assert result.summary["methods"] == ["fedbn", "fedprox"]
+    assert result.experiment.config["choices"]["fleet"] == "lognormal"
+    assert result.experiment.spec.settings.local.epochs == 1
 
 
 def test_lists_of_rows_are_stored_and_resumed() -> None:
     lists, by_client = [[0, 1, 9], range(2, 6)], {7: np.array([0, 1, 9]), 8: [2, 3, 4, 5]}
-    found = ran(partition=lists)
-    assert found.experiment.spec.data.partition.train.counts.tolist() == [3, 4]
+    result = ran(partition=lists)
+    assert result.experiment.spec.data.partition.train.counts.tolist() == [3, 4]
     ran("b", partition=by_client, rounds=1)
     again = raysim.run("out=b resume=latest rounds=2", quiet=True)
     stored = Path(load_yaml(Path("b/config.yaml"))["partition"]["file"])
-    assert again.summary["model_sha256"] == found.summary["model_sha256"]
+    assert again.summary["model_sha256"] == result.summary["model_sha256"]
     assert json.loads(stored.read_text()) == {"7": [0, 1, 9], "8": [2, 3, 4, 5]}
 
 
 def test_lists_of_rows_may_have_names() -> None:
-    found = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
+    result = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
     assert (
-        found.summary["model_sha256"]
+        result.summary["model_sha256"]
         == ran("b", partition=[[0, 1, 9], [2, 3, 4, 5]]).summary["model_sha256"]
     )
     stored = Path(load_yaml(Path("a/config.yaml"))["partition"]["file"])
@@ -203,13 +203,13 @@ def test_unstorable_object_must_be_given_again(
 
 
 def test_unstorable_methods_must_be_given_to_load() -> None:
-    found = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
+    result = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
     with pytest.raises(
         RefusedError, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."
     ):
         raysim.load("a").client_model(0)
     loaded = raysim.load("a", methods=[FedBN(), Twice(0.1)])
-    assert (loaded.predictions(0).scores == found.predictions(0).scores).all()
+    assert (loaded.predictions(0).scores == result.predictions(0).scores).all()
 
 
 @pytest.mark.parametrize(
@@ -451,12 +451,12 @@ def passing(num_classes: int, **more: int) -> nn.Module:
 
 
 def test_network_function_is_stored_by_name() -> None:
-    found = ran(model=flat)
+    result = ran(model=flat)
     stored = load_yaml(Path("a/config.yaml"))
     assert (
         stored["model"] == {"_target_": f"{__name__}.flat"} and stored["choices"]["model"] == "flat"
     )
-    assert list(found.model().state_dict()) == list(flat(3).state_dict())
+    assert list(result.model().state_dict()) == list(flat(3).state_dict())
     again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
     assert again.summary["model_sha256"] == ran("b", model=flat, rounds=3).summary["model_sha256"]
     assert torch.equal(
@@ -465,9 +465,9 @@ def test_network_function_is_stored_by_name() -> None:
 
 
 def test_partial_function_is_stored_with_arguments() -> None:
-    found = ran(model=functools.partial(flat, width=5))
+    result = ran(model=functools.partial(flat, width=5))
     assert load_yaml(Path("a/config.yaml"))["model"] == {"_target_": f"{__name__}.flat", "width": 5}
-    assert found.model()[1].out_features == 5
+    assert result.model()[1].out_features == 5
     again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
     assert again.model()[1].out_features == 5
 
@@ -482,9 +482,9 @@ def test_module_keeps_its_values_and_is_given_again() -> None:
     torch.manual_seed(1)
     module = flat(3)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = ran(model=module, rounds=1)
+    result = ran(model=module, rounds=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    moved = found.model().state_dict()
+    moved = result.model().state_dict()
     assert 0 < (moved["1.weight"] - before["1.weight"]).abs().max() < 1
     with pytest.raises(RefusedError, match=r"model: torch.*Sequential was an object from Python"):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
@@ -494,34 +494,34 @@ def test_module_keeps_its_values_and_is_given_again() -> None:
 
 # --- a result -------------------------------------------------------------------------------------
 def test_tables_of_a_result_are_data_frames() -> None:
-    found = ran()
-    assert list(found.history["round"]) == [1, 2]
-    assert found.history["train_loss"].tolist() == [row["train_loss"] for row in found.rows]
-    assert repr(found).startswith("Result(a: 2 rounds, accuracy 0.")
+    result = ran()
+    assert list(result.history["round"]) == [1, 2]
+    assert result.history["train_loss"].tolist() == [row["train_loss"] for row in result.rows]
+    assert repr(result).startswith("Result(a: 2 rounds, accuracy 0.")
 
 
 def test_table_of_clients_equals_its_file() -> None:
-    found = ran()
+    result = ran()
     (path := Path("a/clients.parquet")).unlink(missing_ok=True)
     with pytest.raises(RefusedError, match=r"a has no clients\.parquet"):
-        _ = found.clients
+        _ = result.clients
     pq.write_table(
         pa.table({"client": [0, 1], "samples": [3, 4], "tests": [1, 0], "accuracy": [1.0, None]}),
         path,
     )
-    assert found.clients.index.name == "client" and found.clients.loc[1, "samples"] == 4
+    assert result.clients.index.name == "client" and result.clients.loc[1, "samples"] == 4
     assert raysim.load("a").clients["accuracy"].isna().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("methods", [[], [FedExP(1e-6)]], ids=["fedavg", "fedexp"])
 def test_predictions_have_the_score_of_the_history(methods: list[Any]) -> None:
-    found = ran(methods=methods)
-    predictions = found.predictions()
-    assert (predictions.classes == predictions.labels).mean() == found.rows[-1]["accuracy_global"]
+    result = ran(methods=methods)
+    predictions = result.predictions()
+    assert (predictions.classes == predictions.labels).mean() == result.rows[-1]["accuracy_global"]
     assert predictions.scores.shape == (12, 3) and (predictions.labels == LABELS[:12]).all()
-    each = [found.predictions(client) for client in range(4)]
+    each = [result.predictions(client) for client in range(4)]
     means = [(own.classes == own.labels).mean() for own in each if len(own.labels)]
-    assert np.mean(means) == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
+    assert np.mean(means) == pytest.approx(result.rows[-1]["accuracy"], abs=1e-12)
 
 
 def test_repr_of_predictions_has_shapes() -> None:
@@ -535,37 +535,37 @@ def test_repr_of_predictions_has_shapes() -> None:
 
 
 def test_model_has_final_weights() -> None:
-    found = ran()
-    model = found.model()
+    result = ran()
+    model = result.model()
     assert isinstance(model, nn.Module) and not model.training
     inputs = torch.from_numpy(TESTS[0]).float()[:, None] / 255
-    assert torch.equal(model(inputs), torch.from_numpy(found.predictions().scores))
+    assert torch.equal(model(inputs), torch.from_numpy(result.predictions().scores))
     loaded = raysim.load("a")
-    assert repr(loaded) == repr(found)
+    assert repr(loaded) == repr(result)
     for name, tensor in loaded.model().state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
     assert torch.equal(
-        found.client_model(2).state_dict()["head.weight"], model.state_dict()["head.weight"]
+        result.client_model(2).state_dict()["head.weight"], model.state_dict()["head.weight"]
     )
 
 
 def test_client_model_has_client_state() -> None:
-    found = ran(methods=[FedBN()], model=NormedMlp(), rounds=3)
+    result = ran(methods=[FedBN()], model=NormedMlp(), rounds=3)
     with pytest.raises(RefusedError, match="every client of this run has a model of its own"):
-        found.model()
+        result.model()
     with pytest.raises(RefusedError, match="every client of this run"):
-        found.predictions()
-    own = [found.client_model(client) for client in range(4)]
+        result.predictions()
+    own = [result.client_model(client) for client in range(4)]
     layers = [next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)) for model in own]
     assert (
         len({float(layer.running_mean.sum()) for layer in layers if layer.running_mean is not None})
         > 1
     )
-    hits = [found.predictions(client) for client in range(4)]
+    hits = [result.predictions(client) for client in range(4)]
     accuracy = np.mean([(own.classes == own.labels).mean() for own in hits])
-    assert accuracy == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
+    assert accuracy == pytest.approx(result.rows[-1]["accuracy"], abs=1e-12)
     with pytest.raises(RefusedError, match="client 9 does not exist: this run has clients 0 to 3"):
-        found.client_model(9)
+        result.client_model(9)
 
 
 def test_client_model_needs_a_checkpoint() -> None:
@@ -573,9 +573,9 @@ def test_client_model_needs_a_checkpoint() -> None:
     assert (plain.predictions().classes == plain.predictions().labels).mean() == plain.rows[-1][
         "accuracy_global"
     ]
-    found = ran("own", methods=[FedBN()], model=NormedMlp(), checkpoint={"every": 0})
+    result = ran("own", methods=[FedBN()], model=NormedMlp(), checkpoint={"every": 0})
     with pytest.raises(RefusedError, match=r"^checkpoint\.every"):
-        found.client_model(0)
+        result.client_model(0)
 
 
 def test_load_refuses_other_folders() -> None:

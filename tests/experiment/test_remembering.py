@@ -50,20 +50,20 @@ def test_remembering_method_conforms(check: Any) -> None:
 
 
 def test_remembering_method_pulls_and_reports() -> None:
-    found, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
+    result, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
     assert (
         free.summary["model_sha256"]
         == ran(out="c").summary["model_sha256"]
-        != found.summary["model_sha256"]
+        != result.summary["model_sha256"]
     )
-    assert (found.history["steady.moved"] > 0).all()
+    assert (result.history["steady.moved"] > 0).all()
 
 
 def test_client_state_of_all_clients_by_name() -> None:
-    found = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
+    result = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
     by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
     for client in range(20):
-        kept = found.client_state(client)
+        kept = result.client_state(client)
         by_participation[bool(kept["steady.known"])].append(kept)
     trained, idle = by_participation[True], by_participation[False]
     assert len(trained) == len(idle) == 10
@@ -75,7 +75,7 @@ def test_client_state_of_all_clients_by_name() -> None:
     assert all(kept["scaffold.control"].any() for kept in trained)
     assert not any(kept["scaffold.control"].any() for kept in idle)
     with pytest.raises(RefusedError, match="client 20 does not exist"):
-        found.client_state(20)
+        result.client_state(20)
 
 
 def test_client_state_is_empty_or_needs_checkpoint() -> None:

@@ -54,25 +54,25 @@ def test_losses_and_data_changes_combine_with_it() -> None:
 
 def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
     data = pool_clients(population(1))
-    found = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
+    result = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
     local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)
-    mine = found.coordinator.server.vector.numpy()
+    mine = result.coordinator.server.vector.numpy()
     # The server adds a difference where the client just goes on: the last bit may differ.
     np.testing.assert_allclose(mine, local.state(0).personal, rtol=1e-4, atol=1e-5)
-    assert [row["accuracy"] for row in found.rows] == [row["accuracy"] for row in local.rows]
+    assert [row["accuracy"] for row in result.rows] == [row["accuracy"] for row in local.rows]
 
 
 def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
-    found = run(
+    result = run(
         run_spec(Centralized(), model=MLP, data=pool_clients(data), local=local),
         Synchronous(1),
         rounds=1,
     )
     fedsgd = run(run_spec(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
-    mine, its = found.coordinator.server.vector, fedsgd.coordinator.server.vector
+    mine, its = result.coordinator.server.vector, fedsgd.coordinator.server.vector
     moved = (its - fedsgd.coordinator.initial.shared).abs().max()
     assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
 

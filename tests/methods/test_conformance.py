@@ -597,20 +597,20 @@ def test_state_of_the_last_accepted_job_counts(
     spec = study(TABLE[name].make(), model=TABLE[name].model)
     spy = Spy(spec)
     leaving = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
-    found = run_to_end(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
-    jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
-    assert any(any(each.staleness) for each in found.aggregations) and any(
-        each.lost for each in found.aggregations
+    result = run_to_end(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
+    jobs = {job.number: job for each in result.aggregations for job in each.dispatched}
+    assert any(any(each.staleness) for each in result.aggregations) and any(
+        each.lost for each in result.aggregations
     )
     left = {
         job.number: to_flat_arrays(state)
         for (job, _), state in zip(spy.sent, spy.states, strict=True)
     }
-    aggregated = [job.number for each in found.aggregations for job in each.aggregated]
+    aggregated = [job.number for each in result.aggregations for job in each.aggregated]
     assert left.keys() == set(aggregated), "nobody else trains"
     last = {jobs[number].client: number for number in aggregated}
     for client, number in last.items():
-        assert same_arrays(to_flat_arrays(found.state(client)), left[number])
+        assert same_arrays(to_flat_arrays(result.state(client)), left[number])
     latest: dict[int, int] = {}
     for job, _ in sorted(spy.sent, key=lambda each: each[0].number):
         assert job.state == latest.get(job.client, -1), (
@@ -672,13 +672,13 @@ def test_messages_with_fedbn_hold_no_client_state(name: str) -> None:
 def test_pseudo_data_drawn_once_counts_once_per_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
-    found = run_to_end(coordinate(spied, runtime=spy, rounds=5))
+    result = run_to_end(coordinate(spied, runtime=spy, rounds=5))
     size = int(np.prod(spied.task.shape)) * 4
     clients, jobs = {job.client for job, _ in spy.sent}, len(spy.sent)
     assert len(clients) < jobs
     assert (
-        found.rows[-1]["floats_down"]
-        == jobs * found.coordinator.layout.shared + len(clients) * size
+        result.rows[-1]["floats_down"]
+        == jobs * result.coordinator.layout.shared + len(clients) * size
     )
     assert spy.kept["fedbr.pseudo"].size == size
     assert not any("fedbr.pseudo" in published.extras for _, published in spy.sent)
@@ -898,9 +898,9 @@ def test_only_alternatives_exclude_each_other() -> None:
 
 
 def test_three_methods_run_together() -> None:
-    found = run(study(FedBN(), FedProx(0.1), FedAdam()), rounds=2)
-    assert not found.failures
-    assert found.rows[-1]["accuracy_global"] is None, (
+    result = run(study(FedBN(), FedProx(0.1), FedAdam()), rounds=2)
+    assert not result.failures
+    assert result.rows[-1]["accuracy_global"] is None, (
         "with personal parameters there is no model to score centrally"
     )
 

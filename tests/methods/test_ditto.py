@@ -42,12 +42,12 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
 ) -> None:
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the
     # order of the sum.
-    found = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
+    result = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
     plain = run(run_spec(*others, model=model), schedule, Ideal(), rounds=4)
-    assert found.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
-        found.tensors, plain.tensors
+    assert result.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
+        result.tensors, plain.tensors
     )
-    for row, reference in zip(found.rows, plain.rows, strict=True):
+    for row, reference in zip(result.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
         for key in ("train_loss", "accuracy_global", "loss_global", "floats_down", "floats_up"):
             assert row[key] == reference[key], key
@@ -65,9 +65,9 @@ def test_nothing_of_a_personal_model_travels() -> None:
 
 
 def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() -> None:
-    found = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
+    result = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
     plain = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal())
-    assert not found.failures
+    assert not result.failures
     assert (
         run(run_spec(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys()
         == plain.tensors.keys()

@@ -125,15 +125,15 @@ def test_classifier_at_weight_zero_has_fedbns_bits(
     )  # buffers alone tell kept optimisers from fresh ones
     method = small(weight=0.0, residual=residual, keep_optimizer=keep)
     study = {"model": model, "local": local}
-    found = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
+    result = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
     fedbn = run(run_spec(FedBN(), **study), schedule, Ideal(), rounds=4)
-    (shared, own), (wanted, wanted_own) = of_model(found), of_model(fedbn)
+    (shared, own), (wanted, wanted_own) = of_model(result), of_model(fedbn)
     assert len(own) > 10 and same_arrays(shared, wanted) and same_arrays(own, wanted_own)
-    trained = [name for name in found.tensors if name.startswith(GENERATOR)]
-    start = found.coordinator.initial
+    trained = [name for name in result.tensors if name.startswith(GENERATOR)]
+    start = result.coordinator.initial
     first = start.named(start.shared, start.counters)
     assert trained and any(
-        not np.array_equal(found.tensors[name], first[name].numpy()) for name in trained
+        not np.array_equal(result.tensors[name], first[name].numpy()) for name in trained
     )
     weighed = run(run_spec(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
     assert not same_arrays(of_model(weighed)[0], wanted)
@@ -150,13 +150,13 @@ def test_fedbn_in_the_list_changes_nothing(order: int) -> None:
 @pytest.mark.parametrize("norm", ["shared", "local"])
 def test_classifier_and_generator_travel_without_batchnorm(norm: Any) -> None:
     features, noise, classes = 12, 6, 5
-    found = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
+    result = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
     classifier = 64 * features + features + features * classes + classes
     generator = features * (noise + classes + features) + 2 * features
     generator += 8 * features if norm == "shared" else 0  # four vectors of two layers
-    assert found.coordinator.layout.shared == classifier + generator
+    assert result.coordinator.layout.shared == classifier + generator
     assert (
-        found.rows[0]["floats_down"] == found.rows[0]["floats_up"] == 4 * (classifier + generator)
+        result.rows[0]["floats_down"] == result.rows[0]["floats_up"] == 4 * (classifier + generator)
     )
 
 
@@ -181,10 +181,10 @@ class Count(Method):
 def test_kept_optimizers_count_on_and_moves_are_of_a_job(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
-    found = run(run_spec(count, local=local), Synchronous(6), rounds=3)
+    result = run(run_spec(count, local=local), Synchronous(6), rounds=3)
     assert count._steps == [4] * 6 + [8 if keep else 4] * 6 + [12 if keep else 4] * 6
     assert count._moved == [4] * 18
-    assert found.coordinator.client_states.stateful is keep
+    assert result.coordinator.client_states.stateful is keep
 
 
 def test_optimizers_are_kept_alike_by_method_and_by_run() -> None:
@@ -309,9 +309,9 @@ def lonely() -> FederatedData:
 
 
 def test_batch_of_one_sample_is_left_out() -> None:
-    found = run(run_spec(small(), model=NORMED, data=lonely()), Synchronous(6), rounds=2)
-    assert not found.failures
-    moved = {client: found.private[f"{client}/fraug.prototypes"].any() for client in range(6)}
+    result = run(run_spec(small(), model=NORMED, data=lonely()), Synchronous(6), rounds=2)
+    assert not result.failures
+    moved = {client: result.private[f"{client}/fraug.prototypes"].any() for client in range(6)}
     assert moved == {client: client != 0 for client in range(6)}
 
 

@@ -125,11 +125,11 @@ class FixedHead(Method):
 
 
 def test_fixed_parameters_neither_move_nor_travel_nor_are_stored() -> None:
-    found = run(run_spec(FixedHead("model.extractor"), model=NORMED_MLP), ROUNDS, rounds=2)
-    layout = found.coordinator.layout
+    result = run(run_spec(FixedHead("model.extractor"), model=NORMED_MLP), ROUNDS, rounds=2)
+    layout = result.coordinator.layout
     personal = {entry.name for entry in layout.entries if entry.personal}
     assert personal == {"model.head.weight", "model.head.bias"}
-    assert not found.coordinator.client_states.stateful
+    assert not result.coordinator.client_states.stateful
 
 
 def test_stage_that_trains_a_fixed_parameter_is_an_error() -> None:

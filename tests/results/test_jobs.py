@@ -106,27 +106,27 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
     coordinator, _, _ = untrained_run(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     writer = JobWriter.open(tmp_path, 0)
     assert writer is not None
-    writer.add([*found.jobs, *found.finished.jobs])
+    writer.add([*result.jobs, *result.finished.jobs])
     writer.write()
     jobs = read_jobs(tmp_path)
     assert jobs is not None and len(jobs) == coordinator.planner.dispatched
     planned = sorted(
         (job.client, job.participation, job.version, job.start, job.finish)
-        for step in found.aggregations
+        for step in result.aggregations
         for job in step.dispatched
     )
     assert sorted(job[:5] for job in written(tmp_path)) == planned
     rows = {
-        key: sum(int(row[key] or 0) for row in found.rows)
+        key: sum(int(row[key] or 0) for row in result.rows)
         for key in ("clients", "lost", "discarded")
     }
     counts = {fate: int(jobs.has_fate(fate).sum()) for fate in FATES}
     assert counts["aggregated"] == rows["clients"] and counts["failed"] == 0
     assert 0 < counts["lost"] == rows["lost"] and 0 < counts["discarded"] == rows["discarded"]
-    _check_the_rest(jobs, found.rows[-1]["virtual_seconds"] or 0.0)
+    _check_the_rest(jobs, result.rows[-1]["virtual_seconds"] or 0.0)
 
 
 def _check_the_rest(jobs: Jobs, end: float) -> None:

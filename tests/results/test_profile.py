@@ -59,19 +59,19 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
 ) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
-    *_, found, finished = coordinate(timed, runtime=several_workers(timed, 2)).run()
-    assert isinstance(found, Profiled) and isinstance(finished, Finished)
+    *_, result, finished = coordinate(timed, runtime=several_workers(timed, 2)).run()
+    assert isinstance(result, Profiled) and isinstance(finished, Finished)
     assert (finished.model_sha256, finished.state_sha256) == run(asked).bits
-    assert [track.name for track in found.tracks] == ["coordinator", "worker-0", "worker-1"]
-    for own in profile.shares(found).values():
+    assert [track.name for track in result.tracks] == ["coordinator", "worker-0", "worker-1"]
+    for own in profile.shares(result).values():
         assert sum(own.values()) == pytest.approx(1.0, abs=1e-3) and min(own.values()) >= 0
     assert {
-        kind for track in found.tracks for kind, spent in track.seconds.items() if spent > 0
+        kind for track in result.tracks for kind, spent in track.seconds.items() if spent > 0
     } == {*KINDS}
-    profile.write(found, tmp_path, "fedavg")
-    assert profile.table(found).splitlines()[1].split() == [track.name for track in found.tracks]
+    profile.write(result, tmp_path, "fedavg")
+    assert profile.table(result).splitlines()[1].split() == [track.name for track in result.tracks]
     many = replace(
-        found, tracks=tuple(replace(found.tracks[0], name=str(place)) for place in range(9))
+        result, tracks=tuple(replace(result.tracks[0], name=str(place)) for place in range(9))
     )
     assert profile.table(many).splitlines()[1].split("  ")[-2:] == [
         "coordinator",
@@ -79,7 +79,7 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
     ]
     events = json.loads((tmp_path / profile.TRACE).read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == sum(
-        len(track.spans) for track in found.tracks
+        len(track.spans) for track in result.tracks
     )
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
     assert (tmp_path / profile.PICTURE).stat().st_size > 10_000
@@ -99,9 +99,9 @@ def test_workers_on_ray_say_what_they_did(ray_session: None) -> None:
 
     timed = replace(run_spec(Scaffold()), profile=True)
     runtime = start_workers(timed, 2)
-    *_, found, finished = coordinate(timed, runtime=runtime).run()
+    *_, result, finished = coordinate(timed, runtime=runtime).run()
     runtime.stop()
     assert finished.model_sha256 == run(run_spec(Scaffold())).bits[0]
-    for own in profile.shares(found).values():
+    for own in profile.shares(result).values():
         assert sum(own.values()) == pytest.approx(1.0, abs=1e-2)
-    assert all(track.seconds["evaluation"] > 0 for track in found.tracks)
+    assert all(track.seconds["evaluation"] > 0 for track in result.tracks)

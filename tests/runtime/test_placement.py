@@ -276,17 +276,17 @@ def test_history_has_work_of_workers_and_store_bytes(
     coordinator = coordinate(
         study, Buffered(concurrency=4, size=2), runtime=several_workers(study, 2), rounds=12
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     vector = 4 * coordinator.layout.shared
     upload = vector * (2 if methods else 1)  # the model, and the control variate's change
     down = vector * (2 if methods else 1)
-    for row in found.rows:
+    for row in result.rows:
         assert 0 <= row["worker_busy_least"] <= row["worker_busy"] <= 1  # type: ignore[operator]
         # live versions (at most one per job, and the current one), jobs in flight and their states,
         # accepted states
         most = 5 * down + 4 * (upload + vector * len(methods)) + len(methods) * 6 * vector
         assert down <= row["store_bytes"] <= most  # type: ignore[operator]
-    assert max(row["worker_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
+    assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
 def test_summed_group_counts_as_one_vector() -> None:

@@ -58,10 +58,10 @@ def test_runs_agree_on_workers_and_resumed(
 
 
 def test_resumed_run_continues_within_clusters() -> None:
-    found = run(spec(EAGER), ALL, rounds=3)
-    assert found.rows[0]["topology.clusters"] == 2
-    assert found.rows[2]["topology.clusters"] == 4
-    assert len({*found.coordinator.replicas.clients_of.tolist()}) == 4
+    result = run(spec(EAGER), ALL, rounds=3)
+    assert result.rows[0]["topology.clusters"] == 2
+    assert result.rows[2]["topology.clusters"] == 4
+    assert len({*result.coordinator.replicas.clients_of.tolist()}) == 4
 
 
 def test_choices_are_the_same_in_lanes() -> None:
@@ -72,13 +72,13 @@ def test_choices_are_the_same_in_lanes() -> None:
 
 def test_client_with_stale_base_counts_for_its_new_cluster() -> None:
     """A job that began before a split is aggregated into the model of its client's cluster."""
-    found = run(spec(EAGER), Buffered(6, 3), Lognormal(), rounds=8)
-    replicas = found.coordinator.replicas
-    assert found.rows[-1]["topology.clusters"] > 1
+    result = run(spec(EAGER), Buffered(6, 3), Lognormal(), rounds=8)
+    replicas = result.coordinator.replicas
+    assert result.rows[-1]["topology.clusters"] > 1
     for replica, server in enumerate(replicas.servers):
         members = np.flatnonzero(server.counts)
         assert (replicas.clients_of[members] == replica).all()
-    assert sum(server.samples for server in replicas.servers) == found.coordinator.counts.sum()
+    assert sum(server.samples for server in replicas.servers) == result.coordinator.counts.sum()
 
 
 def test_choice_costs_all_models_and_a_forward_pass_of_each() -> None:
@@ -100,11 +100,11 @@ def _star() -> Topology:
 
 def test_measured_selection_sees_the_smallest_loss() -> None:
     make = spec(CHOICE, selection=PowerOfChoice(6, loss="measured"))
-    found = run(make, Synchronous(3), rounds=3)
-    replicas, evaluator = found.coordinator.replicas, found.coordinator.evaluator
-    losses = evaluator.replica_losses(range(CLIENTS), None, replicas, found.coordinator.versions)
+    result = run(make, Synchronous(3), rounds=3)
+    replicas, evaluator = result.coordinator.replicas, result.coordinator.evaluator
+    losses = evaluator.replica_losses(range(CLIENTS), None, replicas, result.coordinator.versions)
     assert losses.shape == (3, CLIENTS)
-    measured = found.coordinator._measure_losses(range(CLIENTS), None)
+    measured = result.coordinator._measure_losses(range(CLIENTS), None)
     np.testing.assert_array_equal(measured, losses.min(axis=0))
 
 
@@ -197,8 +197,8 @@ class Pieces(Topology):
 
 
 def test_own_rule_moves_clients_to_a_free_replica() -> None:
-    found = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
-    assert found.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
+    result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
+    assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])

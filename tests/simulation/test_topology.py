@@ -105,9 +105,9 @@ class TestHierarchical:
         star = run_spec(*methods, data=tiny_data(clients=CLIENTS))
         edge = spec(Hierarchical(1, every=2, **FAST), *methods)
         settings: dict[str, Any] = {"rounds": 5, "evaluate": Evaluation(every=2)}
-        expected, found = run(star, schedule, **settings), run(edge, schedule, **settings)
-        assert found.bits == expected.bits
-        for row, expected_row in zip(found.history, expected.history, strict=True):
+        expected, result = run(star, schedule, **settings), run(edge, schedule, **settings)
+        assert result.bits == expected.bits
+        for row, expected_row in zip(result.history, expected.history, strict=True):
             for key in ("virtual_seconds", "floats_down", "floats_up", "accuracy", "loss_global"):
                 assert row[key] == expected_row[key], key
 
@@ -150,23 +150,23 @@ class TestHierarchical:
 
     def test_meeting_takes_the_time_of_the_slowest_link(self) -> None:
         slow = Hierarchical(2, every=1, bandwidth_up=1e3, bandwidth_down=2e3)
-        found = run(spec(slow), Synchronous(2), rounds=4)
-        size = 4 * found.coordinator.layout.shared
-        first, second, third, _ = found.aggregations[:4]
+        result = run(spec(slow), Synchronous(2), rounds=4)
+        size = 4 * result.coordinator.layout.shared
+        first, second, third, _ = result.aggregations[:4]
         assert not first.meets and second.meets and not third.meets
         finish = max(job.finish for job in (*first.aggregated, *second.aggregated))
         assert second.now == pytest.approx(finish + size / 1e3 + size / 2e3)
         assert min(job.start for job in third.dispatched) == second.now
-        assert [row["floats_links"] for row in found.rows] == [
+        assert [row["floats_links"] for row in result.rows] == [
             meetings * 4 * size // 4 for meetings in (0, 1, 1, 2)
         ]
 
     def test_rows_have_the_traffic_of_the_edge(self) -> None:
-        found = run(spec(Hierarchical(2, every=2, **FAST)), Synchronous(2), rounds=8)
-        size = found.coordinator.layout.shared
-        edge_of = found.coordinator.replicas.network.replica_of
+        result = run(spec(Hierarchical(2, every=2, **FAST)), Synchronous(2), rounds=8)
+        size = result.coordinator.layout.shared
+        edge_of = result.coordinator.replicas.network.replica_of
         rounds = [0, 0]
-        for row, aggregation in zip(found.rows, found.aggregations, strict=False):
+        for row, aggregation in zip(result.rows, result.aggregations, strict=False):
             edge = int(edge_of[aggregation.aggregated[0].client])
             rounds[edge] += 1
             assert row["replica"] == edge
@@ -174,8 +174,8 @@ class TestHierarchical:
             assert row["replica_floats_down"] == row["replica_floats_up"]
 
     def test_edges_meet_at_multiples_of_seconds(self) -> None:
-        found = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
-        meetings = [step.now for step in found.aggregations[:24] if step.meets]
+        result = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
+        meetings = [step.now for step in result.aggregations[:24] if step.meets]
         assert len(meetings) > 2
         assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
 
@@ -188,23 +188,23 @@ class TestHierarchical:
         check_resumed(make, schedule)
 
     def test_server_state_and_counts_are_those_of_an_edge(self) -> None:
-        found = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
-        first, second = found.coordinator.replicas.servers
+        result = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
+        first, second = result.coordinator.replicas.servers
         assert not np.array_equal(first.state["scaffold.control"], second.state["scaffold.control"])
         assert first.population == second.population == CLIENTS // 2
-        assert first.samples + second.samples == found.coordinator.counts.sum()
+        assert first.samples + second.samples == result.coordinator.counts.sum()
         assert not (first.counts * second.counts).any()
 
     def test_scores_are_of_replicas_and_their_mean(self) -> None:
         evaluate = Evaluation(every=3)
-        found = run(
+        result = run(
             spec(Hierarchical(2, every=3, **FAST)), Synchronous(2), rounds=6, evaluate=evaluate
         )
-        row = found.rows[-1]
-        assert found.aggregations[5].meets
+        row = result.rows[-1]
+        assert result.aggregations[5].meets
         assert row["consensus_distance"] == 0
         assert row["accuracy_replicas"] == row["accuracy_replicas_worst"] == row["accuracy_global"]
-        assert found.rows[2]["consensus_distance"] > 0
+        assert result.rows[2]["consensus_distance"] > 0
 
     def test_replicas_are_scored_without_test_sets_of_clients(self) -> None:
         data = tiny_data(clients=CLIENTS)
@@ -289,49 +289,49 @@ class TestGossip:
         star = run_spec(data=tiny_data(clients=CLIENTS))
         settings: dict[str, Any] = {"rounds": 4, "weighting": "uniform"}
         expected = run(star, ALL, **settings).coordinator.server.vector.numpy()
-        found = run(spec(Gossip("complete")), ALL, **settings)
-        for vector in vectors(found):
+        result = run(spec(Gossip("complete")), ALL, **settings)
+        for vector in vectors(result):
             np.testing.assert_allclose(vector, expected, atol=2e-6)
-        assert found.rows[-1]["consensus_distance"] == 0
+        assert result.rows[-1]["consensus_distance"] == 0
 
     @pytest.mark.parametrize("mix", ["after", "before"])
     def test_ring_follows_d_psgd(self, mix: str) -> None:
         """Lian et al. 2017: W X + D with mix=before, W (X + D) with mix=after."""
-        spy, found = spied(Gossip("ring", mix=mix), ALL, rounds=4)
+        spy, result = spied(Gossip("ring", mix=mix), ALL, rounds=4)
         delta_of = {update.job: update.delta for update in spy.updates}
         mixing = neighbours(CLIENTS)
-        models = np.stack([found.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
-        for aggregation in found.aggregations[:4]:
+        models = np.stack([result.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
+        for aggregation in result.aggregations[:4]:
             deltas = np.zeros_like(models)
             for job in aggregation.aggregated:
                 deltas[job.client] = delta_of[job.number]
             trained = models + deltas
             models = mixing @ trained if mix == "after" else mixing @ models + deltas
-        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+        np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
     def test_pairs_follow_ad_psgd(self) -> None:
         """Lian et al. 2018: a client and a random neighbour average, then its step is added."""
         topology = Gossip("ring", exchange="pairwise", mix="before")
-        spy, found = spied(topology, Immediate(CLIENTS), rounds=30)
+        spy, result = spied(topology, Immediate(CLIENTS), rounds=30)
         delta_of = {update.job: update.delta for update in spy.updates}
-        models = np.stack([found.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
+        models = np.stack([result.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
         met = set()
-        for version, aggregation in enumerate(found.aggregations[:30]):
+        for version, aggregation in enumerate(result.aggregations[:30]):
             (job,) = aggregation.aggregated
             ring = sorted(((job.client - 1) % CLIENTS, (job.client + 1) % CLIENTS))
-            generator = stream(found.coordinator.settings.seed, "topology.pairs", version)
+            generator = stream(result.coordinator.settings.seed, "topology.pairs", version)
             pair = [job.client, ring[int(generator.integers(2))]]
             models[pair] = models[pair].mean(0)
             models[job.client] += delta_of[job.number]
             met.add(pair[1] - pair[0])
-        assert len(met) > 1 and any(row["staleness"] > 0 for row in found.rows)
-        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+        assert len(met) > 1 and any(row["staleness"] > 0 for row in result.rows)
+        np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
     def test_absent_clients_neither_train_nor_exchange(self) -> None:
-        found = run(spec(Gossip("complete")), Synchronous(3), rounds=1)
-        (aggregation, *_) = found.aggregations
+        result = run(spec(Gossip("complete")), Synchronous(3), rounds=1)
+        (aggregation, *_) = result.aggregations
         present = sorted(job.client for job in aggregation.aggregated)
-        models, start = vectors(found), found.coordinator.initial.shared.numpy()
+        models, start = vectors(result), result.coordinator.initial.shared.numpy()
         for client in range(CLIENTS):
             assert np.array_equal(models[client], start) == (client not in present)
 
@@ -370,12 +370,12 @@ class TestGossip:
         np.testing.assert_allclose(one, several, atol=1e-5)
 
     def test_traffic_is_that_of_the_exchanges(self) -> None:
-        found = run(spec(Gossip("ring", every=2)), ALL, rounds=4)
-        size = found.coordinator.layout.shared
-        sent = [row["floats_up"] for row in found.rows]
+        result = run(spec(Gossip("ring", every=2)), ALL, rounds=4)
+        size = result.coordinator.layout.shared
+        sent = [row["floats_up"] for row in result.rows]
         assert sent == [0, 2 * CLIENTS * size, 2 * CLIENTS * size, 4 * CLIENTS * size]
-        assert [row["floats_down"] for row in found.rows] == sent
-        assert [step.meets for step in found.aggregations[:4]] == [False, True, False, True]
+        assert [row["floats_down"] for row in result.rows] == sent
+        assert [step.meets for step in result.aggregations[:4]] == [False, True, False, True]
 
     @pytest.mark.parametrize("method", [FedAdam(), Scaffold(), FedExP()])
     def test_gossip_refuses_server_methods_by_name(self, method: Method) -> None:
@@ -480,11 +480,11 @@ class Cities(Topology):
 
 class TestOwnTopology:
     def test_two_servers_follow_independent_arithmetic(self) -> None:
-        spy, found = spied(Cities(), Synchronous(5), rounds=5)
+        spy, result = spied(Cities(), Synchronous(5), rounds=5)
         delta_of = {update.job: update.delta for update in spy.updates}
-        counts = found.coordinator.counts
-        models = np.stack([found.coordinator.initial.shared.numpy()] * 2).astype(np.float64)
-        for number, aggregation in enumerate(found.aggregations[:5]):
+        counts = result.coordinator.counts
+        models = np.stack([result.coordinator.initial.shared.numpy()] * 2).astype(np.float64)
+        for number, aggregation in enumerate(result.aggregations[:5]):
             for server in range(2):
                 jobs = [job for job in aggregation.aggregated if job.client % 2 == server]
                 weights = np.array([counts[job.client] for job in jobs], np.float64)
@@ -493,7 +493,7 @@ class TestOwnTopology:
                     models[server] += weights @ np.stack(deltas) / weights.sum()
             if number % 2:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
-        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+        np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
     def test_runs_agree_on_workers_and_resumed(self) -> None:
         def make() -> Any:

@@ -96,7 +96,7 @@ def test_fedavg_equals_plain_pytorch_bit_for_bit(
     data = tiny_data(clients=CLIENTS, samples=170)
     assert 1 in data.partition.train.counts % BATCH, "some last batch has one sample"
     local = Local(lr=0.05, batch=BATCH, epochs=EPOCHS, **optimizer)
-    found = run(
+    result = run(
         run_spec(model=model, local=local, data=data),
         Synchronous(CLIENTS),
         Ideal(),
@@ -112,6 +112,6 @@ def test_fedavg_equals_plain_pytorch_bit_for_bit(
         lr=local.lr,
         **optimizer,
     )
-    assert found.tensors.keys() == {f"model.{name}" for name in expected}
+    assert result.tensors.keys() == {f"model.{name}" for name in expected}
     for name, tensor in expected.items():
-        assert np.array_equal(found.tensors[f"model.{name}"], tensor.numpy()), name
+        assert np.array_equal(result.tensors[f"model.{name}"], tensor.numpy()), name

@@ -168,10 +168,10 @@ def _train_and_test(data: FederatedData) -> list[CSR]:
 def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path) -> None:
     data, local = split(kind, tmp_path), Local(lr=0.5, batch=8)
     spec = run_spec(model=Mlp((8,)), data=data, local=local)
-    found = run(spec, Synchronous(4), evaluate=Evaluation(metric=name))
-    worker: Any = found.coordinator.runtime.members[0]  # type: ignore[attr-defined]
-    published = found.coordinator.server.published()
-    row = found.rows[-1]
+    result = run(spec, Synchronous(4), evaluate=Evaluation(metric=name))
+    worker: Any = result.coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    published = result.coordinator.server.published()
+    row = result.rows[-1]
 
     def reference(rows: np.ndarray) -> float:
         labels, outputs = worker.predictions(ScoringTask(-1, rows), published)

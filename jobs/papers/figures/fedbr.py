@@ -82,7 +82,9 @@ def features(runs: Runs) -> Sequence[Panel]:
     local = _most_uneven(federated)
     models = {
         "central model": central.features,
-        f"local model of client {local.client}, {int(local.seen.sum())} of 10 classes": local.features,
+        f"local model of client {local.client}, {int(local.seen.sum())} of 10 classes": (
+            local.features
+        ),
         "global model": local.received,
     }
     if not np.array_equal(central.labels, local.labels):
@@ -172,7 +174,9 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     panels = feature_panels(
         {
             "received model": probe.received,
-            f"local model of client {probe.client}, {int(probe.seen.sum())} of 10 classes": probe.features,
+            f"local model of client {probe.client}, {int(probe.seen.sum())} of 10 classes": (
+                probe.features
+            ),
         },
         probe.labels,
     )
