@@ -279,7 +279,7 @@ def test_unstorable_methods_must_be_given_to_load() -> None:
         ),  # type: ignore[misc]
         (
             {"data": (IMAGES.astype(int), LABELS)},
-            "has token numbers: set model=gru .* or give floats where they are",
+            "has token numbers: set model=gru",
         ),
         (
             {"data": (IMAGES / 255, LABELS), "model": "cnn"},
