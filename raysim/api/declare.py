@@ -96,10 +96,18 @@ class Declarations:
         return any(declared.reads_updates for declared in self.methods)
 
     @property
-    def needs_single_updates(self) -> bool:
-        """True if a method reads or changes single updates, so that workers may not sum them."""
-        changed = any(declared.change_updates is not None for declared in self.methods)
-        return changed or self.reads_updates
+    def uses_of_single_updates(self) -> list[str]:
+        """What methods do with single updates, so that workers may not sum them; [] if nothing."""
+        uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
+        combiner = self.single_hook("combine")
+        if combiner is not None:
+            uses.append(f"method '{combiner[0].method}' combines them itself")
+        for declared in self.methods:
+            if declared.reads_updates:
+                uses.append(f"method '{declared.method}' reads them")
+            if declared.change_updates is not None:
+                uses.append(f"method '{declared.method}' changes them")
+        return uses
 
     @property
     def compressor(self) -> tuple[str, Compressor] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -113,6 +114,7 @@ MEASURED = (
     "spilled_bytes",
     "worker_deaths",
 )
+NODE_BYTES = re.compile(r"node_\d+_(in|out)_bytes")
 
 
 @dataclass
@@ -146,7 +148,10 @@ class FinishedRun:
     @property
     def history(self) -> list[Row]:
         """The rows of the history without measurements of wall time."""
-        return [{key: row[key] for key in row if key not in MEASURED} for row in self.rows]
+        return [
+            {key: row[key] for key in row if key not in MEASURED and not NODE_BYTES.fullmatch(key)}
+            for row in self.rows
+        ]
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:

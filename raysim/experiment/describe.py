@@ -67,6 +67,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "BatchNorm": _batchnorm(networks, personal),
         "extra": "; ".join(_extra_evaluation(experiment, declarations)),
         "workers": _workers(experiment),
+        "sums": _sums(experiment, declarations),
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
@@ -302,6 +303,16 @@ def _workers(experiment: Experiment) -> str:
     if spec.precision != "float32":
         texts.append(f"products in {spec.precision} (runtime.precision)")
     return ", ".join(texts)
+
+
+def _sums(experiment: Experiment, declarations: Declarations) -> str:
+    """Return why every update travels alone to the coordinator; "" if workers send sums."""
+    uses = declarations.uses_of_single_updates
+    if experiment.network.moves_clients:
+        uses.append("the topology moves clients by them")
+    if experiment.execution.runtime.name == "inprocess" or not uses:
+        return ""
+    return f"every update is sent by itself, because {', and '.join(uses)}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -8,7 +8,7 @@ Jobs that are lost or discarded are never trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobTable
 from raysim.simulation.load import make_planner
 from raysim.simulation.network import make_network, make_replicas
+from raysim.simulation.network_bytes import CountingRuntime
 from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation
 from raysim.simulation.preparation import check_probe, collect_contributions, send_constants
 from raysim.simulation.profile import Profile
@@ -61,11 +62,16 @@ class Coordinator:
         if self.profile:
             runtime = self.profile.runtime
         settings = spec.settings
-        self.runtime, self.spec, self.settings = runtime, spec, settings
+        self.spec, self.settings = spec, settings
         check_probe(spec)
         make_deterministic(spec.threads)
         declarations = declare_run(spec)
         self.declarations, self.layout = declarations, declarations.layout
+        network_columns: Callable[[], Row] = dict
+        if not runtime.is_in_process:
+            runtime = CountingRuntime(runtime, self.layout.shared * spec.dtype.itemsize)
+            network_columns = runtime.columns
+        self.runtime = runtime
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         network = make_network(spec, declarations, fleet)
@@ -85,7 +91,12 @@ class Coordinator:
         self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.client_states)
         self.planner.measure_with(self._measure_losses)
         self.history = RowWriter(
-            spec, declarations, self.calls, self.dispatcher, self.client_states
+            spec,
+            declarations,
+            self.calls,
+            self.dispatcher,
+            self.client_states,
+            network_columns,
         )
         best_model = BestModel(best_criterion(spec))
         self.reports = RoundReports(self.evaluator, self.calls, self.history, best_model)

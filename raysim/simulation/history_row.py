@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """The object that makes a row for every aggregation; it counts events since the last row."""
+    """The object that makes a row for every aggregation; it counts events since the last row.
+
+    network_columns: function that returns the columns of bytes between nodes since the last row.
+    """
 
     def __init__(
         self,
@@ -30,8 +33,9 @@ class RowWriter:
         calls: WorkerCalls,
         dispatcher: Dispatcher,
         client_states: ClientStates,
+        network_columns: Callable[[], Row] = dict,
     ):
-        self.declarations = declarations
+        self.declarations, self._network_columns = declarations, network_columns
         self.calls, self.dispatcher, self.client_states = calls, dispatcher, client_states
         self.rows: list[Row] = []  # of the reported rounds
         self.itemsize = spec.dtype.itemsize
@@ -85,6 +89,7 @@ class RowWriter:
             **self._busy(),
             "store_bytes": store_bytes,
             "spilled_bytes": self.client_states.spilled_bytes,
+            **self._network_columns(),
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),
             "lost": len(aggregation.lost),

@@ -83,7 +83,6 @@ class Server:
         self.format_client = format_client
         self.vector, self.counters = vector, counters
         self.set_clients(counts, unseen)
-        self.needs_single_updates = declarations.needs_single_updates
         self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.has_moved = False  # True: the vector changed since this version, in an exchange
@@ -138,7 +137,7 @@ class Server:
     @property
     def summable(self) -> bool:
         """True if workers may sum updates: no method needs single updates or changes weights."""
-        return not self._weighers and self._combiner is None and not self.needs_single_updates
+        return not self.declarations.uses_of_single_updates
 
     def stream(self, purpose: str) -> np.random.Generator:
         """Return the random generator of this purpose, replica and version."""

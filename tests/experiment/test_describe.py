@@ -154,3 +154,22 @@ def test_version_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", nothing)
     assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["method=krum"], "krum"),
+        (["method=fedbuff"], "fedbuff"),
+        (["attack.kind=sign_flip", "attack.share=0.3"], "attack"),
+        (["method=fedprox"], ""),
+    ],
+)
+def test_overview_says_why_updates_are_not_summed(words: list[str], reason: str) -> None:
+    lines = [
+        overview(build([*SMALL, *words, runtime]), Path("somewhere")).splitlines()
+        for runtime in ("runtime=local", "runtime=inprocess")
+    ]
+    on_ray, here = ([line for line in text if line.startswith("sums ")] for text in lines)
+    assert here == [], "nothing travels"
+    assert [reason in line for line in on_ray] == ([True] if reason else [])

@@ -19,6 +19,7 @@ from tiny_runs import (
     with_settings,
 )
 
+from raysim.api.declarations import Evaluation
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import TrainingResult
 from raysim.api.method import Method
@@ -168,3 +169,55 @@ def test_groups_are_parts_of_the_tree_of_a_replica() -> None:
     assert trees.groups([99]) == [], "a job whose update is needed alone"
     trees.forget([20, 21])
     assert trees.groups([20, 21, 10]) == [(10,)]
+
+
+class Separate(Nodes):
+    """Workers that are not in this process, so that the history counts bytes between nodes."""
+
+    is_in_process = False
+
+    def put(self, value: object) -> object:
+        return Stored(value)
+
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        values = [arg.value if isinstance(arg, Stored) else arg for arg in args]
+        results = super().call(worker, method, *values, returns=returns)
+        return [Stored(result) for result in results]
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
+        return Stored(super().add_up(node, parts, [ref.value for ref in refs]))
+
+    def get(self, ref: Any) -> Any:
+        return super().get(ref.value if isinstance(ref, Stored) else ref)
+
+
+class Stored:
+    """A value in an object store."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+
+def columns_of_nodes(nodes: Sequence[int], least: float = 0.0) -> list[dict[str, Any]]:
+    spec = with_settings(study(), rounds=3, evaluate=Evaluation(every=10**9))
+    runtime = Separate(spec, nodes, least)
+    coordinator = coordinate(spec, Synchronous(16), Ideal(), runtime)
+    rows = run_to_end(coordinator).rows
+    vector = 4 * coordinator.layout.shared
+    return [
+        {name: value / vector for name, value in row.items() if name.startswith("node_")}
+        for row in rows
+    ]
+
+
+def test_history_counts_bytes_between_nodes() -> None:
+    """A version goes to each node once. Node 1 sends its half of the sum to node 0."""
+    row = columns_of_nodes((0, 0, 1, 1))[1]
+    assert round(row["node_0_out_bytes"]) == round(row["node_1_in_bytes"]) == 1
+    assert round(row["node_1_out_bytes"]) == round(row["node_0_in_bytes"]) == 1
+    apart = columns_of_nodes((0, 0, 1, 1), least=1e9)[1]
+    assert round(apart["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
+
+
+def test_history_of_one_node_has_no_bytes_between_nodes() -> None:
+    assert columns_of_nodes((0, 0)) == [{}, {}, {}]

@@ -1,0 +1,133 @@
+"""Count the bytes that a run sends between the nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from raysim.api.messages import PublishedVersion, TrainingResult
+from raysim.simulation.events import Row
+from raysim.simulation.runtime import Ref, Runtime
+
+MAX_KNOWN_VALUES = 100_000  # stored values whose places are remembered
+_PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))  # of arguments, not a Ref
+
+
+class CountingRuntime:
+    """A runtime that counts the bytes of arrays that each node receives and sends.
+
+    A stored value goes to a node once, as in an object store. Messages around the arrays, some
+    hundred bytes per job, are not counted. vector_bytes: the size of a sum of updates.
+    """
+
+    def __init__(self, runtime: Runtime, vector_bytes: int):
+        self.runtime, self._vector_bytes = runtime, vector_bytes
+        self._received: Counter[int] = Counter()  # bytes since the last row, by node
+        self._sent: Counter[int] = Counter()
+        # By the hash of a Ref, which would keep its value in memory: the node of a result that
+        # nobody has read, and the size of a stored value with the nodes that have it.
+        self._homes: dict[int, int] = {}
+        self._stored: OrderedDict[int, tuple[int, set[int]]] = OrderedDict()
+        self._states: dict[int, list[int]] = {}  # by result: the client states next to it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+    def columns(self) -> Row:
+        """Return the bytes of each node since the last call; nothing for a run on one node."""
+        nodes = self.runtime.nodes
+        row: Row = {}
+        if any(nodes):
+            for node in range(max(nodes) + 1):
+                row[f"node_{node}_in_bytes"] = self._received[node]
+                row[f"node_{node}_out_bytes"] = self._sent[node]
+        self._received.clear()
+        self._sent.clear()
+        return row
+
+    def _move(self, size: int, source: int, target: int) -> None:
+        if source != target:
+            self._sent[source] += size
+            self._received[target] += size
+
+    def _store(self, ref: Ref, size: int, node: int) -> None:
+        self._stored[hash(ref)] = size, {node}
+        while len(self._stored) > MAX_KNOWN_VALUES:
+            self._stored.popitem(last=False)
+
+    # --- Runtime ----------------------------------------------------------------------------------
+    def put(self, value: object) -> Ref:
+        """Store a value; see `Runtime`."""
+        ref = self.runtime.put(value)
+        if ref is not value:
+            self._store(ref, array_bytes(value), 0)
+        return ref
+
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """Start a method of a worker; see `Runtime`."""
+        node = self.runtime.nodes[worker]
+        if any(self.runtime.nodes):
+            for arg in args:
+                self._count_argument(arg, node)
+        refs = self.runtime.call(worker, method, *args, returns=returns)
+        result, *others = refs
+        if method == "train_apart":
+            self._homes.update({hash(ref): node for ref in refs})
+        elif any(self.runtime.nodes):
+            self._homes[hash(result)] = node
+            self._states[hash(result)] = [hash(ref) for ref in others]
+        return refs
+
+    def _count_argument(self, value: object, node: int) -> None:
+        stored = None
+        if not isinstance(value, _PLAIN_TYPES) and not is_dataclass(value):
+            stored = self._stored.get(hash(value))
+        if stored is None:
+            self._move(array_bytes(value), 0, node)
+            return
+        size, holders = stored
+        if node not in holders:
+            self._move(size, min(holders), node)
+            holders.add(node)
+
+    def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
+        """Start to add up sums on a node; see `Runtime`."""
+        for ref in refs:
+            self._move(self._vector_bytes, self._homes.pop(hash(ref), node), node)
+        total = self.runtime.add_up(node, parts, refs)
+        self._homes[hash(total)] = node
+        return total
+
+    def get(self, ref: Ref) -> Any:
+        """Wait for a value; see `Runtime`."""
+        value = self.runtime.get(ref)
+        if not self._homes:
+            return value
+        key = hash(ref)
+        node = self._homes.pop(key, 0)
+        states = self._states.pop(key, [])
+        if isinstance(value, TrainingResult):
+            for state, size in zip(states, value.states, strict=False):
+                self._stored[state] = size, {node}
+        if node:
+            self._move(array_bytes(value), node, 0)
+        return value
+
+
+def array_bytes(value: object) -> int:
+    """Return the bytes of all arrays in a message."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, PublishedVersion):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(array_bytes(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(array_bytes(part) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(array_bytes(getattr(value, entry.name)) for entry in fields(value))
+    return 0
