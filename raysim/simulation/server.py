@@ -34,7 +34,7 @@ from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.blocks import in_blocks, is_finite
 from raysim.vectors.layout import Vector
-from raysim.vectors.tree_sum import Leaf, sum_in_tree, weighted_sum
+from raysim.vectors.tree_sum import TreeLeaf, sum_in_tree, weighted_sum
 
 
 def default_weighting(methods: Sequence[Method]) -> Weighting:
@@ -398,14 +398,14 @@ class Server:
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
-        leaves: list[Leaf | None] = []
+        leaves: list[TreeLeaf | None] = []
         for position, update in enumerate(updates):
             leaf = None
             if update is not None:
                 positions[update.job] = position
                 weight = next(remaining_weights)
                 if update.delta is not None:
-                    leaf = Leaf(update.delta, weight)
+                    leaf = TreeLeaf(update.delta, weight)
             leaves.append(leaf)
         total = sum_in_tree(leaves, _ranges_of_sums(sums, positions))
         assert total is not None, "there is an update"

@@ -20,7 +20,7 @@ from torch import Tensor
 from raysim.vectors.blocks import in_blocks
 
 
-class Leaf(NamedTuple):
+class TreeLeaf(NamedTuple):
     """A vector [d] and its weight in the sum."""
 
     array: np.ndarray
@@ -70,7 +70,7 @@ def _positions(level: int, index: int, count: int) -> range:
 
 
 def sum_in_tree(
-    leaves: Sequence[Leaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
+    leaves: Sequence[TreeLeaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
 ) -> Tensor | None:
     """Return the sum of all leaves, [d], on the CPU; None if there are none.
 
@@ -107,7 +107,7 @@ def weighted_sum(
 
     into: the tensor for the sum, or None for a new one.
     """
-    leaves = [Leaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
+    leaves = [TreeLeaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
     total = sum_in_tree(leaves, into=into)
     assert total is not None, "at least one vector is summed"
     return total
@@ -142,7 +142,7 @@ class _Add(NamedTuple):
 class _Plan:
     """The steps of a sum. A slot is the space for one intermediate result; the sum is in slot 0."""
 
-    def __init__(self, leaves: Sequence[Leaf | None], sums: RangeSums):
+    def __init__(self, leaves: Sequence[TreeLeaf | None], sums: RangeSums):
         self._leaves, self._sums = leaves, sums
         self.steps: list[_Scale | _Add] = []
         self.slots = 1

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from hypothesis import given, strategies as st
 
-from raysim.vectors.tree_sum import Leaf, add_up, covered_ranges, halves, sum_in_tree, weighted_sum
+from raysim.vectors.tree_sum import (
+    TreeLeaf,
+    add_up,
+    covered_ranges,
+    halves,
+    sum_in_tree,
+    weighted_sum,
+)
 
 COUNTS = st.integers(1, 40)
 
@@ -33,7 +40,7 @@ def test_four_vectors_are_two_pairs() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_missing_leaves_are_left_out(present: list[bool]) -> None:
     leaves = [
-        Leaf(row, 0.3) if exists else None
+        TreeLeaf(row, 0.3) if exists else None
         for row, exists in zip(vectors(len(present)), present, strict=True)
     ]
     scaled = [None if leaf is None else leaf.array * np.float32(leaf.weight) for leaf in leaves]
@@ -49,7 +56,7 @@ def test_any_split_over_processes_has_the_same_bits(count: int, data: st.DataObj
     owners = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
     failed = data.draw(st.sets(st.integers(0, count - 1)))
     leaves = [
-        None if place in failed else Leaf(row, weight)
+        None if place in failed else TreeLeaf(row, weight)
         for place, (row, weight) in enumerate(zip(rows, weights, strict=True))
     ]
     sums: dict[range, np.ndarray | None] = {}
@@ -94,7 +101,7 @@ def test_sum_into_a_tensor_keeps_the_vectors_unchanged() -> None:
     first = weighted_sum(rows[:2], [1.0, 2.0]).numpy()
     first.flags.writeable = False
     place = torch.zeros(5)
-    leaves = [None, None, Leaf(rows[2], 3.0), Leaf(rows[3], 4.0)]
+    leaves = [None, None, TreeLeaf(rows[2], 3.0), TreeLeaf(rows[3], 4.0)]
     total = sum_in_tree(leaves, {range(2): first}, place)
     assert total is place
     assert torch.equal(place, weighted_sum(rows, [1.0, 2.0, 3.0, 4.0]))
