@@ -1,0 +1,122 @@
+"""Test what adapters send and store, and ranks that differ between clients."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import MLP, ROUNDS, Spy, coordinate, run, run_spec, run_to_end, tiny_data
+
+from raysim.api.declarations import Labels
+from raysim.api.method import Method
+from raysim.methods.fedprox import FedProx
+from raysim.methods.fedsa_lora import FedSALoRA
+from raysim.methods.ffa_lora import FFALoRA
+from raysim.methods.flexlora import FlexLoRA
+from raysim.methods.flora import FLoRA
+from raysim.methods.hetlora import HetLoRA
+from raysim.methods.lora_factors import find_factors
+from raysim.models import Lora, Mlp
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import declare_run
+
+RANK, WIDTH = 4, 512
+FACTORS = 64 + WIDTH  # floats of a rank, 8 x 8 pixels to the hidden layer
+HEAD = 5 * WIDTH + 5
+BASE = 64 * WIDTH + WIDTH
+ADAPTED = Mlp((WIDTH,), Lora(RANK))
+SMALL = Mlp((12,), Lora(3))
+
+
+def file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("methods", "floats_up"),
+    [([], RANK * FACTORS + HEAD), ([FFALoRA()], RANK * WIDTH + HEAD)],
+    ids=["fedavg", "ffa_lora"],
+)
+def test_base_is_neither_sent_nor_stored(
+    methods: list[Method], floats_up: int, tmp_path: Path
+) -> None:
+    spec = run_spec(*methods, model=ADAPTED)
+    ended = run_to_end(coordinate(spec, ROUNDS, checkpoint_every=1, folder=str(tmp_path)))
+    jobs = [job for aggregation in ended.aggregations for job in aggregation.dispatched]
+    assert all(job.down == job.up == floats_up for job in jobs)
+    model = tmp_path / "model.safetensors"
+    assert 4 * floats_up <= model.stat().st_size < 4 * floats_up + 2000
+    checkpoint = max((tmp_path / "checkpoints").glob("round-*"))
+    assert file_bytes(checkpoint) < 4 * BASE / 2
+
+
+def test_memory_holds_as_many_bases_for_any_number_of_clients() -> None:
+    def count_bases(clients: int) -> int:
+        data = tiny_data(clients=clients, samples=200)
+        ended = run(run_spec(FedSALoRA(), model=ADAPTED, data=data), Synchronous(clients), rounds=2)
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
+        bases = {value.data_ptr() for value in tensors if value.shape == (WIDTH, 64)}
+        assert ended.rows
+        return len(bases)
+
+    assert 1 <= count_bases(2) == count_bases(16) <= 3
+
+
+def test_flora_counts_stack_and_not_the_weights() -> None:
+    ended = run(run_spec(FLoRA(), model=ADAPTED, size=4), ROUNDS)
+    jobs = [job for aggregation in ended.aggregations for job in aggregation.dispatched]
+    assert {job.up for job in jobs} == {RANK * FACTORS + HEAD}
+    stack = min(64 * WIDTH, 4 * RANK * FACTORS)  # of the four clients of a round
+    assert {job.down for job in jobs} == {HEAD, stack + HEAD}
+
+
+@pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
+def test_ranks_follow_the_kind_of_device(method: Any) -> None:
+    kinds = np.array([0, 1, 0, 1, 1, 0], np.int16)
+    devices = Labels(("phone", "tablet"), kinds)
+    spec = run_spec(method({"phone": 1, "tablet": 3}), model=SMALL, devices=devices)
+    ended = run(spec, ROUNDS)
+    head = 5 * 12 + 5
+    for aggregation in ended.aggregations:
+        for job in aggregation.dispatched:
+            rank = 3 if kinds[job.client] else 1
+            assert job.up == rank * (64 + 12) + head
+
+
+def test_client_leaves_ranks_at_zero_that_it_does_not_have() -> None:
+    # the proximal term pulls to the received factors, which have all ranks
+    spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
+    spy = Spy(spec)
+    run_to_end(coordinate(spec, ROUNDS, runtime=spy))
+    (factors,) = find_factors(declare_run(spec).layout)
+    received = {job.number: published for job, published in spy.sent}
+    for update in spy.updates:
+        assert update.delta is not None
+        ended = torch.from_numpy(received[update.job].vector + update.delta)
+        a, b = factors.matrices(ended)
+        assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [1, 2.5], [4], {"phone": 1}, {"phone": 1, "car": 2}])
+@pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
+def test_wrong_ranks_are_refused(method: Any, ranks: Any) -> None:
+    devices = Labels(("phone", "tablet"), np.zeros(6, np.int16))
+    with pytest.raises(ValueError, match=rf"method\.{method.name}\.ranks"):
+        declare_run(run_spec(method(ranks), model=SMALL, devices=devices))
+
+
+@pytest.mark.parametrize("method", [FFALoRA, FlexLoRA, HetLoRA, FLoRA])
+def test_methods_of_adapters_refuse_a_model_without(method: Any) -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.rank"):
+        declare_run(run_spec(method(), model=MLP))
+
+
+def test_hetlora_prunes_ranks_that_training_makes_small() -> None:
+    spec = run_spec(HetLoRA(lam=5.0, gamma=0.5), model=SMALL)
+    ranks = [row["hetlora.rank"] for row in run(spec, ROUNDS, rounds=6).rows]
+    assert ranks[0] == 3.0 and ranks[-1] < 3.0
