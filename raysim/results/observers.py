@@ -188,12 +188,12 @@ class WorkerDeaths(Observer):
         count = int(event.row.get("worker_deaths") or 0)
         if not count:
             return
-        deaths = f"{count} worker processes died and were"
-        if count == 1:
-            deaths = "1 worker process died and was"
+        deaths = (
+            "1 worker process was lost" if count == 1 else f"{count} worker processes were lost"
+        )
         self._note(
-            f"round {event.row['round']}: {deaths} replaced; lost jobs of clients are trained "
-            "again from the same states with the same random numbers, so no result changes"
+            f"round {event.row['round']}: {deaths}; their jobs are trained again from the same "
+            "states with the same random numbers, so no result changes"
         )
 
 

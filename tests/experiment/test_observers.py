@@ -299,7 +299,7 @@ def test_stop_reaches_started_unfinished_observers(
 
 # --- what is said ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("deaths", "text"), [(0, ""), (1, "1 worker process died and was"), (2, "2 worker processes")]
+    ("deaths", "text"), [(0, ""), (1, "1 worker process was lost"), (2, "2 worker processes")]
 )
 def test_worker_death_is_reported(tmp_path: Path, deaths: int, text: str) -> None:
     stream = io.StringIO()

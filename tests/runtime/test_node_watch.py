@@ -65,12 +65,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set
     monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(node_watch, "draining_nodes", lambda address: draining)
     monkeypatch.setattr(NodeWatch, "_watch", lambda self: None)
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(node_watch.ray, "get_runtime_context", lambda: context)
     return NodeWatch(9.0)
 
 
 def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = entry(1, "dead", alive=False)
-    nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good")]
+    nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good"), entry(1, "own")]
     watched = watch(monkeypatch, *nodes, draining={"leaving"})
     monkeypatch.setattr(
         node_watch, "probe", lambda nodes: [node["NodeManagerPort"] > 1 for node in nodes]
@@ -81,14 +83,15 @@ def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPat
         "leaving": True,
     }
     assert watched.is_silent("silent") and not watched.is_silent("good")
-    assert [node["NodeID"] for node in watched.usable_nodes()] == ["good"]
+    assert [node["NodeID"] for node in watched.usable_nodes()] == ["good", "own"]
     watched._look("")
     assert "silent" not in watched.lost, "6 s of 9 s"
     watched._look("")
     assert "faults.node_timeout" in watched.lost["silent"].reason
+    assert "own" not in watched.lost, "this process is there"
     monkeypatch.setattr(node_watch, "probe", lambda nodes: [True] * len(nodes))
     watched._look("")
-    assert "silent" not in watched.lost and len(watched.usable_nodes()) == 2
+    assert "silent" not in watched.lost and len(watched.usable_nodes()) == 3
 
 
 def test_silent_nodes_are_avoided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ def finish(run: subprocess.Popen[str], out: Path) -> dict[str, Any]:
 
 SLOW = """
 import time
+from pathlib import Path
 
 from raysim import Method
 
@@ -94,16 +95,14 @@ from raysim import Method
 class Slow(Method):
     name = "slow"
 
-    def __init__(self, seconds: float = 0.2):
-        self.seconds = seconds
-
     def end(self, job):
-        time.sleep(self.seconds)
+        if not Path(__file__).with_name("fast").exists():
+            time.sleep(0.5)
 """
 
 
 def write_slow_method(folder: Path) -> None:
-    """Write a method that makes each job take longer, without using a core."""
+    """Write a method whose jobs take longer, without using a core, until a file exists."""
     (folder / "slow" / "conf" / "method").mkdir(parents=True)
     (folder / "slow" / "__init__.py").write_text(SLOW)
     (folder / "slow" / "conf" / "method" / "slow.yaml").write_text("slow: {_target_: slow.Slow}\n")
@@ -148,7 +147,7 @@ def test_late_node_joins_and_drained_node_leaves(expected: Callable[[int], str])
         network.environment["PYTHONPATH"] = str(network.shared)
         network.start_ray([1, 1])
         out = network.shared / "late"
-        run = start_run(network, out, 130, "method=slow", "--allow", "slow")
+        run = start_run(network, out, ROUNDS, "method=slow", "--allow", "slow")
         wait_for(lambda: checkpoints(out), run, out)
         late.start_ray(1)
         wait_for(lambda: "worker 2 joins on machine-2 (10.99.0.3)" in log_of(out), run, out)
@@ -157,7 +156,8 @@ def test_late_node_joins_and_drained_node_leaves(expected: Callable[[int], str])
         drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         head.run(*drain, "--deadline-remaining-seconds", "600")
         wait_for(lambda: "worker 1 leaves: machine-1 (10.99.0.2)" in log_of(out), run, out)
-        assert finish(run, out)["model_sha256"] == expected(130)
+        (network.shared / "slow" / "fast").touch()
+        assert finish(run, out)["model_sha256"] == expected(ROUNDS)
 
 
 def test_link_has_delay() -> None:

@@ -96,6 +96,7 @@ class NodeWatch:
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.lost: Mapping[str, LostNode] = {}
+        self._own_node = str(ray.get_runtime_context().get_node_id())
         self._usable: Sequence[Mapping[str, Any]] = ()
         # By node: seconds without an answer. Only time in which this process asked counts.
         self._silent_s: dict[str, float] = {}
@@ -117,9 +118,11 @@ class NodeWatch:
         nodes = ray.nodes()
         alive = [node for node in nodes if node["Alive"]]
         if math.isfinite(self.timeout_s):
-            answers = probe(alive)
+            # This process is on its own node, which therefore is not lost.
+            others = [node for node in alive if node["NodeID"] != self._own_node]
+            answers = probe(others)
             round_s = time.monotonic() - since + PROBE_INTERVAL_S
-            for node, answer in zip(alive, answers, strict=True):
+            for node, answer in zip(others, answers, strict=True):
                 silent_s = self._silent_s.get(node["NodeID"], 0.0) + round_s
                 self._silent_s[node["NodeID"]] = 0.0 if answer else silent_s
         with suppress(Exception):  # then it is unknown

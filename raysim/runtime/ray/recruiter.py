@@ -79,10 +79,10 @@ class Recruiter:
     def find_places(
         self, free_workers: Sequence[int], active: int
     ) -> list[tuple[int, WorkerPlace]]:
-        """Return places for new workers: pairs of a worker's number, or -1 for a new one.
+        """Return pairs of a worker's number and the place where it can start now.
 
-        free_workers: the workers of the run's own group that were lost. active: the number of
-        workers in use.
+        The number of a new worker is -1. free_workers: the workers of the run's own group that
+        were lost. active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
