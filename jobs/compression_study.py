@@ -156,7 +156,7 @@ This study compares compressors (`compression=`) where sending takes most of the
 The model is that of benchmark W3, an MLP with 9.4 million parameters, which learns the digits of USPS. There are 20 clients by
 Dirichlet(0.5), ten of them in each of 20 rounds, with 2 steps of batch 32. The devices are phones (`fleet=devices` without tablets
 and edge boxes): they send 1.1 to 2.6 MB per second (medians of the classes) and receive 2.5 to 21 MB. There is one seed, and all
-runs have the same learning rate. Accuracy is on the central test set. A compressor works on updates (`direction=up`), unless its
+runs have the same learning rate; the size of a vote (0.0001) was set by hand. Accuracy is on the central test set. A compressor works on updates (`direction=up`), unless its
 row says *both*; majority vote is both.
 
 {conclusions}
@@ -165,7 +165,7 @@ row says *both*; majority vote is both.
 
 {table}
 
-All runs share `{setting}`; `compression.json` has the curve of each run. To repeat, in about half an hour of one core:
+All runs share `{setting}`; `compression.json` has the curve of each run. To repeat, in about 20 minutes of one core:
 
 ```bash
 python -m jobs.compression_study run runs/compression
@@ -174,7 +174,11 @@ python -m jobs.compression_study page
 ```
 """
 # What the stored numbers show.
-CONCLUSIONS = """"""
+CONCLUSIONS = """`int8`, `qsgd` and `terngrad` end at the accuracy of full floats (within half a point) with 25 %, 13 % and 6 % of the bytes that clients send,
+and reach 80 % in less than half of the time. Majority vote, which also compresses what clients receive, is there after a sixth of the
+time. With less than 2 % of the bytes the accuracy is lower after 20 rounds: 83.5 % for `powersgd` and 82.1 % for `topk` with error
+feedback, 78.1 % for `topk` without it; `randk` is far from done. If only uploads are compressed, time does not fall below a third,
+because each client still receives the whole model."""
 
 
 def page_text(store: dict[str, Any]) -> str:

@@ -39,14 +39,17 @@ COMPRESSORS = [
 
 
 def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
-    """Return the CPU seconds of a round, without the first one."""
-    spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 1))
+    """Return the CPU seconds of a round, without the first one and the end of the run.
+
+    A round is reported while the next one trains, except for the last.
+    """
+    spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 2))
     coordinator = Coordinator(spec, Synchronous(workload.cohort), Ideal(), InProcess(Worker(spec)))
     ends = []
     for event in coordinator.run():
         if isinstance(event, Round):
             ends.append(time.process_time())
-    return (ends[-1] - ends[0]) / rounds
+    return (ends[-2] - ends[0]) / rounds
 
 
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:

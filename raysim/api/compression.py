@@ -133,7 +133,10 @@ class Compressor(Method):
         if memory is not None:
             wanted = values - memory if self.feedback == "ef21" else values + memory
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
-        message = self.encode(wanted.to("cpu", torch.float32), layout, key, kept)
+        sent = wanted.to("cpu", torch.float32)
+        message = self.encode(sent, layout, key, kept)
+        if np.may_share_memory(message, sent.numpy()):
+            message = message.copy()  # decoding overwrites the values
         words = self.words(layout)
         if message.dtype != np.uint32 or message.shape != (words,):
             raise ValueError(

@@ -35,6 +35,7 @@ from raysim.methods.fedopt import FedAvgM
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Schedule, Synchronous
+from raysim.simulation.selection_rules import PowerOfChoice
 from raysim.simulation.topologies import Gossip, Hierarchical
 from raysim.training.run_spec import declare_run
 
@@ -229,6 +230,7 @@ class TestOtherParts:
             ([TopK(), RandK()], {}, "compressor"),
             ([TopK()], {"topology": Gossip()}, "compression"),
             ([TopK(direction="down")], {"topology": Hierarchical(edges=2)}, "compression"),
+            ([TopK(direction="down")], {"selection": PowerOfChoice(loss="measured")}, "selection"),
         ],
         ids=str,
     )

@@ -362,3 +362,23 @@ def test_message_of_another_size_is_refused() -> None:
 
     with pytest.raises(ValueError, match="words"):
         Longer().send(torch.zeros(LAYOUT.trained), {}, LAYOUT, KEY)
+
+
+def test_message_may_be_a_view_of_the_values() -> None:
+    class Halves(TopK):
+        def words(self, layout: Layout) -> int:
+            return layout.trained // 2
+
+        def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+            return values[: self.words(layout)].numpy().view(np.uint32)
+
+        def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+            out.zero_()
+            out.numpy()[: len(message)] = message.view(np.float32)
+
+    values = values_of(LAYOUT)
+    received = torch.from_numpy(values.copy())
+    Halves().send(received, {}, LAYOUT, KEY)
+    half = LAYOUT.trained // 2
+    assert (received.numpy()[:half] == values[:half]).all()
+    assert (received.numpy()[half:] == 0).all()

@@ -1,0 +1,30 @@
+"""The study of compressors: its runs can be composed, and its page says what its store holds."""
+
+from __future__ import annotations
+
+import json
+
+from jobs import compression_study as study
+from raysim.experiment.compose import compose
+from raysim.experiment.groups import find_groups
+
+
+def test_runs_are_valid_and_have_every_compressor() -> None:
+    chosen = set()
+    for overrides in study.COMPRESSORS.values():
+        config = compose([*study.SETTING, *overrides])
+        assert list(config.model.widths) == [2700, 2700]
+        chosen.add(config.choices.compression)
+    assert chosen == set(find_groups().files["compression"])
+
+
+def test_page_is_made_of_the_store() -> None:
+    store = json.loads(study.STORE.read_text())
+    assert study.page_text(store) == study.PAGE.read_text()
+    assert "none" in store and set(store) <= set(study.COMPRESSORS)
+
+
+def test_target_is_reached_by_the_first_high_score() -> None:
+    curve = [[1.0, 2.0, 3.0, 0.5], [2.0, 4.0, 6.0, study.TARGET], [3.0, 6.0, 9.0, 0.99]]
+    assert study.reached(curve) == [2.0, 4.0, 6.0]
+    assert study.reached(curve[:1]) is None
