@@ -99,6 +99,8 @@ def _model(experiment: Experiment, declarations: Declarations) -> str:
         travels = f"a client sends {declarations.floats_up:,} of {layout.shared:,} floats"
         if declarations.step_words is not None:
             travels += f", a version is a message of {declarations.step_words:,}"
+    if any(declared.omissions for declared in declarations.methods):
+        travels = f"a version has {layout.shared:,} floats, of which clients exchange a part"
     personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
     return f"{option}: {_parameters(networks)}; {travels}{personal}"
 
