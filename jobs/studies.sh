@@ -33,16 +33,6 @@ page() { # name, hours of one core, program that makes a page of docs/studies
         python -m "$program" page
     fi
 }
-program() { # name, hours of one core, module that makes the study and its page
-    local name=$1 hours=$2 module=$3
-    if [ -z "$asked" ]; then
-        printf '%-32s about %s hours of one core\n' "$name" "$hours"
-    elif [[ $name == "$asked"* ]]; then
-        python -m "$module" run "$OUT/$name" "data.root=$DATA"
-        python -m "$module" collect "$OUT/$name"
-        python -m "$module" page
-    fi
-}
 asked=${1:-}
 
 # 1. RotatedMNIST at 14 x 14 pixels. Each test image has one angle (spread), which is ten times cheaper than all angles.
@@ -144,4 +134,7 @@ done
 page compression 0.3 jobs.compression_study
 
 # 8. Topologies: one server, edges, clusters, peers. It writes docs/studies/topology.md.
-program topology 0.2 jobs.topology_study
+page topology 0.2 jobs.topology_study
+
+# 9. A small GPT: full fine-tuning, DiLoCo and adapters, three seeds, in docs/studies/language.md. About 22 s for a run.
+page language 0.2 jobs.language_study

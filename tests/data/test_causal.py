@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import quick_runs
+import tiny_runs
 import torch
 from torch.nn.functional import cross_entropy
 
 import raysim
-from raysim.api.declarations import Generation
+from raysim.api.declarations import Generation, Local
 from raysim.api.objectives import OBJECTIVES, mean_loss
 from raysim.data.causal import (
     Document,
@@ -30,12 +31,16 @@ from raysim.data.causal import (
     stored_vocabulary,
 )
 from raysim.data.corpus import PythonTopics, Text
+from raysim.data.federated import federate
 from raysim.data.frames import store_table
 from raysim.data.huggingface import HuggingFace
 from raysim.data.parquet import Parquet
+from raysim.data.partition import Natural
 from raysim.data.raw import NO_ORIGIN, Raw
 from raysim.data.tables import JsonLines
 from raysim.data.text import Leaf, Markov
+from raysim.methods.delayed_nesterov import DelayedNesterov
+from raysim.methods.fedopt import FedAvgM
 from raysim.models import Gpt
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import IGNORED, Tokens
@@ -43,6 +48,7 @@ from raysim.results.page import write_report
 from raysim.results.report import RunGroup
 from raysim.results.stored_runs import load_run
 from raysim.results.text_samples import continue_text
+from raysim.simulation.schedule import Immediate, Synchronous
 
 FAST = quick_runs.FAST | {"quiet": True, "partition": "natural"}
 del FAST["partition.clients"]
@@ -58,7 +64,7 @@ def packed(documents: list[Document], length: int, is_packed: bool = True) -> Ra
 def test_packing_makes_every_token_a_label_once() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4, 5]), "a")]
     raw = packed(documents, 4)
-    assert raw.inputs.tolist() == [[0, 1, 2, 3], [0, 4, 5, 0]]
+    assert np.asarray(raw.inputs).tolist() == [[0, 1, 2, 3], [0, 4, 5, 0]]
     assert raw.labels.tolist() == [[1, 2, 3, 0], [4, 5, 0, IGNORED]]
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
@@ -71,21 +77,21 @@ def test_packing_keeps_users_and_test_rows_apart() -> None:
         Document(np.array([5]), "b"),
     ]
     raw = packed(documents, 9)
-    assert raw.domain_names == ["a", "b"] and raw.domains.tolist() == [1, 0, 1]
+    assert raw.domain_names == ["a", "b"] and np.asarray(raw.domains).tolist() == [1, 0, 1]
     assert raw.train_rows == 2
-    assert raw.inputs.tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
+    assert np.asarray(raw.inputs).tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
 
 
 def test_documents_start_rows_without_packing() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4]), "a")]
     raw = packed(documents, 3, is_packed=False)
-    assert raw.inputs.tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
+    assert np.asarray(raw.inputs).tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
     assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
 
 
 def test_prompts_are_no_labels_and_leave_no_empty_rows() -> None:
     raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
-    assert raw.inputs.tolist() == [[4, 5]]  # rows of only the prompt teach nothing
+    assert np.asarray(raw.inputs).tolist() == [[4, 5]]  # rows of only the prompt teach nothing
     assert raw.labels.tolist() == [[5, 0]]
 
 
@@ -170,9 +176,9 @@ def test_text_folder_has_users_and_test_files(tmp_path: Path) -> None:
     (tmp_path / "train" / "ben.txt").write_text("ba")
     (tmp_path / "test" / "ben.txt").write_text("bb")
     raw = Text(root=str(tmp_path), length=8).read()
-    assert raw.domain_names == ["anna", "ben"] and raw.domains.tolist() == [0, 1, 1]
+    assert raw.domain_names == ["anna", "ben"] and np.asarray(raw.domains).tolist() == [0, 1, 1]
     assert raw.train_rows == 2 and raw.class_names == ["<end>", "a", "b"]
-    assert raw.inputs.tolist()[2][:3] == [0, 2, 2] and raw.tokenizer == "characters"
+    assert np.asarray(raw.inputs).tolist()[2][:3] == [0, 2, 2] and raw.tokenizer == "characters"
 
 
 def test_text_file_is_cut_into_documents(tmp_path: Path) -> None:
@@ -231,7 +237,9 @@ def test_table_text_becomes_documents_of_users(tmp_path: Path) -> None:
         tmp_path / "t.jsonl", [{"user": "a", "text": "xy"}, {"user": "a", "text": "z"}]
     )
     raw = JsonLines(root=root, kind="causal", test_fraction=0.0, tokenizer="characters").read()
-    assert raw.inputs.tolist() == [[0, 1, 2, 0, 3]] and raw.labels.tolist() == [[1, 2, 0, 3, 0]]
+    assert np.asarray(raw.inputs).tolist() == [[0, 1, 2, 0, 3]] and raw.labels.tolist() == [
+        [1, 2, 0, 3, 0]
+    ]
     assert raw.domain_names == ["a"] and raw.class_names == ["<end>", "x", "y", "z"]
 
 
@@ -245,7 +253,7 @@ def test_instructions_learn_the_answer_alone(tmp_path: Path) -> None:
     texts = [bytes(t - 1 for t in row if t > 0).decode() for row in raw.labels]
     assert texts == ["2", "6", "4"]
     assert (raw.labels == 0).sum() == 3  # the end of an answer is learnt, too
-    prompts = [bytes(t - 1 for t in row if t > 0).decode() for row in raw.inputs]
+    prompts = [bytes(t - 1 for t in row if t > 0).decode() for row in np.asarray(raw.inputs)]
     assert prompts == ["1+1\n2", "3+3\n6", "2+2\n4"]
     packed_rows = replace(source, packing=True).read()
     assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
@@ -266,8 +274,8 @@ def test_parquet_and_frames_become_documents(tmp_path: Path) -> None:
         pq.write_table(table, tmp_path / hospital / "train.parquet")
     pq.write_table(pa.table({"text": ["z"]}), tmp_path / "b" / "test.parquet")
     raw = Parquet(root=str(tmp_path), kind="causal", test_fraction=0.5).read()
-    assert raw.domain_names == ["a", "b"] and raw.domains.tolist() == [0, 1, 0, 1]
-    texts = [byte_vocabulary().decode(row) for row in raw.inputs.tolist()]
+    assert raw.domain_names == ["a", "b"] and np.asarray(raw.domains).tolist() == [0, 1, 0, 1]
+    texts = [byte_vocabulary().decode(row) for row in np.asarray(raw.inputs).tolist()]
     assert texts == ["xx", "yyy", "x", "z"]
     source = store_table(pa.table({"text": ["ab"], "user": [3]}), {"kind": "causal"})
     assert source.read().domain_names == ["3"]
@@ -276,7 +284,7 @@ def test_parquet_and_frames_become_documents(tmp_path: Path) -> None:
 def test_token_lists_are_documents(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", [{"t": [3, 4], "p": [5]}, {"t": [6], "p": [5, 5]}])
     raw = JsonLines(root=root, kind="causal", columns=["t"], prompt="p", test_fraction=0.0).read()
-    assert raw.inputs.tolist() == [[0, 5, 3, 4], [0, 5, 5, 6]]
+    assert np.asarray(raw.inputs).tolist() == [[0, 5, 3, 4], [0, 5, 5, 6]]
     ignored = IGNORED
     assert raw.labels.tolist() == [[ignored, 3, 4, 0], [ignored, ignored, 6, 0]]
     assert raw.tokenizer == "numbers" and raw.tokens == Tokens(7) and raw.domains is None
@@ -306,7 +314,11 @@ def test_hugging_face_folder_becomes_documents(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(tmp_path / "set"))
     raw = HuggingFace(root=str(tmp_path / "set"), kind="causal").read()
     assert raw.train_rows == 2 and raw.domain_names == ["x", "y"]
-    assert [byte_vocabulary().decode(row) for row in raw.inputs.tolist()] == ["ab", "c", "d"]
+    assert [byte_vocabulary().decode(row) for row in np.asarray(raw.inputs).tolist()] == [
+        "ab",
+        "c",
+        "d",
+    ]
 
 
 def test_hugging_face_tokenizer_reads_and_writes_text(tmp_path: Path) -> None:
@@ -320,7 +332,7 @@ def test_hugging_face_tokenizer_reads_and_writes_text(tmp_path: Path) -> None:
     assert names == ["the", "cat", "saw", "the", "dog", "<eos>"]
     vocabulary = stored_vocabulary(raw.tokenizer, raw.class_names)
     assert vocabulary.decode(raw.labels[0, :-1].tolist()) == "the cat saw the dog"
-    assert raw.inputs[0, 0] == vocabulary.end == raw.class_names.index("<eos>")
+    assert np.asarray(raw.inputs)[0, 0] == vocabulary.end == raw.class_names.index("<eos>")
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -481,3 +493,24 @@ def test_prompts_need_language_data(tmp_path: Path) -> None:
             model="gru",
             **{"evaluate.generate.prompts": ["1"]},
         )
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_language_runs_have_the_same_bits_everywhere(is_asynchronous: bool, tmp_path: Path) -> None:
+    """DiLoCo in rounds, and its asynchronous form: on one worker and on three, and resumed."""
+    markov = Markov(kind="causal", users=4, samples=8, test_samples=2, length=6, shortest=3)
+    local = Local(optimizer="adamw", lr=0.01, batch=4, keep_optimizer=True)
+    method = DelayedNesterov(every=2) if is_asynchronous else FedAvgM(0.7, nesterov=True)
+    schedule = Immediate(concurrency=3) if is_asynchronous else Synchronous(3)
+    model = Gpt(width=8, heads=2, blocks=1)
+    data = federate(markov, Natural(), 0)
+    spec = tiny_runs.run_spec(method, model=model, data=data, local=local)
+    settings = {"rounds": 4, "schedule": schedule}
+    one = tiny_runs.run(spec, **settings)
+    workers = tiny_runs.several_workers(spec, 3)
+    three = tiny_runs.run_to_end(tiny_runs.coordinate(spec, **settings, runtime=workers))
+    assert one.history == three.history and one.bits == three.bits
+    tiny_runs.run(spec, **settings, checkpoint_every=2, folder=str(tmp_path))
+    checkpoint = str(tmp_path / "checkpoints" / "round-000002")
+    resumed = tiny_runs.run(spec, **settings, resume=checkpoint)
+    assert resumed.history == one.history and resumed.bits == one.bits

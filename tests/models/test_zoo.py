@@ -76,3 +76,28 @@ def test_run_trains_adapters_of_hugging_face_model(tmp_path: Path) -> None:
     # four matrices of rank 2 for 8 features, and the head of 4 classes, down to two clients
     assert result.summary["floats_down"] == 2 * (4 * 2 * 8 + 8 * 4 + 4)
     assert result.summary["accuracy_global"] is not None
+
+
+GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+
+
+def test_hugging_face_causal_model_sees_no_later_token(tmp_path: Path) -> None:
+    recipe = HuggingFaceModel("gpt2", options=GPT2, task="causal")
+    model = recipe.build((5,), 7, 0, Tokens(7, padding=6)).eval()
+    tokens = torch.tensor([[3, 6, 1, 2, 6]])
+    outputs = model(tokens)
+    assert outputs.shape == (1, 7, 5)
+    changed = model(torch.tensor([[3, 6, 1, 4, 4]]))
+    assert torch.allclose(changed[:, :, :3], outputs[:, :, :3], atol=1e-6)
+    assert not torch.allclose(changed[:, :, 3], outputs[:, :, 3])
+    model.get_submodule("net.net").save_pretrained(tmp_path)  # type: ignore[operator]
+    again = HuggingFaceModel(str(tmp_path), pretrained=True, task="causal")
+    fewer = again.build((5,), 6, 1, Tokens(6)).eval()  # the data has fewer tokens
+    assert torch.allclose(fewer(tokens.clamp(max=5)), model(tokens.clamp(max=5))[:, :6], atol=1e-6)
+
+
+def test_hugging_face_causal_model_refuses_bad_settings() -> None:
+    with pytest.raises(ValueError, match=r"model\.task='write'"):
+        HuggingFaceModel("gpt2", task="write")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model\.task=causal"):
+        HuggingFaceModel("gpt2", options=GPT2, task="causal").build((1, 8, 8), 3, 0)
