@@ -141,7 +141,7 @@ def write_report(
     before_curves.append(_costs(groups, view))
     after_curves = [
         _texts(groups),
-        _client_scores(groups),
+        _client_scores(groups, view),
         _splits(groups),
         _timelines(groups),
         _failures(groups),
@@ -330,14 +330,16 @@ def _curve_titles(groups: Sequence[RunGroup]) -> dict[str, tuple[str, str]]:
 
 
 # --- clients --------------------------------------------------------------------------------------
-def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
+def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Show how the scores of clients differ at the last evaluation, over all seeds together."""
+    factor = share_factor([run for group in groups for run in group.runs], view.percent)
+    unit = "" if factor == 1.0 else PERCENT
     title = "Spread over clients"
     scores: list[np.ndarray] = []
     test_samples: list[float | None] = []
     for group in groups:
         values, median_tests = _sorted_scores(group)
-        scores.append(values)
+        scores.append(factor * values)
         test_samples.append(median_tests)
     if not any(len(values) for values in scores):
         note = (
@@ -370,7 +372,9 @@ def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
             )
         ax.grid(True)
         ax.set(
-            xlabel=" or ".join(metrics), ylabel="share of clients up to this score", ylim=(0, 1.02)
+            xlabel=" or ".join(metrics) + unit,
+            ylabel="share of clients up to this score",
+            ylim=(0, 1.02),
         )
 
     sizes = [float(len(values)) for values in scores]
@@ -392,18 +396,20 @@ def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
     columns += [_score_column("mean", means), _score_column("deviation", deviations)]
 
     text = (
-        f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, all seeds "
-        "together. Tests a client: median number of test samples; with few samples, extremes say "
-        "little. Deviation: over the clients (divisor n)."
+        f"Scores ({', '.join(metrics)}{unit and ', in percent'}) of single clients at the last "
+        "evaluation, all seeds together. Tests a client: median number of test samples; with few "
+        "samples, extremes say little. Deviation: over the clients (divisor n)."
     )
     plots = [_row_of_plots([_plot(draw_svg(draw, "share of clients by their score"))])]
-    return PagePart(title, text, [_table(columns, True), *_lowest_users(groups)], plots=plots)
+    return PagePart(
+        title, text, [_table(columns, True), *_lowest_users(groups, factor)], plots=plots
+    )
 
 
-def _lowest_users(groups: Sequence[RunGroup]) -> list[Shown]:
+def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return a table of the users with the lowest scores of each setting, in its first seed.
 
-    Returns [] if no run stores names of users.
+    factor: 100 for scores in percent, else 1. Returns [] if no run stores names of users.
     """
     labels: list[str] = []
     clients: list[str] = []
@@ -411,7 +417,7 @@ def _lowest_users(groups: Sequence[RunGroup]) -> list[Shown]:
     for group in groups:
         run = group.runs[0]
         users = read_users(run.folder)
-        values = _scores(run)
+        values = factor * _scores(run)
         if users is None or len(users) != len(values):
             continue
         count = min(LOWEST_USERS, int(np.isfinite(values).sum()))

@@ -23,7 +23,7 @@ from raysim.results.history import (
     score,
     threshold_name,
 )
-from raysim.results.measures import better_direction, measure_title
+from raysim.results.measures import better_direction, is_column_of, measure_title
 from raysim.results.number_format import (
     format_bytes,
     format_count,
@@ -63,6 +63,7 @@ from raysim.results.tables import (
     to_csv,
 )
 
+ROUNDS_TO = "rounds_to."  # start of the keys of the first rounds at a threshold
 CLIENT_TESTS, CENTRAL_TEST = "on the clients' own tests (mean)", "on the central test set"
 
 
@@ -130,7 +131,14 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
     return [None if value is None else factor * value for value in values]
 
 
-def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Column]:
+def _score_name(name: str, percent: bool) -> str:
+    """Return the name of a threshold: "0.8", or "80 %" in percent."""
+    return f"{100 * float(name):g} %" if percent else name
+
+
+def _threshold_columns(
+    runs: Sequence[Run], limit: int, better: int, percent: bool = False
+) -> list[Column]:
     """Return the first round at the `limit` highest thresholds that any run reached."""
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
@@ -143,7 +151,8 @@ def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Col
             number = rounds.get(name)
             scores.append(None if number is None else float(str(number)))
         key = f"rounds_to.{name}"
-        columns.append(_column(f"to {name}", scores, format_rounds, better, key=key))
+        title = f"to {_score_name(name, percent)}"
+        columns.append(_column(title, scores, format_rounds, better, key=key))
     return columns
 
 
@@ -171,17 +180,22 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
     for name in view.columns:
         if name == "seeds":  # `result_columns` adds it
             continue
-        column = known.get(name) or _summary_column(runs, name)
+        column = known.get(name) or _summary_column(runs, name, view.percent)
         if column is None:
-            numbers = dict.fromkeys(key for run in runs for key in _flat_numbers(run.summary))
+            numbers = {}
+            for run in runs:
+                numbers |= {k: v for k, v in _flat_numbers(run.summary).items() if v is not None}
             advice = suggest(name, [*known, *numbers])
             raise ValueError(f"--columns {name}: no run has this number. Choose another: {advice}.")
         chosen.append(column)
     return chosen
 
 
-def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
-    """Return a column of any number of the summaries; None if no run has it."""
+def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
+    """Return a column of any number of the summaries; None if no run has it.
+
+    percent: True shows the number in percent if it is a score between 0 and 1.
+    """
     values = [score(run.summary, key) for run in runs]
     if not finite_values(values):
         return None
@@ -192,7 +206,13 @@ def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
         names |= set(metrics_of(run.rows))
     is_error = lower.issuperset(metric_of(run.rows) for run in runs)
     direction = better_direction(key, is_error, lower, names - lower)
-    return _column(measure_title(key), values, format_number, direction, key=key)
+    title = measure_title(key)
+    if percent and key.startswith(ROUNDS_TO):
+        title = f"rounds to {_score_name(key.removeprefix(ROUNDS_TO), percent)}"
+    if percent and any(is_column_of(metric, key) for metric in SHARES):
+        scores = _scaled(values, share_factor(runs, percent))
+        return _column(f"{title}{PERCENT}", scores, format_percent, direction, key=key)
+    return _column(title, values, format_number, direction, key=key)
 
 
 def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Column]:
@@ -254,7 +274,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
     ]
     for (title, key), values in titled_scores.items():
         columns.append(_column(f"{title}{unit}", values, show, better, deviations, key))
-    columns += _threshold_columns(runs, limit, -abs(better))
+    columns += _threshold_columns(runs, limit, -abs(better), percent)
     columns += [
         _column("floats", floats, format_count, cheaper, key="floats"),
         _column(

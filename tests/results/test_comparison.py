@@ -121,6 +121,17 @@ def test_percent_scales_scores_and_curves_alike(study: Path) -> None:
     assert np.asarray(heights[1]) == pytest.approx(100 * np.asarray(heights[0]))
 
 
+def test_percent_reaches_thresholds_and_chosen_columns(study: Path) -> None:
+    text = raysim.report(study, percent=True).text()
+    assert re.search(r"to \d0 %", text) and not re.search(r"to 0\.\d", text)
+    columns = ["accuracy_global_best", "accuracy_worst", "rounds_to.0.50"]
+    plain, percent = (raysim.report(study, percent=f, columns=columns[1:]) for f in (False, True))
+    assert "accuracy_worst" in plain.results
+    assert "to 50 %" in percent.text()
+    with pytest.raises(RefusedError, match="--columns"):
+        raysim.report(study, percent=True, columns=columns)
+
+
 def test_costs_are_those_of_first_round_above_score(study: Path) -> None:
     table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
     row = table.loc["fedprox"]
