@@ -17,7 +17,10 @@ sys.path[:0] = [
 
 project = "raysim"
 extensions = ["myst_parser"]
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["deflist", "dollarmath"]
+myst_dmath_allow_space = False
+myst_dmath_allow_digits = False
+html_math_renderer = "mathml"
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -47,8 +50,14 @@ def redirect_cluster_guide(app: Sphinx, page: str, source: list[str]) -> None:
 
 def setup(app: Sphinx) -> None:
     """Write the reference pages before Sphinx reads any page."""
+    import mathematics
     import reference
 
+    app.add_html_math_renderer(
+        "mathml",
+        inline_renderers=(mathematics.visit_inline, None),
+        block_renderers=(mathematics.visit_block, None),
+    )
     app.connect("builder-inited", lambda app: reference.write(Path(app.srcdir)))
     app.connect("source-read", drop_missing_pages)
     app.connect("source-read", redirect_cluster_guide)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+from mathematics import typeset
 
 from jobs.papers.tables import PAPERS, tables as paper_tables
 from raysim.api.composition import check_names, check_together
@@ -96,6 +97,12 @@ def formula(line: str) -> str:
         lost += len(cell) - len(written)
         cells[index] = written
     return "".join(cells)
+
+
+def typeset_line(line: str) -> str:
+    """Return a line of formulas as mathematics, or as code if it has none."""
+    tex = typeset(line, formula)
+    return formula(line) if tex is None else f"\n$$\n{tex}\n$$\n"
 
 
 def prose(text: str, write_code: Callable[[str], str] = str) -> str:
@@ -221,7 +228,7 @@ def method_list() -> str:
 def fedavg_page() -> str:
     """Return the page of FedAvg, the empty list of methods."""
     about = f"*{fedavg.PAPER}*. FedAvg is the empty list of methods, `method=fedavg`.\n\n"
-    return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '', formula)}\n"
+    return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '', typeset_line)}\n"
 
 
 def method_page(option: str) -> str:
@@ -234,7 +241,7 @@ def method_page(option: str) -> str:
     sections = [
         f"# {option}\n\n*{method.paper}*. Use it with `method={option}`, or combined: "
         f"`method={option}+OTHER`.\n",
-        prose(module.__doc__ or "", formula),
+        prose(module.__doc__ or "", typeset_line),
         _options(method),
         _hooks(method),
         _traffic(method),
@@ -249,7 +256,7 @@ def _several_parts(option: str, names: list[str]) -> str:
     files = groups().files["method"]
     links = ", ".join(f"[{name}]({name}.md)" if name in files else f"`{name}`" for name in names)
     intro = f"# {option}\n\n`method={option}` stands for a list of the methods {links}.\n"
-    text = prose(module.__doc__ or "", formula)
+    text = prose(module.__doc__ or "", typeset_line)
     return "\n\n".join([intro, text, _published(option)]) + "\n"
 
 

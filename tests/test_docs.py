@@ -122,3 +122,19 @@ def test_links_between_pages_are_valid() -> None:
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", path.read_text()):
             made = link.startswith("reference/")
             assert made or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    ("text", "tex"),
+    [
+        ("x_bar = c_i+ - rho^tau_i", r"\bar{x}=c_{i}^{+}-\rho^{\tau_{i}}"),
+        ("theta <- theta - eta_t <g, h>", r"\theta\leftarrow\theta-\eta_{t}\langleg,h\rangle"),
+        ("w / sqrt(sum_k v~)", r"w/\sqrt{\sum_{k}\tilde{v}}"),
+        ("v <- u    every local step", r"v\leftarrowu\quad\text{everylocalstep}"),
+    ],
+)
+def test_formulas_of_docstrings_become_tex(text: str, tex: str) -> None:
+    from_docs("reference")  # adds the folder of the pages to the path
+    typeset = from_docs("mathematics").typeset
+    assert typeset(text, str).replace(" ", "") == tex
+    assert typeset("only words of a sentence", str) is None

@@ -32,6 +32,8 @@ from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.primitives.extras import import_optional
 
+LARGEST_ADAM_RATE = 0.02  # above it, a run warns: local.lr has a default for SGD
+
 
 @dataclass(frozen=True, repr=False)
 class HFTrainer(Method):
@@ -59,8 +61,14 @@ class HFTrainer(Method):
             ) from None
 
     def setup(self, run: Setup) -> None:
-        """Train clients with `train_client`."""
+        """Train clients with `train_client`; warn of a rate that is too large for AdamW."""
         run.train(self.train_client)
+        has_own_rate = {"optim", "learning_rate"} & set(self.options)
+        if run.local.lr > LARGEST_ADAM_RATE and not has_own_rate:
+            run.warn(
+                f"local.lr={run.local.lr} is large for the Trainer's AdamW, which usually needs 0.001 "
+                "or less. Set local.lr=0.001, or 0.00002 with model.pretrained=true."
+            )
 
     def callbacks(self, job: LocalJob) -> list[Any]:
         """Return callbacks for the Trainer of a job; the default has none."""

@@ -15,7 +15,7 @@ import torch
 from tiny_runs import BUFFER, run, run_spec, several_workers
 
 import raysim
-from raysim.api.declarations import Task
+from raysim.api.declarations import Local, Task
 from raysim.api.learner import LearnerUpdate
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
@@ -30,6 +30,7 @@ from raysim.learners import (
 from raysim.methods.fedbuff import FedBuff
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import declare_run
 
 # Functions, because some learners import large packages.
 LEARNERS: dict[str, Callable[[], Method]] = {
@@ -202,3 +203,13 @@ def test_hf_trainer_equals_raysims_steps_without_shuffling() -> None:
 def test_ready_learner_error_names_the_key(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"data=synthetic runtime=inprocess {words}")
+
+
+def test_hf_trainer_warns_of_a_rate_for_sgd() -> None:
+    def warnings(**options: Any) -> list[str]:
+        local = Local(lr=options.pop("lr"))
+        spec = run_spec(HFTrainer(options), local=local)
+        return [text for text in declare_run(spec).warnings if "local.lr" in text]
+
+    assert len(warnings(lr=0.1)) == 1
+    assert not warnings(lr=0.001) + warnings(lr=0.1, optim="sgd")
