@@ -66,8 +66,8 @@ class HFTrainer(Method):
         has_own_rate = {"optim", "learning_rate"} & set(self.options)
         if run.local.lr > LARGEST_ADAM_RATE and not has_own_rate:
             run.warn(
-                f"local.lr={run.local.lr} is large for the Trainer's AdamW, which usually needs 0.001 "
-                "or less. Set local.lr=0.001, or 0.00002 with model.pretrained=true."
+                f"local.lr={run.local.lr} is large for the Trainer's AdamW, which usually needs "
+                "0.001 or less. Set local.lr=0.001, or 0.00002 with model.pretrained=true."
             )
 
     def callbacks(self, job: LocalJob) -> list[Any]:
