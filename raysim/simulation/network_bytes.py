@@ -84,7 +84,7 @@ class CountingRuntime:
 
     def _count_argument(self, value: object, node: int) -> None:
         stored = None
-        if not isinstance(value, _PLAIN_TYPES) and not is_dataclass(value):
+        if not _is_plain(value):
             stored = self._stored.get(hash(value))
         if stored is None:
             self._move(array_bytes(value), 0, node)
@@ -105,7 +105,8 @@ class CountingRuntime:
     def get(self, ref: Ref) -> Any:
         """Wait for a value; see `Runtime`."""
         value = self.runtime.get(ref)
-        if not self._homes:
+        # A small value is its own handle.
+        if not self._homes or _is_plain(ref):
             return value
         key = hash(ref)
         node = self._homes.pop(key, 0)
@@ -116,6 +117,11 @@ class CountingRuntime:
         if node:
             self._move(array_bytes(value), node, 0)
         return value
+
+
+def _is_plain(value: object) -> bool:
+    """Return True for a value that is sent as it is, and is no handle of a stored one."""
+    return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 
 def array_bytes(value: object) -> int:
