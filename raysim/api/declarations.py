@@ -242,7 +242,7 @@ class Local:
     warmup_rounds: int = 0
     schedule_over: Literal["rounds", "steps"] = "rounds"
     warmup_steps: int = 0
-    rates: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict, hash=False)
     epochs: int | None = 1
     steps: int | None = None
     batch: int = 32
