@@ -133,8 +133,7 @@ def test_links_between_pages_are_valid() -> None:
         ("v <- u    every local step", r"v\leftarrowu\quad\text{everylocalstep}"),
     ],
 )
-def test_formulas_of_docstrings_become_tex(text: str, tex: str) -> None:
-    from_docs("reference")  # adds the folder of the pages to the path
+def test_formulas_of_docstrings_become_tex(text: str, tex: str, from_docs: Any) -> None:
     typeset = from_docs("mathematics").typeset
     assert typeset(text, str).replace(" ", "") == tex
     assert typeset("only words of a sentence", str) is None
