@@ -1,0 +1,41 @@
+"""The server: FedAvg for ROUNDS rounds. It writes the times at their ends to the file TIMES."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from workload.task import WORKLOAD, build_model
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train for some rounds, without evaluation on clients."""
+    file = Path(os.environ["TIMES"])
+    times: list[float] = []
+
+    def note_time(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        times.append(time.monotonic())
+        file.write_text(json.dumps(times))
+        return MetricRecord({"round": server_round})
+
+    strategy = FedAvg(
+        fraction_train=WORKLOAD.cohort / WORKLOAD.clients,
+        fraction_evaluate=0.0,
+        min_train_nodes=WORKLOAD.cohort,
+        min_available_nodes=WORKLOAD.clients,
+    )
+    strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(build_model().state_dict()),
+        num_rounds=int(os.environ["ROUNDS"]),
+        evaluate_fn=note_time,
+    )

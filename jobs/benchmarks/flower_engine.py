@@ -1,0 +1,98 @@
+"""Compare the time of a Flower app on raysim and on Flower's own simulation engine.
+
+    python -m venv flower && flower/bin/pip install "flwr[simulation]" torch
+    uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
+
+Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
+The app of both is `jobs/benchmarks/flower_app`. They run in turns; each turn gives the median of its
+seconds per round without the first round, in which processes start. What is compared is the median
+of the ratios. Both use two processes of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from jobs.command import run
+from raysim.primitives.errors import RefusedError
+from raysim.primitives.files import user_path
+from raysim.results.history import write_json
+
+APP = Path(__file__).parent / "flower_app"
+CLIENTS = {"W1": 100, "W2": 1000}
+LIMITS = {"W1": 1.0, "W2": 0.2}  # of raysim's time as a share of the engine's
+PROCESSES = 2
+# What `--engine` executes in the app's folder.
+ENGINE = """
+import sys
+from flwr.simulation import run_simulation
+from workload.client_app import app as clients
+from workload.server_app import app as server
+resources = {"num_cpus": 1, "num_gpus": 0.0}
+started = {"num_cpus": int(sys.argv[2]), "include_dashboard": False}
+config = {"client_resources": resources, "init_args": started}
+run_simulation(server, clients, num_supernodes=int(sys.argv[1]), backend_config=config)
+"""
+
+
+def measure(command: Sequence[str], name: str, rounds: int) -> float:
+    """Run a command in the app's folder; return its median seconds per round."""
+    with TemporaryDirectory() as folder:
+        times = Path(folder) / "times.json"
+        settings = {"WORKLOAD": name, "ROUNDS": str(rounds), "TIMES": str(times)}
+        environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=APP, env=environment, capture_output=True, text=True)
+        moments = json.loads(times.read_text()) if times.is_file() else []
+    if ended.returncode != 0 or len(moments) < rounds + 1:
+        print(ended.stdout[-4000:], ended.stderr[-4000:], file=sys.stderr)
+        raise RefusedError(f"{command[0]}: it ended with status {ended.returncode}. See above.")
+    # The first is before the first round, in which processes start.
+    return statistics.median(later - earlier for earlier, later in pairwise(moments[1:]))
+
+
+def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, object]:
+    """Return the seconds per round of raysim and of the engine in turns, and their ratio."""
+    seconds: dict[str, list[float]] = {"raysim": [], "flower": []}
+    ours = ["raysim", "flower", "run", ".", f"clients={CLIENTS[name]}", "runtime=local"]
+    ours += [f"runtime.workers={PROCESSES}"]
+    theirs = [engine, "-c", ENGINE, str(CLIENTS[name]), str(PROCESSES)]
+    for _ in range(blocks):
+        seconds["raysim"].append(measure(ours, name, rounds))
+        seconds["flower"].append(measure(theirs, name, rounds))
+        print(f"{name}: raysim {seconds['raysim'][-1]:.3f} s a round, ", end="")
+        print(f"flower {seconds['flower'][-1]:.3f} s", flush=True)
+    pairs = zip(seconds["raysim"], seconds["flower"], strict=True)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    print(f"{name}: raysim needs {ratio:.2f} of Flower's time (limit {LIMITS[name]:g})")
+    return {"seconds_per_round": seconds, "ratio": ratio, "limit": LIMITS[name]}
+
+
+def main() -> None:
+    """Compare the workloads of the command line, and write the results."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("workloads", nargs="*", choices=["W1", "W2"], default=["W2", "W1"])
+    parser.add_argument(
+        "--engine", required=True, help="Python that has flwr[simulation] and torch"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="of each turn (6)")
+    parser.add_argument("--blocks", type=int, default=3, help="turns of each side (3)")
+    parser.add_argument("--out", default="bench.json", help="the results (bench.json)")
+    options = parser.parse_args()
+    engine = str(user_path(options.engine).absolute())
+    names = options.workloads
+    results = {name: compare(name, engine, options.rounds, options.blocks) for name in names}
+    write_json(results, user_path(options.out))
+
+
+if __name__ == "__main__":
+    run(main)
