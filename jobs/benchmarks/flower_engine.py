@@ -51,7 +51,7 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
         settings = {"WORKLOAD": name, "ROUNDS": str(rounds), "TIMES": str(times)}
         environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=APP, env=environment, capture_output=True, text=True)
-        moments = json.loads(times.read_text()) if times.is_file() else []
+        moments: list[float] = json.loads(times.read_text()) if times.is_file() else []
     if ended.returncode != 0 or len(moments) < rounds + 1:
         print(ended.stdout[-4000:], ended.stderr[-4000:], file=sys.stderr)
         raise RefusedError(f"{command[0]}: it ended with status {ended.returncode}. See above.")

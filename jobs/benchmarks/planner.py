@@ -175,7 +175,7 @@ def whole_run(rounds: int) -> tuple[float, float]:
     """
     settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))
     began = time.process_time()
-    spec = spec_of(Case(CLIENTS // 2, 1), settings)
+    spec = spec_of(Case(CLIENTS // 2), settings)
     coordinator = Coordinator(
         spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(ReadyWorker(spec))
     )

@@ -154,7 +154,12 @@ class ManyWorkers:
     def __init__(self, workers_inside: Runtime, workers: int):
         self._inner = workers_inside
         self.put, self.revive = workers_inside.put, workers_inside.revive
-        self.node_name = workers_inside.node_name
+        self.add_up, self.node_name = workers_inside.add_up, workers_inside.node_name
+        self.find_lost_workers = workers_inside.find_lost_workers
+        self.silent_node_timeout = workers_inside.silent_node_timeout
+        self.release = workers_inside.release
+        self.take_new_workers = workers_inside.take_new_workers
+        self.take_notices = workers_inside.take_notices
         self.workers, self.nodes = workers, (0,) * workers
         self.arrays = 0
 

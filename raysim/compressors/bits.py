@@ -81,7 +81,7 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
 
 def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
     """Return `count` digits that `pack` packed."""
-    digits = np.zeros(count, dtype)
+    digits: np.ndarray = np.zeros(count, dtype)
     if count and width:
         rule = _unpack if WORD_BITS % width else _unpack_whole
         compile_function(rule)(words, width, digits)

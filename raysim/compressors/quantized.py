@@ -182,7 +182,8 @@ class QSGD(_Quantizer):
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the norm of each bucket."""
-        return np.sqrt(sum_powers(values, starts)[:, 1]).astype(np.float32)
+        norms = np.sqrt(sum_powers(values, starts)[:, 1])
+        return np.asarray(norms, np.float32)
 
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s) for buckets of b entries.
@@ -218,12 +219,12 @@ class TernGrad(_Quantizer):
         """Return the largest absolute value of each tensor after clipping."""
         totals, squares, largest = sum_powers(values, starts).T
         if not self.clip:
-            return largest.astype(np.float32)
+            return np.asarray(largest, np.float32)
         sizes = np.diff(starts)
         deviations = np.sqrt(np.maximum(squares / sizes - (totals / sizes) ** 2, 0))
         # A tensor of equal entries has no deviation, and nothing to clip.
         bounds = np.where(deviations > 0, self.clip * deviations, np.inf)
-        return np.minimum(largest, bounds).astype(np.float32)
+        return np.asarray(np.minimum(largest, bounds), np.float32)
 
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2 for the largest tensor of b.

@@ -286,8 +286,8 @@ def read_documents(
             f"data.columns={'+'.join(columns)}: data.kind=causal reads one column of text or token "
             f"numbers from {place}. Name one."
         )
-    answers = read_sequences(table, columns[0], "data.columns", place)
-    prompts: Sequence[Any] | None = None
+    answers: Sequence[str | Ints] = read_sequences(table, columns[0], "data.columns", place)
+    prompts: Sequence[str | Ints] | None = None
     if settings.prompt is not None:
         prompts = read_sequences(table, settings.prompt, "data.prompt", place)
         if isinstance(prompts[0], str) != isinstance(answers[0], str):

@@ -159,9 +159,16 @@ class Parquet(Source):
         table = pa.concat_tables([_read_columns(path, columns.inputs) for path in paths])
         settings = TokenSettings(self.length, self.padding, self.tokenizer)
         place = str(folders[0])
-        rows = read_input_rows(table, columns.inputs, settings, place, self.separate)
+        inputs = read_input_rows(table, columns.inputs, settings, place, self.separate)
         return assemble(
-            rows.values, labels, domains, is_test, rows.tokens, origin, domain_order, rows.fields
+            inputs.values,
+            labels,
+            domains,
+            is_test,
+            inputs.tokens,
+            origin,
+            domain_order,
+            inputs.fields,
         )
 
     def _read_documents(self, folders: list[Path]) -> Raw:

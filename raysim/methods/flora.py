@@ -26,7 +26,7 @@ Departures from the paper
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
         f"model.lora.layers: the layer '{adapter.layer}' is a {type(layer).__name__}, and method "
         "'flora' changes the weights of linear layers and convolutions. Leave the layer out.",
     )
-    weight = layer.weight
+    weight = cast("Tensor", layer.weight)
     owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
     run.require(
         len(owners) == 1,

@@ -113,13 +113,14 @@ def check_ranks(key: str, ranks: Ranks) -> Ranks:
     """Return the ranks of clients. Raise ValueError unless each is an integer from 1 on."""
     if ranks is None:
         return None
-    named = ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
-    pairs = list(named)
-    require(key, ranks, pairs, "one rank or more, or null")
-    for name, rank in pairs:
-        place = f"{key}.{name}" if isinstance(ranks, Mapping) else f"{key}[{name}]"
+    require(key, ranks, len(ranks), "one rank or more, or null")
+    if isinstance(ranks, Mapping):
+        rank_of_place = {f"{key}.{device}": rank for device, rank in ranks.items()}
+    else:
+        rank_of_place = {f"{key}[{index}]": rank for index, rank in enumerate(ranks)}
+    for place, rank in rank_of_place.items():
         require(place, rank, isinstance(rank, int) and rank >= 1, "an integer from 1 on")
-    return dict(pairs) if isinstance(ranks, Mapping) else list(ranks)
+    return dict(ranks) if isinstance(ranks, Mapping) else list(ranks)
 
 
 def require_sharing(run: Setup) -> None:
@@ -201,7 +202,8 @@ def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, 
         f"{key}: the fleet has devices without a rank: {', '.join(missing)}. Give each a rank.",
     )
     assert devices is not None, "a name was found in it"
-    return np.array([ranks[name] for name in names])[devices.kinds]
+    rank_of_kind = np.array([ranks[name] for name in names])
+    return np.asarray(rank_of_kind[devices.kinds])
 
 
 def _format_devices(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from raysim.api.objectives import Loss
 from raysim.training.rates import rate_factors
 from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Entry, Vector
-from raysim.vectors.optimizer import OptimizerSettings
+from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,9 @@ class Step:
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
         """Return the parts of a group's parameters that have optimizers of their own."""
         factors = rate_factors(entries, self._rates)
-        places_of: dict[tuple[str, float], list[int]] = {}
+        places_of: dict[tuple[OptimizerKind, float], list[int]] = {}
         for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):
-            kind = self.optimizer.kind
+            kind: OptimizerKind = self.optimizer.kind
             if kind == "muon" and len(entry.shape) < 2:
                 kind = "adamw"
             places_of.setdefault((kind, factor), []).append(place)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from raysim.primitives.checks import at_least, one_of
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "muon")
+OptimizerKind: TypeAlias = Literal["sgd", "adam", "adamw", "lion", "muon"]
+OPTIMIZERS = get_args(OptimizerKind)
 LION_BETAS = 0.9, 0.99
 MUON_MOMENTUM = 0.95
 # Of the iteration of Newton and Schulz that Muon uses, and the number of its steps.
@@ -32,7 +33,7 @@ class OptimizerSettings:
     of two or more dimensions.
     """
 
-    kind: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
+    kind: OptimizerKind = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
