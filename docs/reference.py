@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 from mathematics import typeset
@@ -37,7 +37,9 @@ from raysim.experiment.groups import find_groups as all_groups
 from raysim.experiment.instantiate import TARGET, defaults, describe_type, format_value, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.methods import fedavg
+from raysim.methods.lora_factors import LORA_METHODS
 from raysim.models import SmallCnn
+from raysim.models.lora import Lora
 from raysim.simulation.load import Loads
 from raysim.training.attack import Attack
 from raysim.training.run_spec import (
@@ -360,13 +362,21 @@ def _alone(method: Method) -> RunSpec:
     spec = small_run()
     local = with_required_settings(spec.settings.local, method)
     settings = replace(spec.settings, local=local, weighting=method.weighting)
-    return replace(spec, methods=(method,), settings=settings)
+    model = _small_cnn(method, norm="batch")
+    return replace(spec, model=model, methods=(method,), settings=settings)
+
+
+def _small_cnn(method: Method, norm: Literal["none", "batch"] = "none") -> SmallCnn:
+    """Return the small network, with adapters for a method that is about them."""
+    rank = 2 if method.name in LORA_METHODS else 0
+    return SmallCnn(norm=norm, lora=Lora(rank=rank))
 
 
 @functools.cache
 def _declared(name: str) -> MethodDeclaration:
     """Return what a method declares in the small run, on a model without BatchNorm."""
-    spec = replace(_alone(instances()[name]), model=SmallCnn())
+    method = instances()[name]
+    spec = replace(_alone(method), model=_small_cnn(method))
     return declare_run(spec).methods[0]
 
 

@@ -182,7 +182,7 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
             continue
         column = known.get(name) or _summary_column(runs, name, view.percent)
         if column is None:
-            numbers = {}
+            numbers: dict[str, float] = {}
             for run in runs:
                 numbers |= {k: v for k, v in _flat_numbers(run.summary).items() if v is not None}
             advice = suggest(name, [*known, *numbers])
