@@ -97,7 +97,7 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """What methods do with single updates, so that workers may not sum them; [] if nothing."""
+        """Phrases that say why workers may not sum updates: uses of single updates by methods."""
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
         if combiner is not None:
@@ -127,7 +127,7 @@ class Declarations:
 
     @property
     def step_words(self) -> int | None:
-        """The words of a compressed step of the server; None if steps are not compressed."""
+        """The number of 32-bit words in a compressed server step; None if it is not compressed."""
         compression = self.compressor
         if compression is None or not compression[1].compresses_down:
             return None

@@ -97,11 +97,12 @@ class Learner(Method):
         raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'")
 
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
-        """Return numbers by name for a set of samples; optional, it replaces `predict` in a run.
+        """Return scores by name for a set of samples.
 
-        It is called for the test samples of each scored client, for the central test set, and for
-        each domain. The run's metric (`evaluate.metric`, accuracy for classes) should be one of the
-        names: curves, summaries and best rounds use it. An empty dictionary is no score.
+        This function is optional. A run calls it instead of `predict`: for the test samples of each
+        scored client, for the central test set, and for each domain. The run's metric
+        (`evaluate.metric`, accuracy for classes) should be one of the names, because curves,
+        summaries and best rounds use it. Return an empty dictionary if there is no score.
         """
         raise NotImplementedError(f"{type(self).__name__} has no function 'evaluate'")
 

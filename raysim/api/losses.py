@@ -115,7 +115,7 @@ def check_loss(
 
 
 def loss_name(loss: RowLoss) -> str:
-    """Return the name of a loss for texts; raysim's own losses have the name of their option."""
+    """Return the name of a loss as messages show it; a loss of raysim has its option's name."""
     loss = getattr(loss, "func", loss)  # a functools.partial of a function
     name = str(getattr(loss, "__name__", type(loss).__name__))
     return name.lower() if type(loss).__module__ == __name__ else name

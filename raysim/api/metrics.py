@@ -104,7 +104,7 @@ class Metric:
 
     @property
     def is_higher_better(self) -> bool:
-        """Whether a higher score is better."""
+        """True if a higher score is better."""
         if self.higher is not None:
             return self.higher
         return getattr(self.function, "higher_is_better", True) is not False

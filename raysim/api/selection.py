@@ -176,13 +176,13 @@ class SelectionView:
         return draw_weighted(self.generator, clients, np.asarray(weights, np.float64), count)
 
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
-        """Let clients compute the loss of the current model; return it for each, float64.
+        """Ask clients for the loss of the current model; return it for each, float64 [clients].
 
         The rule must declare `measures`, and may call this once in a decision. Each client receives
         the model and sends one float. The jobs of the decision start when the slowest client has
-        answered; those of measured clients do not receive the model again. samples: the most
-        samples that each client uses, drawn for each decision; None uses all. The losses are nan in
-        the forecast before a run, where nothing is trained.
+        answered. A measured client already has the model, so its job does not send it again.
+        samples: each client uses at most so many of its samples, drawn for each decision; None uses
+        all. The forecast before a run trains nothing, so all losses are nan there.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 

@@ -257,10 +257,10 @@ class Setup:
         self.declared.warnings.append(text)
 
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
-        """Call `check(run)` after all methods have declared.
+        """Register `check(run)`, which is called after all methods have made their declarations.
 
-        It returns warnings or raises ValueError. `run.layout` has the position of each tensor, and
-        `run.methods` the declarations of each method.
+        `check` returns warnings or raises ValueError. `run.layout` has the position of each tensor,
+        and `run.methods` the declarations of each method.
         """
         self.declared.checks.append(check)
 
@@ -532,7 +532,10 @@ class Setup:
         self.declared.owned.update(hooks)
 
     def adds_rows(self) -> None:
-        """Declare that `batch` adds rows to each batch. BatchNorm can then train on one row."""
+        """Declare that the hook `batch` adds rows to each batch.
+
+        BatchNorm can then train on batches of one row.
+        """
         self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:

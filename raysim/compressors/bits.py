@@ -101,11 +101,12 @@ def words_of_places(count: int, length: int) -> int:
 
 
 def pack_places(places: np.ndarray, length: int) -> np.ndarray:
-    """Return ascending positions below `length` as words: about 2 + log2(length / count) bits each.
+    """Return ascending positions below `length`, packed into words of 32 bits.
 
-    This is the code of Elias (1974) and Fano (1971). Its size depends on the two numbers only: the
-    low bits of each position are stored as they are, and the i-th position p sets bit (p >> low) +
-    i of a second string.
+    A position takes about 2 + log2(length / count) bits. This is the code of Elias (1974) and Fano
+    (1971): the low bits of each position are stored unchanged, and the i-th position p sets bit
+    (p >> low) + i of a second string. The size depends on `length` and the number of positions
+    only.
     """
     count, low = len(places), _low_bits(len(places), length)
     lowest = pack(places & ((1 << low) - 1), low)

@@ -309,7 +309,8 @@ def read_label_column(
     if isinstance(values, list) and values and isinstance(values[0], Mapping):
         if kind not in (None, "structure"):
             raise ValueError(
-                f"data.kind={kind}: the labels of {place} are structures. Set data.kind=null."
+                f"data.kind={kind}: each label of {place} has several named parts (data.targets or "
+                "a struct). Set data.kind=null, which recognises such labels."
             )
         return pack_targets(values, place)
     return read_labels(values, kind, names, place, ignore)

@@ -289,7 +289,7 @@ def _is_verified(path: Path) -> bool:
 
 
 def _mark_verified(path: Path) -> None:
-    """Write the mark. If the folder is read-only, each process verifies the file again."""
+    """Mark the file as verified; in a read-only folder each process verifies it again."""
     mark, content = _verification_mark(path)
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class Strips(Source):
 
 
 def are_strips(folder: Path) -> bool:
-    """Return True if the folder contains labels of strips."""
+    """Return True if the folder has the label file of a data set that is stored as strips."""
     return _label_file(folder, "train").is_file()
 
 

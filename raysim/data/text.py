@@ -223,8 +223,8 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
             form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
             raise ValueError(
-                f"data.field={field}: an input x of {place} is {form} without a text there. Set "
-                "another field."
+                f"data.field={field}: an input x of {place} is {form} and has no text in this "
+                "field. Set data.field to a field that is text."
             )
         texts.append(x[field])
     return texts
@@ -239,8 +239,9 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
         if text_fields:
             longest = max(text_fields, key=lambda field: len(x[field]))
             raise ValueError(
-                f"{place}: the inputs x are lists of {len(x)} fields. Set data.field to the one "
-                f"that is the text, such as {longest} with {x[longest][:40]!r} (Sent140: 4)."
+                f"{place}: each input x is a list of {len(x)} fields. Set data.field to the number "
+                f"of the field that is the text, for example data.field={longest} (it begins with "
+                f"{x[longest][:40]!r}; for Sent140 it is 4)."
             )
 
 

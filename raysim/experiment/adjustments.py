@@ -107,8 +107,8 @@ def pool_training(
     """
     if not isinstance(schedule, Synchronous):
         raise RefusedError(
-            f"method '{method}' trains one model, of which nothing can be late: "
-            "set schedule=synchronous"
+            f"method '{method}' trains one model on the data of all clients, so that no update can "
+            "arrive late. Set schedule=synchronous."
         )
     counts = data.partition.train.counts
     check_concurrency(schedule, counts)

@@ -125,7 +125,8 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     app = load_object(reference, folder, key)
     if not isinstance(app, ServerApp):
         raise RefusedError(
-            f"{key}: is a {type(app).__name__}, not a ServerApp. Set learner.parameters."
+            f"{key}: is a {type(app).__name__}, not a ServerApp. "
+            "Set learner.parameters=module:function, a function that returns the model."
         )
     grid = _FirstMessageGrid(runner)
     context = Context(
@@ -146,10 +147,14 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
             place = users_line(error, folder)
             raise RefusedError(
                 f"{key}: fails before its first message: {type(error).__name__}: {error}{place}. "
-                "Correct it, or set learner.parameters."
+                "Correct it, or set learner.parameters=module:function, a function that returns "
+                "the model."
             ) from error
     if grid.first is None:
-        raise RefusedError(f"{key}: sends no message for training. Set learner.parameters.")
+        raise RefusedError(
+            f"{key}: sends no message for training. "
+            "Set learner.parameters=module:function, a function that returns the model."
+        )
     content = grid.first.content
     return InitialModel(_only_arrays(content, key), _config_of(content))
 
@@ -158,8 +163,8 @@ def _only_arrays(content: RecordDict, key: str) -> dict[str, np.ndarray]:
     records = list(content.array_records.values())
     if len(records) != 1:
         raise RefusedError(
-            f"{key}: its first message has {len(records)} ArrayRecords, and one is needed. "
-            "Set learner.parameters."
+            f"{key}: the first message has {len(records)} ArrayRecords instead of one with the "
+            "model. Set learner.parameters=module:function, a function that returns the model."
         )
     return arrays_of(records[0])
 

@@ -132,7 +132,7 @@ class CA2FL(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a row. Raise ValueError if all rows do not fit into the budget."""
+        """Return the shape of a row of the cache. Raise ValueError if it exceeds the budget."""
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

@@ -76,7 +76,7 @@ class _ConflictCounts:
     projections: int = 0
 
     def report(self, server: ServerView) -> None:
-        """Add both to the history's row."""
+        """Add the numbers of conflicts and projections to the row of the history."""
         server.report["conflicts"] = float(self.conflicts)
         server.report["projections"] = float(self.projections)
 
@@ -129,9 +129,10 @@ def harmonized_aggregate(
     order: Pairs | None = None,
     conflict_test: str = "original",
 ) -> Tensor:
-    """Return the weighted mean [d] of `harmonized_gradients`, which are never formed.
+    """Return the weighted mean [d] of `harmonized_gradients` without computing these.
 
-    gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
+    gradients: [m, d]. weights: [m]. Raises ValueError unless the weights are finite and at least 0,
+    and one of them is positive.
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())

@@ -98,7 +98,7 @@ class Moon(Method):
             run.client_state("previous", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return a forward pass of the received and of each previous model."""
+        """Return the cost of one more forward pass of the received and of each previous model."""
         previous = min(job.earlier_jobs, self.previous)
         if not self.mu or not previous:
             return 0.0

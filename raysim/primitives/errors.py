@@ -61,7 +61,7 @@ def _text(error: BaseException) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the most similar valid name in upper or lower case, or "" if none is similar."""
+    """Return the valid name most similar to this one, ignoring case; "" if none is similar."""
     by_lower_case = {option.lower(): option for option in reversed(list(valid))}
     cutoff = 0.5 if len(name) < 4 else 0.6  # "rl" and "lr" have 0.5
     matches = difflib.get_close_matches(name.lower(), list(by_lower_case), 1, cutoff)

@@ -294,7 +294,7 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 
 
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
-    """Write the curves against all axes as a PNG of 1300 x 1000 pixels or taller."""
+    """Write a PNG, 1300 pixels wide, with a panel of all curves for each kind of x axis."""
     replace_file(path, _draw_png(curves, title, ylabel))
 
 

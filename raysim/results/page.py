@@ -97,8 +97,9 @@ class ReportSection:
 class PagePart:
     """The content of the page below one heading.
 
-    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show the same as `plots`, by
-    the title of their axes. texts: texts of settings that are shown as they are.
+    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show the same as `plots`
+    against other x axes and are folded at first, by the title of the fold. texts: configurations
+    as text, shown unchanged.
     """
 
     title: str
@@ -464,7 +465,7 @@ def _score_column(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------
 @dataclass
 class _SharedSplit:
-    """A split of the data, and the settings that have it."""
+    """A split of the data, and the labels of the settings whose runs use it."""
 
     split: ClientLabels
     heterogeneity: Mapping[str, object]

@@ -186,7 +186,9 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
             for run in runs:
                 numbers |= {k: v for k, v in _flat_numbers(run.summary).items() if v is not None}
             advice = suggest(name, [*known, *numbers])
-            raise ValueError(f"--columns {name}: no run has this number. Choose another: {advice}.")
+            raise ValueError(
+                f"--columns {name}: no run has such a column. Choose another: {advice}."
+            )
         chosen.append(column)
     return chosen
 

@@ -488,7 +488,7 @@ class Tracker:
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; skip a round that an earlier part of the run has added."""
+        """Add a row of the history; skip rounds that were added before the run was resumed."""
         with self._wake:
             if _round(row) > self._last_round:
                 self._last_round, self._has_news = _round(row), True

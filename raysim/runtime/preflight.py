@@ -31,8 +31,8 @@ USABLE_SHARE = 0.95  # of a GPU's memory; allocators leave gaps
 class MemoryNeed:
     """The memory that a worker needs, in bytes.
 
-    job: the peak of a worker. room: the memory of the device that workers can use. state: the size
-    of one client's state.
+    job: the most memory that a worker uses while it trains a job. room: the memory of the device
+    that is available to workers. state: the size of one client's state.
     """
 
     job: int

@@ -51,7 +51,7 @@ class Availability(ABC):
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return bool [clients]: whether each client is available at its time in `moments`."""
+        """Return bool [clients]: True if a client is available at its own time in `now`."""
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.available(client, moment) for client, moment in moments], bool)
 
@@ -62,7 +62,7 @@ class Availability(ABC):
         return np.array(times, np.float64)
 
     def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
-        """Return the available ones among these clients."""
+        """Return those of these clients that are available."""
         available = [clients[:0]]
         for place in _blocks(len(clients)):
             block = clients[place]
@@ -193,7 +193,7 @@ class Diurnal(Availability):
 class _StepDraw(NamedTuple):
     """The random numbers of one step of a `MarkovAvailability`.
 
-    The place of a client is (client - start) * factor modulo the prime.
+    They define a random order of the clients: client c has place (c - start) * factor mod prime.
     """
 
     start: int
@@ -323,7 +323,7 @@ class MarkovAvailability(Availability):
 
 
 def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Return bool [values]: whether each value is one of the members (ascending)."""
+    """Return bool [values]: True if a value is one of the members, which are ascending."""
     if not len(members):
         return np.zeros(len(values), bool)
     places = np.minimum(np.searchsorted(members, values), len(members) - 1)
@@ -341,10 +341,11 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    The intervals repeat after the client's period if `wrap` is True. bounds: float64, starts and
-    ends in turn, row after row. first: int [rows + 1], the position in `bounds` at which each row
-    begins. periods: float64 [rows], seconds. row_of: int [clients], the row of each client. A
-    client is available at a start and not at an end.
+    A row is the recording of one device; several clients may follow the same row. bounds: float64,
+    starts and ends in turn, row after row, in virtual seconds. first: int [rows + 1], the position
+    in `bounds` at which each row begins. periods: float64 [rows], the seconds after which a row
+    repeats if `wrap` is True. row_of: int [clients], the row of each client. An interval includes
+    its start and excludes its end.
     """
 
     def __init__(
@@ -377,7 +378,10 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return row, start and end of the present period, and the next bound of the row."""
+        """Return a client's row, start and end of its current period, and its next bound.
+
+        The bound is given by its position in `bounds`.
+        """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
             period = self._period[row]

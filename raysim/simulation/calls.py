@@ -82,14 +82,14 @@ class WorkerCalls:
         return self.start(Call(worker, method, args, states))
 
     def start(self, call: AnyCall) -> AnyCall:
-        """Make a call for the first time; another worker gets it if its worker was released.
+        """Start a call. If its worker was released, another worker gets the call.
 
-        Raises ProcessLostError if the worker was released, with values that the run needs.
+        Raises ProcessLostError if the released worker held values that the run needs.
         """
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, with values that the run needs"
+                    f"worker {call.worker} is lost, and it held values that the run needs"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:

@@ -94,7 +94,7 @@ class ClientStates:
 
     @property
     def accepted_jobs(self) -> Mapping[int, int]:
-        """For each client that has an accepted state, the number of the job that left it."""
+        """The number of the job that produced the accepted state, for each client that has one."""
         return self._accepted
 
     # --- places -----------------------------------------------------------------------------------

@@ -136,8 +136,11 @@ class Dispatcher:
         """Return the node of each active worker."""
         return [self._runtime.nodes[worker] for worker in self._calls.active]
 
-    def _keeps_sums(self, nodes: Iterable[int]) -> bool:
-        """Return True if sums stay on one of these nodes until nodes have added them up."""
+    def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
+        """Return True if one of these nodes adds up the sums of its workers before it sends them.
+
+        The coordinator's node (0) does not, and no node does so for a small model.
+        """
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
@@ -150,7 +153,7 @@ class Dispatcher:
         if groups and not self._client_states.stateful:
             job_of = {job.number: job for job in jobs}
             whole = [[job_of[number] for number in group] for group in groups]
-            shares = assign_groups(whole, loads, nodes, keeps_nodes=self._keeps_sums(nodes))
+            shares = assign_groups(whole, loads, nodes, keeps_nodes=self._adds_on_nodes(nodes))
             return dict(zip(workers, shares, strict=True))
         units = units_by_client(jobs)
         assigned: dict[int, list[Job]] = {}
@@ -222,7 +225,7 @@ class Dispatcher:
             jobs = [job._replace(state=state) for job, state in zip(jobs, states, strict=True)]
             uses = [StateUse(job.client, job.state, job.number) for job in jobs]
         # A lost sum is trained again, and a client's state may have changed by then.
-        is_apart = bool(groups) and not uses and self._keeps_sums([self._runtime.nodes[worker]])
+        is_apart = bool(groups) and not uses and self._adds_on_nodes([self._runtime.nodes[worker]])
         method = "train_apart" if is_apart else "train"
         call = self._start(worker, method, jobs, groups, uses)
         for job in jobs:

@@ -46,11 +46,11 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version.
 
-    clients, unseen: the scored clients, trained and never trained. reports: the reports of each
-    view. members: the clients of the loss decomposition. models: the calls that score the local
-    model of each member, and the next shared model. replicas: the calls that score each replica on
-    the central test set. client_scores: for each column, pairs of a client and its score, after
-    `columns` has read them.
+    clients: the scored clients that are trained. unseen: the scored clients that are never trained.
+    reports: the calls for each view (see the module). members: the clients of the loss
+    decomposition. models: the calls that score the local model of each member, and the next shared
+    model. replicas: the calls that score each replica on the central test set. client_scores: for
+    each column, arrays of clients and of their scores; `Evaluator.columns` fills it.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)

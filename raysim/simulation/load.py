@@ -30,9 +30,10 @@ class _Traffic:
 
 
 class Loads:
-    """A function that returns the load of each job of a run.
+    """A function that returns the load of a job: samples to process, floats received and sent.
 
-    counts: int64 [clients], the training samples of each client.
+    A forward pass without a backward pass counts as a part of a sample (`FORWARD`). counts: int64
+    [clients], the training samples of each client.
     """
 
     def __init__(self, spec: RunSpec, declarations: Declarations, counts: np.ndarray):
@@ -55,7 +56,10 @@ class Loads:
         self._plain: dict[int, Load] = {}  # by samples, where no method adds anything
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job. earlier, accepted: see `Participation`."""
+        """Return the load of a client's next job, which starts from this version.
+
+        earlier, accepted: the client's earlier jobs, and those of them that were accepted.
+        """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
         if load is not None:
@@ -111,7 +115,7 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A function that returns the load of each job where clients have replicas of their own.
+    """A function that returns the load of a job if every client has a replica of its own.
 
     Instead of receiving and sending the model, a client receives and sends the floats of its
     exchange. model: the floats of a replica.
@@ -131,7 +135,7 @@ class PeerLoads:
 
 
 class ChoiceLoads:
-    """A function that returns the load of each job where clients choose their replica.
+    """A function that returns the load of a job if each client chooses its replica by the loss.
 
     A client receives all replicas, computes the loss of each on its training samples, and sends one
     number more: its choice.

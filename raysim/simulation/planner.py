@@ -56,7 +56,10 @@ class NoClientsLeftError(RunStoppedError):
 
 
 class Load(NamedTuple):
-    """The samples of a job, including additional passes, and the floats received and sent."""
+    """What a job costs: samples to process, and floats that its client receives and sends.
+
+    work: additional passes, such as those of a method's `cost`, count as samples, too.
+    """
 
     work: float
     down: int

@@ -144,12 +144,12 @@ class Synchronous(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """The cohort."""
+        """The number of clients in a round."""
         return self.cohort
 
     @property
     def size(self) -> int:
-        """The cohort."""
+        """The number of clients in a round."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
@@ -180,12 +180,12 @@ class Oversample(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """The clients that a round begins with."""
+        """The number of clients that start at the beginning of a round."""
         return math.ceil(round(self.cohort * self.factor, 9))
 
     @property
     def size(self) -> int:
-        """The cohort."""
+        """The number of clients in a round."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
@@ -223,12 +223,12 @@ class Deadline(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """The cohort."""
+        """The number of clients in a round."""
         return self.cohort
 
     @property
     def size(self) -> int:
-        """The cohort."""
+        """The number of clients in a round."""
         return self.cohort
 
     @property

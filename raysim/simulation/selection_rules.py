@@ -82,7 +82,7 @@ class PowerOfChoice(Selection):
         if self.loss == "last":
             raise ValueError(
                 f"selection.samples={self.samples} has no effect with selection.loss=last, which "
-                "makes no pass. Leave one of them out."
+                "uses the loss of each client's last job and measures none. Leave one of them out."
             )
 
     @property

@@ -64,7 +64,7 @@ class StateIndex:
 
     @property
     def jobs(self) -> dict[int, int]:
-        """For each client, the number of the job that left the accepted state."""
+        """The number of the job that produced each client's accepted state, by client."""
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
@@ -120,7 +120,10 @@ class StateIndex:
             yield number, tensors
 
     def with_sizes(self) -> StateIndex:
-        """Return the index with the bytes of all files, after all states are written."""
+        """Return the index with the size of each file in bytes.
+
+        Call it after all states are written.
+        """
         numbers = np.unique(self.states[:, FILE])
         live = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())

@@ -154,11 +154,11 @@ class BatchedLanes(LaneLoop[Lane]):
 
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
-        """See `LaneLoop`."""
+        """Prepare a lane for a job that has begun."""
         self.optimizer.restart(lane.row, lane.ctx.optimizers.saved_buffers(_TASK.name))
 
     def finish(self, lane: Lane) -> None:
-        """See `LaneLoop`."""
+        """Copy the lane's optimizer buffers into its job, if it has made a step."""
         if lane.step:
             lane.ctx.optimizers.put(
                 _TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate
@@ -166,7 +166,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
     # --- the step ----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[Lane]) -> None:
-        """See `LaneLoop`."""
+        """Make the next iteration of these lanes."""
         try:
             losses = self._step(busy)
         except (RuntimeError, IndexError) as error:

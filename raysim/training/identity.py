@@ -76,7 +76,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
 
 def _device(device: str) -> dict[str, str]:
-    """Return the model of a worker's device; {} for a process that trains nothing."""
+    """Return the hardware of a worker's device by name; {} for a process that trains nothing."""
     if not device.startswith("cuda"):
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)

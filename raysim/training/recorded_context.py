@@ -193,13 +193,16 @@ class RecordedContext(Context):
         return object.__getattribute__(self, name)
 
     def drawn(self, name: str) -> Tensor:
-        """See `Context`."""
+        """Return the tensor that a method drew for this step."""
         return self._tables["draws"][name]
 
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """See `Context`; the networks see `values` without a copy until the iteration ends."""
+        """Return a second set of networks, see `LocalJob.frozen`.
+
+        They use `values` without a copy until the iteration ends.
+        """
         if name not in self._frozen:
             vector = self._frozen_vector(name)
             if values is None:

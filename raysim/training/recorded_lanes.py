@@ -58,7 +58,10 @@ def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
 
 
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
-    """Return the modes after some stages, in the order in which they were set."""
+    """Return the mode of each part of the model after some stages: True in train mode.
+
+    The parts are in the order in which their modes were set last.
+    """
     result = dict(modes)
     for stage in stages:
         for part, training in stage.modes.items():
@@ -86,11 +89,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: RecordedLane) -> None:
-        """See `LaneLoop`."""
+        """Prepare a lane for a job that has begun."""
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """See `LaneLoop`; `prepare` has handed out the optimizers."""
+        """Set the modes of the networks to those of the lane; the optimizers are set already."""
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
 
@@ -116,7 +119,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     # --- an iteration ------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[RecordedLane]) -> None:
-        """See `LaneLoop`."""
+        """Make the next iteration of these lanes."""
         keys: dict[int, Key] = {}
         for lane in busy:
             self.prepare(lane)

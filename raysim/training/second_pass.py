@@ -51,7 +51,7 @@ class RecordedOutputs(Outputs):
         self.starts: dict[str, Tensor] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """See `Outputs`."""
+        """Return the value stored as `name`, and store the random state before its computation."""
         if self._kept.get(name) is None:
             self.starts[name] = generator_state(self.ctx.vector.data.device)
         return super().once(name, compute)
@@ -71,7 +71,7 @@ class RepeatedOutputs(Outputs):
         self._first = first
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """See `Outputs`."""
+        """Return the value stored as `name`, computed with the random state of the first pass."""
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:
             return super().once(name, compute)

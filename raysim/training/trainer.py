@@ -143,19 +143,19 @@ class Trainer:
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ClientData.gather`."""
+        """Return normalised inputs and labels of rows, augmented if there is a generator."""
         return self.data.gather(rows, generator)
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `ClientData.client_samples`."""
+        """Yield a client's training samples in order, in batches fit for evaluation."""
         return self.data.client_samples(client)
 
     def class_counts(self, client: int) -> Tensor:
-        """See `ClientData.class_counts`."""
+        """Return how many training samples of each class a client has: int64 [C] on the CPU."""
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """See `Context.frozen`."""
+        """Return a second set of networks, see `LocalJob.frozen`."""
         return self.frozen_networks.networks(ctx, name, values)
 
     def contribution(self, client: int) -> Contribution:
@@ -299,7 +299,7 @@ class Trainer:
             network.train(mode)
 
     def load(self, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
-        """See `load_vector`."""
+        """Put a received vector and a client's personal part into the vector of this trainer."""
         load_vector(self.vector, base, counters, state)
 
     def views(self, ctx: Context) -> dict[str, Any]:

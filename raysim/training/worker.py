@@ -269,7 +269,7 @@ class _TrainingCall:
         return [self._results[place] for place in range(len(self.jobs))]
 
     def is_ready(self, place: int) -> bool:
-        """Return True if the job that leaves this job's client state has ended."""
+        """Return True if the earlier job that produces the client state for this job has ended."""
         return self.jobs[place].state not in self._unfinished
 
     def begin(self, place: int) -> RunningJob:

@@ -133,7 +133,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_numpy_labels_decide_what_is_learnt(
+def test_numpy_labels_determine_kind_and_outputs(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -331,7 +331,7 @@ def test_leaf_lists_of_fields_need_the_text_field(tmp_path: Path) -> None:
     dataset = Leaf(str(root), field=3).build()
     assert dataset.shape == (10,) and dataset.kind == "classification"
     assert "".join(LETTERS[token - 1] for token in dataset.inputs[0]) == "I am happy"
-    with pytest.raises(ValueError, match=r"data\.field .*3 with 'I am happy'"):
+    with pytest.raises(ValueError, match=r"data\.field=3"):
         Leaf(str(root)).build()
     for field in (4, 5):  # a number, and none
         with pytest.raises(ValueError, match=rf"data\.field={field}"):

@@ -149,7 +149,7 @@ def test_several_inputs_have_the_same_bits_on_workers() -> None:
         ("data.mean=[0.5] data.std=[1.0]", TwoInputs, r"data\.mean"),
     ],
 )
-def test_what_several_inputs_cannot_do_is_refused(words: str, model: Any, text: str) -> None:
+def test_settings_that_need_a_single_input_are_refused(words: str, model: Any, text: str) -> None:
     with pytest.raises(RefusedError, match=text):
         raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
 

@@ -507,7 +507,7 @@ def test_image_folder_split_file_decides_test_rows(tmp_path: Path) -> None:
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_image_folder_train_and_test_folders(tmp_path: Path) -> None:
+def test_image_folder_reads_only_train_and_test_folders(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("test", 2), ("val", 5)):
         for name in ("normal", "ill"):
             for number in range(count):

@@ -158,7 +158,7 @@ def test_repeating_a_stored_run_sets_nothing_again(tmp_path: Path) -> None:
     assert changed.spec.settings.local.epochs == 3
 
 
-def test_search_over_a_needed_key_is_refused() -> None:
+def test_sweep_over_a_key_that_the_method_sets_is_refused() -> None:
     search = plan([*IN_PROCESS, "method=fedrep", "local.lr=0.1,0.2", "sweep.search=grid"])
     assert [build(search.node(point)).spec.settings.local.epochs for point in search.points()] == [
         11,

@@ -32,7 +32,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-def test_it_asks_for_pooled_data_and_does_nothing_else() -> None:
+def test_centralized_only_declares_pooled_data() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 
@@ -52,7 +52,7 @@ def test_losses_and_data_changes_combine_with_it() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 
-def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
+def test_one_client_with_equal_batches_matches_local_training() -> None:
     data = pool_clients(population(1))
     result = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
     local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)

@@ -37,7 +37,7 @@ from raysim.simulation.fleet import Ideal
 @pytest.mark.parametrize(
     "others", [(), (FedProx(0.1), Scaffold())], ids=["alone", "with fedprox and scaffold"]
 )
-def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
+def test_shared_model_has_the_same_bits_without_ditto(
     others: tuple[Method, ...], model: Any, schedule: Any
 ) -> None:
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the
@@ -64,7 +64,7 @@ def test_nothing_of_a_personal_model_travels() -> None:
     )
 
 
-def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() -> None:
+def test_ditto_with_fedbn_runs_and_adds_no_tensors() -> None:
     result = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
     plain = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal())
     assert not result.failures

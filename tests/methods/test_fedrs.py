@@ -95,7 +95,7 @@ def skewed() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_of_mixed_labels_is_of_scaled_logits(kind: Any) -> None:
+def test_loss_of_mixed_labels_uses_scaled_logits(kind: Any) -> None:
     trained = set()
 
     class Watched(FedRS):

@@ -175,9 +175,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_the_configuration_names_each_with_its_own_settings(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_option_of_each_board_makes_an_observer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
     node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
     observer = build_object(

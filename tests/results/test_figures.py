@@ -45,7 +45,7 @@ def test_features_of_any_width_and_scale_are_drawn(
     assert size(tmp_path / "features.png") == (1560, 897)
 
 
-def test_features_compare_clients_of_the_commonest_version() -> None:
+def test_features_figure_shows_the_most_frequent_base_version() -> None:
     probes = [
         make(0, 9),
         make(1, 4),

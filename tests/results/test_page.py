@@ -292,7 +292,7 @@ def test_report_writes_pngs_of_measured_metrics(
     ]
 
 
-def test_run_without_measurement_has_a_page(tmp_path: Path) -> None:
+def test_page_of_a_run_without_scores_is_written(tmp_path: Path) -> None:
     run = make(tmp_path / "a", [None])
     bare = replace(run, rows=[{"round": 1}], summary={"rounds": 1})
     assert "No run has measured anything yet" in written([bare], tmp_path)

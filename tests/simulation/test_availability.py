@@ -367,7 +367,7 @@ def test_interval_contains_its_moment_despite_rounding() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_clients_have_their_share_and_durations(on: float, off: float) -> None:
+def test_markov_share_and_durations_match_on_and_off(on: float, off: float) -> None:
     presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]

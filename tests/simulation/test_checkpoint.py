@@ -331,7 +331,7 @@ def test_failed_write_leaves_nothing(
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
-def test_failed_removal_is_told_and_tried_again(
+def test_failed_removal_is_reported_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path, keep=1)
@@ -794,7 +794,7 @@ def test_resumed_run_continues_its_log(remote: bool, tmp_path: Path) -> None:
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
 
 
-def test_earlier_writer_behind_a_url_stops(
+def test_first_process_stops_if_a_second_writes_to_its_url(
     tmp_path: Path,
 ) -> None:
     where = f"memory://{tmp_path.name}-two"

@@ -159,7 +159,7 @@ def test_restored_states_above_the_budget_are_spilled() -> None:
     assert values(state for _, state in books.client_states.accepted()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_restored_states_have_their_bytes() -> None:
+def test_restored_states_count_in_the_number_of_bytes() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

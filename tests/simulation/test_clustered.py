@@ -47,7 +47,7 @@ def spec(topology: Topology, *methods: Method, **others: Any) -> Any:
     "schedule", [ALL, Buffered(6, 3), Immediate(4)], ids=lambda s: s.__class__.__name__
 )
 @pytest.mark.parametrize("methods", [(), (FedAdam(), FedBN(), FedCM())], ids=["none", "three"])
-def test_runs_agree_on_workers_and_resumed(
+def test_bits_agree_on_more_workers_and_after_resume(
     topology: Topology, schedule: Schedule, methods: tuple[Method, ...]
 ) -> None:
     def make() -> Any:

@@ -463,7 +463,7 @@ def test_job_that_always_kills_its_actor_stops_the_run(ray_session: None, tmp_pa
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_stopped_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
+def test_frozen_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:

@@ -67,7 +67,7 @@ def test_bundle_passes_over_a_bounded_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_accepts_is_called_with_is_first() -> None:
+def test_take_bundle_marks_its_first_job_for_accepts() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -180,7 +180,7 @@ class TestHierarchical:
         assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_runs_agree_on_workers_and_resumed(self, schedule: Schedule) -> None:
+    def test_bits_agree_on_more_workers_and_after_resume(self, schedule: Schedule) -> None:
         def make() -> Any:
             return spec(Hierarchical(2, every=2, bandwidth_sigma=0.5), Scaffold(), FedBN())
 
@@ -352,7 +352,7 @@ class TestGossip:
             (Gossip("ring", exchange="pairwise", mix="before"), Immediate(4)),
         ],
     )
-    def test_runs_agree_on_workers_and_resumed(
+    def test_bits_agree_on_more_workers_and_after_resume(
         self, topology: Topology, schedule: Schedule
     ) -> None:
         def make() -> Any:
@@ -495,7 +495,7 @@ class TestOwnTopology:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_runs_agree_on_workers_and_resumed(self) -> None:
+    def test_bits_agree_on_more_workers_and_after_resume(self) -> None:
         def make() -> Any:
             return spec(Cities(), Scaffold(), FedBN())
 

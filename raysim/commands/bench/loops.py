@@ -109,7 +109,7 @@ class LoopResult:
 
 
 def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
-    """Return the run of a workload: equal clients by Dirichlet(0.5), without client test sets."""
+    """Return the run of a workload: equal sizes, classes by Dirichlet(0.5), no client test sets."""
     partition = DirichletClient(
         clients=workload.clients, alpha=0.5, test_fraction=0.0, fraction=1.0
     )

@@ -184,7 +184,10 @@ def measure_pairs(
     blocks: int,
     say: Callable[[str], None],
 ) -> list[StepCost]:
-    """Measure every pair once per block; each call of a pair returns two times in seconds."""
+    """Measure every method once in each block.
+
+    pairs: by method, a function that returns the seconds of the method and of the reference.
+    """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):
         for name, time_pair in pairs.items():
@@ -208,7 +211,7 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
         texts = [f"{value:.3f}" for value in ratios]
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
-    print(f"{title}; medians of {blocks} blocks; each block times both variants")
+    print(f"{title}; medians of {blocks} blocks, each of which measures both variants")
     print(format_table(text_columns(head, rows), terminal_width()))
 
     capability = torch.backends.cpu.get_cpu_capability()

@@ -128,7 +128,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the archive in the output of the second job. Raise `RefusedError` if there is none."""
+    """Return the archive that the job for fetching printed. Raise `RefusedError` without one."""
     lines = text.splitlines()
     for line in lines:
         if line.startswith(ERROR + "no folder"):

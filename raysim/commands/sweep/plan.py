@@ -161,8 +161,8 @@ class SweepPlan:
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
             if self.options.trials not in (None, len(points)):
                 raise RefusedError(
-                    f"sweep.trials={self.options.trials}: this grid has {len(points)} trials. "
-                    "Leave it out"
+                    f"sweep.trials={self.options.trials}: a grid runs all of its trials, which are "
+                    f"{len(points)} here. Leave sweep.trials out"
                 )
             return points
         count = DRAWS_PER_TRIAL * self.trials

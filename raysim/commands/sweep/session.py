@@ -198,9 +198,10 @@ class SweepSession:
     quiet: bool
 
     def run(self, allow: Sequence[str], since: float) -> SweepResult:
-        """Make the trials that have not ended, write the results and return them.
+        """Run the trials that have not ended, write the results and return them.
 
-        since: the start of the command in time.monotonic(). Raise `Interrupted`.
+        since: time.monotonic() at the start of the command. Raise `Interrupted` if the user stops
+        the sweep.
         """
         options = self.plan.options
         points = self.plan.points() if options.search != "optuna" else []

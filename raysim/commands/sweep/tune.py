@@ -182,7 +182,7 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Replace the trial's runs with the saved state, unless it is the trial's own state."""
+        """Replace the trial's runs with the saved ones of another trial; keep its own runs."""
         self.cleanup()
         folder = Path(str(checkpoint_dir))
         if (folder / ORIGIN).read_text() == str(self._number):

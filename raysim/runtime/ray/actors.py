@@ -148,7 +148,7 @@ class NodeAdder:
     """A process that adds up the sums of a node's workers, also while these train."""
 
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
-        """See `tree_sum.add_up`."""
+        """Return the sum of the parts of a tree; None if all parts are None."""
         return add_up(parts, *sums)
 
 
@@ -497,8 +497,8 @@ class RayRuntime:
             self.participants.add(identity)
         except UnequalWorkersError as error:
             raise RunStoppedError(
-                f"worker {worker} died, and its replacement differs. {error} Then use "
-                "resume=latest."
+                f"worker {worker} died, and its replacement would compute other bits. {error} "
+                "After that, continue the run with resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:

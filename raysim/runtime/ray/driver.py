@@ -112,8 +112,8 @@ def plan_now(
             each["memory"] = need.job
             capacity = worker_capacity(cluster, {"memory": need.job}, options.strategy)
             say(
-                f"a job needs {format_bytes(need.job)}: {capacity} workers fit into the cluster's "
-                "memory"
+                f"a job needs {format_bytes(need.job)}, so {capacity} workers fit into the "
+                "cluster's memory"
             )
     size = choose_size(options, each, cluster, concurrency)
     # One worker always starts, so that only more of them are worth a look at the model's size.
@@ -185,14 +185,14 @@ def _choose_gpu_share(
     job, room = format_bytes(need.job), format_bytes(need.room)
     states = ""
     if need.state:
-        states = f" and {format_bytes(clients * need.state)} of client states are kept"
+        states = f", and client states need {format_bytes(clients * need.state)}"
     if not fitting:
         raise ValueError(
             f"device=cuda: a job needs {job}{states}, and a GPU has {room}. Lower local.batch, or "
             "set device=cpu."
         )
     workers = "1 worker fits" if fitting == 1 else f"{fitting} workers fit"
-    say(f"a job needs {job}{states}: {workers} on a GPU")
+    say(f"a job needs {job}{states}, so {workers} on a GPU")
     if options.gpus is not None:
         if options.gpus < gpu_share(fitting):
             raise ValueError(
@@ -242,8 +242,8 @@ def run(
                         continue
                     if isinstance(event, Started) and not are_equal(event.processes):
                         say(
-                            "runtime.mixed=true: the processes of this run differ. The same bits "
-                            "are not promised."
+                            "runtime.mixed=true: the processes of this run have different hardware "
+                            "or software. A repetition may have other bits."
                         )
                     yield event
         has_succeeded = True
