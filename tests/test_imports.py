@@ -20,8 +20,10 @@ ON_RAY = [
         "cluster",
         "driver",
         "failures",
+        "node_watch",
         "object_workers",
         "processes",
+        "recruiter",
     )
 ]
 CORE = (

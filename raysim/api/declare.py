@@ -12,11 +12,11 @@ from torch import nn
 
 from raysim.api.client_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
-from raysim.api.compression import Compressor
 from raysim.api.declarations import ExtraNetwork, Labels, Local, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.api.setup import MethodDeclaration, Setup
+from raysim.api.update_code import UpdateCode
 from raysim.models.classifier import is_split
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
@@ -110,7 +110,7 @@ class Declarations:
         return uses
 
     @property
-    def compressor(self) -> tuple[str, Compressor] | None:
+    def compressor(self) -> tuple[str, UpdateCode] | None:
         """The compressor of the run with the name of the method that declared it, or None."""
         declared = self.declarer("compressor")
         if declared is None or declared.compressor is None:

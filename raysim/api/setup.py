@@ -24,10 +24,10 @@ from raysim.api.local_job import LocalJob, ScoredModel
 from raysim.api.local_training import LocalResult
 from raysim.api.messages import Failure, Update
 from raysim.api.server_view import ServerView, Weighting
+from raysim.api.update_code import UpdateCode
 from raysim.vectors.layout import Layout
 
 if TYPE_CHECKING:
-    from raysim.api.compression import Compressor
     from raysim.models import Classifier
 
 Need: TypeAlias = Literal["classes", "features", "gradients", "images", "numbers"]
@@ -116,7 +116,7 @@ class MethodDeclaration:
         default_factory=dict
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
-    compressor: Compressor | None = None
+    compressor: UpdateCode | None = None
     has_gradients: bool = True  # whether the model can be differentiated
     has_parameters: bool = True  # False: the model is not in the vector
     evaluate: Callable[[ScoredModel], Mapping[str, float]] | None = None
@@ -423,7 +423,7 @@ class Setup:
         """The position of each tensor in the flat vector; known once all methods have declared."""
         return self._layout[0]
 
-    def compress(self, compressor: Compressor) -> None:
+    def compress(self, compressor: UpdateCode) -> None:
         """Compress clients' updates or the server's steps; only one method of a list may.
 
         A `Compressor` declares it by itself.

@@ -29,7 +29,12 @@ class SumTrees:
         self._places: dict[int, tuple[Group, int]] = {}
 
     def plan(self, tree: Group) -> None:
-        """Add a tree: the numbers of its jobs in the order of acceptance."""
+        """Add a tree: the numbers of its jobs in the order of acceptance.
+
+        A single job needs none, because its sum is as long as its update.
+        """
+        if len(tree) == 1:
+            return
         for position, number in enumerate(tree):
             self._places[number] = tree, position
 

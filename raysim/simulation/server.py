@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from raysim.api.composition import failing_method_name
-from raysim.api.compression import Compressor
 from raysim.api.declarations import Local, Task
 from raysim.api.declare import Declarations
 from raysim.api.entries import Entries
@@ -29,6 +28,7 @@ from raysim.api.messages import Arrays, Failure, GroupSums, PublishedVersion, Up
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView, Weighting
 from raysim.api.setup import MethodDeclaration, Send, number_of_floats
+from raysim.api.update_code import UpdateCode
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
@@ -97,7 +97,7 @@ class Server:
         steppers = declarations.hooks_of("step")
         self._steppers = sorted(steppers, key=lambda pair: "step" in pair[0].owned)
         self._scored = declarations.declarer("scored")
-        self._compression: tuple[str, Compressor] | None = None
+        self._compression: tuple[str, UpdateCode] | None = None
         compression = declarations.compressor
         if compression is not None and compression[1].compresses_down:
             self._compression = compression

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from raysim.api.composition import STEP_HOOKS, failing_method_name
-from raysim.api.compression import Compressor
 from raysim.api.context import Context
 from raysim.api.entries import Entries
 from raysim.api.hook_checks import check_report, format_error, format_traceback
 from raysim.api.messages import Failure, Job, Probe, Update
+from raysim.api.update_code import UpdateCode
 from raysim.training.attack import check_norm
 from raysim.training.own_training import LocalTrainingError
 from raysim.training.run_spec import RunSpec
@@ -54,7 +54,7 @@ class UpdateBuilder:
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
         self.spec, self.trainer, self.copies, self.worker = spec, trainer, copies, worker
         self.vector, self.layout = trainer.vector, trainer.vector.layout
-        self.compression: tuple[str, Compressor] | None = None
+        self.compression: tuple[str, UpdateCode] | None = None
         compression = trainer.declarations.compressor
         if compression is not None and compression[1].compresses_up:
             self.compression = compression

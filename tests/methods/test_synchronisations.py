@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.api.declarations import Local
 from raysim.commands.bench import gpu
+from raysim.methods.lora_factors import LORA_METHODS
 from raysim.runtime.inprocess import InProcess
 from raysim.training.recorded_lanes import RecordedLanes
 from raysim.training.worker import Worker
@@ -56,7 +57,7 @@ class Counter(TorchDispatchMode):
 def most_waits(name: str) -> int:
     """Return how often the steps of a job wait at most, in three rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
-    model = TABLE[name].model if name == "inco" else MLP
+    model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP
     spec = run_spec(*methods, model=model, data=equal_clients(), local=Local(batch=8, epochs=2))
     worker = Worker(spec)
     counts: list[int] = []
