@@ -127,7 +127,7 @@ class TestRun:
         (folder,) = Path("runs").iterdir()
         assert folder.name.endswith("-fedavg-synthetic")
 
-    def test_bits_depend_on_the_seed_alone(self) -> None:
+    def test_bits_depend_on_the_seed_only(self) -> None:
         for out, seed in (("a", 0), ("b", 0), ("c", 1)):
             run(f"out={out}", f"seed={seed}", "rounds=2")
         assert bits("a") == bits("b")
@@ -231,7 +231,7 @@ class TestRefusals:
         ("words", "missing"),
         [(["out=a", "resume=latest"], "resume="), (["rounds=1"], "out=DIR")],
     )
-    def test_auto_resume_needs_a_folder_alone(
+    def test_auto_resume_needs_out_and_no_resume(
         self, words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         error = printed(["run", "--auto-resume", *words], capsys, status=2)

@@ -78,7 +78,7 @@ class TestPlan:
         assert last["choices"]["method"] == ["fedprox", "mixup"]
         assert last["out"] == "s/runs/fedprox+mixup_alpha-0.5_seed-1"
 
-    def test_key_of_an_option_is_for_its_runs_alone(self) -> None:
+    def test_key_of_an_option_varies_only_runs_of_this_option(self) -> None:
         methods = ["method=[],[fedprox]", "method.fedprox.mu=0.1,1"]
         planned = plan([*methods, "partition=iid,dirichlet", "partition.alpha=0.3"])
         assert names(planned) == [
@@ -222,7 +222,7 @@ def test_study_is_a_tracked_run_with_its_runs_below(monkeypatch: pytest.MonkeyPa
     assert sum(run.data.tags.get("mlflow.parentRunId") == parent_id for run in runs) == 4
 
 
-def test_failed_run_leaves_the_others_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_run_does_not_affect_other_runs(capsys: pytest.CaptureFixture[str]) -> None:
     study("local.lr=1e30,0.05", "local.batch=4", *QUICK, "out=s", status=1)
     printed = capsys.readouterr()
     assert "run 2/2 fedavg_lr-0.05_seed-0: accuracy" in printed.out
@@ -468,7 +468,7 @@ class TestComparisons:
             assert study_report.draw(comparisons).startswith(b"\x89PNG")
             assert len(study_report.differences_table(comparisons)[0].texts) == 4
 
-    def test_picture_names_an_interval_where_it_has_one(
+    def test_picture_labels_intervals_only_if_it_draws_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from matplotlib.axes import Axes

@@ -78,7 +78,7 @@ class Harmless(Method):
 # --- the package --------------------------------------------------------------------------------
 class TestPackage:
     @pytest.mark.slow
-    def test_package_is_what_a_job_needs(self, tmp_path: Path) -> None:
+    def test_packed_raysim_runs_without_the_checkout(self, tmp_path: Path) -> None:
         pack(find_files(), tmp_path)
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["LICENSE", "README.md", "conf", "pyproject.toml", "raysim"]
@@ -226,7 +226,7 @@ class TestCommand:
         printed = capsys.readouterr()
         assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
 
-    def test_what_only_nodes_have_is_not_checked(self, tmp_path: Path) -> None:
+    def test_files_and_packages_of_nodes_are_not_checked(self, tmp_path: Path) -> None:
         overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
         check_command(job_command("run", "out=/s/a", *overrides), find_files())
         (tmp_path / "method").mkdir()

@@ -52,7 +52,7 @@ def test_server_is_started_and_opened_on_charts(runs: Path, port: int) -> None:
         assert probe.connect_ex((ui.HOST, port)), "the server has ended"
 
 
-def test_run_and_folders_around_it_have_one_database(runs: Path) -> None:
+def test_run_and_its_parent_folders_share_one_database(runs: Path) -> None:
     for folder in (runs, runs / "a", runs.parent):
         assert ui.find_database(str(folder)) == runs / "mlflow.db"
 

@@ -243,7 +243,7 @@ def test_table_text_becomes_documents_of_users(tmp_path: Path) -> None:
     assert raw.domain_names == ["a"] and raw.class_names == ["<end>", "x", "y", "z"]
 
 
-def test_instructions_learn_the_answer_alone(tmp_path: Path) -> None:
+def test_instructions_learn_only_the_answer(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     source = JsonLines(
         root=root, kind="causal", prompt="question", columns=["answer"], test_fraction=0.5
@@ -425,7 +425,9 @@ def test_run_scores_perplexity_and_accuracy(tmp_path: Path) -> None:
         ({"method": "moon"}, "moon"),
     ],
 )
-def test_run_refuses_what_does_not_fit(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+def test_causal_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
     changed = FAST | MARKOV | TINY_GPT | settings
     if settings.get("data") == "digits":
         changed = {k: v for k, v in changed.items() if k not in ("data.users", "data.samples")}

@@ -55,7 +55,7 @@ def test_federated_data_has_pipeline_of_source() -> None:
     assert "crop_area" not in data.title
 
 
-def test_noise_changes_training_labels_alone() -> None:
+def test_noise_changes_only_training_labels() -> None:
     source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
     data, clean = federate(source, partitioner, 1), SOURCE.build()
     wrong = data.open().labels != clean.labels

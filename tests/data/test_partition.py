@@ -87,7 +87,7 @@ def test_split_gives_every_sample_to_one_client(partitioner: Partitioner) -> Non
 
 
 @pytest.mark.parametrize("partitioner", WHOLE, ids=repr)
-def test_split_depends_on_seed_alone(
+def test_split_depends_on_the_seed_only(
     partitioner: Partitioner,
 ) -> None:
     first, again, other = split(partitioner), split(partitioner), split(partitioner, seed=4)

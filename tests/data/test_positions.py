@@ -178,7 +178,7 @@ def test_losses_skip_unlabelled_samples() -> None:
         ("loss=huber", "loss=huber"),
     ],
 )
-def test_what_positions_cannot_do_is_refused(words: str, key: str) -> None:
+def test_settings_unsuited_to_positions_are_refused(words: str, key: str) -> None:
     pytest.importorskip("torchmetrics")
     parts = {} if words.startswith("model") else {"model": pixels}
     settings = {key: value for key, value in FAST.items() if key != "quiet"}
@@ -188,7 +188,7 @@ def test_what_positions_cannot_do_is_refused(words: str, key: str) -> None:
         raysim.build(words, **settings, **{"data.ignore": 255}, data=images(), **parts)
 
 
-def test_outputs_with_classes_last_are_told_to_move_them() -> None:
+def test_error_for_classes_last_says_to_move_them() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -18,7 +18,7 @@ def test_shapes_mark_the_brighter_pixels() -> None:
         assert len(np.unique(mask)) == 2
 
 
-def test_shapes_depend_on_their_seed_alone() -> None:
+def test_shapes_depend_on_their_seed_only() -> None:
     first, other = Shapes(samples=8, test_samples=0), Shapes(samples=8, test_samples=0, seed=1)
     np.testing.assert_array_equal(first.read().inputs, first.read().inputs)
     assert (first.read().inputs != other.read().inputs).any()

@@ -120,7 +120,7 @@ def test_shards_mistakes_name_the_file(shards: str, settings: dict[str, Any], te
         WebDataset(root=shards, **settings).build()
 
 
-def test_shards_refuse_what_is_no_tar_file(tmp_path: Path) -> None:
+def test_shards_refuse_missing_and_broken_tar_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.root"):
         WebDataset(root=str(tmp_path)).build()
     (tmp_path / "a.tar").write_bytes(b"no tar file")

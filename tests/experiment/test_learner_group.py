@@ -118,7 +118,7 @@ def test_learner_of_a_package_is_an_option() -> None:
     assert resumed.experiment.spec.methods[0].share == 0.25  # type: ignore[attr-defined]
 
 
-def test_learner_object_without_file_is_given_again() -> None:
+def test_unstorable_learner_must_be_passed_again() -> None:
     learner = Unnamed(lambda parameters: parameters + 1)
     raysim.run(f"{QUICK} rounds=1", learner=learner, quiet=True, out="run")
     with pytest.raises(RefusedError, match="learner"):

@@ -21,7 +21,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_source_of_method_says_what_its_class_says(name: str) -> None:
+def test_facts_read_from_source_equal_those_of_the_class(name: str) -> None:
     source = read_method(NODES[name]["_target_"])
     assert source == methods._import_method(name, NODES[name], [])
 

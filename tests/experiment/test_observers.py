@@ -113,7 +113,7 @@ def test_observer_gets_all_events() -> None:
     assert never.pages == []  # the run had finished
 
 
-def test_error_in_on_round_names_it_and_run_resumes() -> None:
+def test_error_in_on_round_names_it_and_the_run_can_resume() -> None:
     def picky(row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise ZeroDivisionError("nothing to divide by")

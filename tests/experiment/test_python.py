@@ -184,7 +184,7 @@ def test_object_without_plain_values_is_marked() -> None:
         assert OBJECT in object_node(part), part
 
 
-def test_unstorable_object_must_be_given_again(
+def test_unstorable_object_must_be_passed_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = Holding(what=lambda: 0)
@@ -202,7 +202,7 @@ def test_unstorable_object_must_be_given_again(
     assert raysim.load("a", model=model).predictions().classes.shape == (12,)
 
 
-def test_unstorable_methods_must_be_given_to_load() -> None:
+def test_load_needs_unstorable_methods_again() -> None:
     result = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
     with pytest.raises(
         RefusedError, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."
@@ -478,7 +478,7 @@ def test_function_may_take_any_arguments() -> None:
     assert again.model()[1].out_features == 5
 
 
-def test_module_keeps_its_values_and_is_given_again() -> None:
+def test_passed_module_is_unchanged_and_needed_to_resume() -> None:
     torch.manual_seed(1)
     module = flat(3)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

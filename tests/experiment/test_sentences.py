@@ -51,14 +51,14 @@ class TestUnknownKeys:
             "partition=iid", "partition.shards_per_client=2"
         )
 
-    def test_resumed_run_is_asked_about_its_own_options(self) -> None:
+    def test_resume_checks_overrides_against_the_stored_options(self) -> None:
         raysim.run([*WORDS, "out=run", "data=synthetic", "model=mlp", "method=fedprox"], quiet=True)
         resumed = ["out=run", "resume=latest"]
         assert compose([*resumed, "method.fedprox.mu=0.5"]).method.fedprox.mu == 0.5
         with pytest.raises(RefusedError, match="data=synthetic has"):
             compose([*resumed, "data.wrong=1"])
 
-    def test_resumed_run_is_asked_about_its_own_network(self) -> None:
+    def test_resume_checks_overrides_against_the_stored_network(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
         raysim.run(
             [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
@@ -71,7 +71,7 @@ class TestUnknownKeys:
 
 
 class TestPartitions:
-    def test_no_users_named_is_refused_with_existing_keys(self) -> None:
+    def test_natural_split_without_users_names_existing_keys(self) -> None:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 

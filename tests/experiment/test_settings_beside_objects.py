@@ -76,7 +76,7 @@ class TestArrays:
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_only_keeps_the_named_classes(self) -> None:
+    def test_data_only_selects_the_named_classes(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40

@@ -79,7 +79,7 @@ def test_method_writes_its_results_with_the_default_study(name: str, tmp_path: P
         (["experiment=fedbr/cifar10", "method=fedrep", "data=digits", "model=mlp"], "steps", 50),
     ],
 )
-def test_method_sets_what_it_needs(overrides: list[str], key: str, value: int) -> None:
+def test_method_sets_its_required_settings(overrides: list[str], key: str, value: int) -> None:
     experiment = build([*IN_PROCESS, *overrides])
     assert getattr(experiment.spec.settings.local, key) == value
     assert experiment.config["local"][key] == value
@@ -105,7 +105,7 @@ def test_plan_names_the_setting_the_method_and_the_old_value() -> None:
         (["method=fraug", "local.batch=1"], "local.batch"),
     ],
 )
-def test_key_of_the_user_is_kept_and_refused(overrides: list[str], key: str) -> None:
+def test_override_that_contradicts_the_method_is_refused(overrides: list[str], key: str) -> None:
     with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build([*IN_PROCESS, *overrides])
 
@@ -114,12 +114,12 @@ PYTHON: list[dict[str, Any]] = [{"local": {"epochs": 2}}, {"local.epochs": 2}]
 
 
 @pytest.mark.parametrize("settings", PYTHON)
-def test_key_given_from_python_is_kept_and_refused(settings: dict[str, Any]) -> None:
+def test_argument_that_contradicts_the_method_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(IN_PROCESS, methods=[FedRep()], **settings)
 
 
-def test_method_object_sets_what_it_needs() -> None:
+def test_method_object_sets_its_required_settings() -> None:
     experiment = build(IN_PROCESS, methods=[FedPAC(head_epochs=4)])
     assert experiment.spec.settings.local.epochs == 5
     assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2

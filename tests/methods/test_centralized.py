@@ -40,7 +40,7 @@ def test_centralized_only_declares_pooled_data() -> None:
 @pytest.mark.parametrize(
     "method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")]
 )
-def test_what_gives_every_client_its_own_model_is_refused(method: Any) -> None:
+def test_methods_with_a_model_per_client_are_refused(method: Any) -> None:
     with pytest.raises(
         ValueError,
         match=f"'{method.name}' does not combine with method 'centralized'",

@@ -89,7 +89,7 @@ def decoded(compressor: Compressor, values: np.ndarray) -> np.ndarray:
 
 class TestValues:
     @pytest.mark.parametrize("compressor", [TopK(0.1), Int8(64), PowerSGD(1)], ids=str)
-    def test_server_averages_what_it_decodes(self, compressor: Compressor) -> None:
+    def test_server_averages_decoded_updates(self, compressor: Compressor) -> None:
         deltas, weights = plain_deltas()
         rows = np.stack([decoded(compressor, delta) for delta in deltas])
         expected = weights @ rows / weights.sum()
@@ -97,7 +97,7 @@ class TestValues:
         np.testing.assert_allclose(step, expected, atol=2e-7)
         assert np.abs(step - weights @ deltas / weights.sum()).max() > 1e-5
 
-    def test_workers_sum_what_the_server_decodes(self) -> None:
+    def test_workers_sum_decoded_updates(self) -> None:
         summed, _, updates = first_step(TopK(0.1))
         assert all(update.delta is None for update in updates)
         single, _, updates = first_step(TopK(0.1), Spectator())
@@ -117,7 +117,7 @@ class TestValues:
         _, step, _ = first_step(TopK(0.1, "down"))
         np.testing.assert_allclose(step, decoded(TopK(0.1), exact), atol=2e-7)
 
-    def test_server_remembers_what_its_steps_left_out(self) -> None:
+    def test_server_keeps_the_error_of_its_compressed_steps(self) -> None:
         first, step, _ = first_step(TopK(0.1, "down", "ef14"))
         _, exact, _ = first_step()
         memory = first.coordinator.server.state["topk.memory"].numpy()
@@ -202,7 +202,7 @@ class TestOtherParts:
         assert not finished.failures
         assert torch.isfinite(finished.coordinator.server.vector).all()
 
-    def test_dp_clips_what_it_decodes(self) -> None:
+    def test_dp_clips_decoded_updates(self) -> None:
         deltas, _ = plain_deltas()
         rows = [decoded(TopK(0.1), delta) for delta in deltas]
         clipped = [row * min(1, 0.05 / np.linalg.norm(row)) for row in rows]

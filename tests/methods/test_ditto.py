@@ -53,7 +53,7 @@ def test_shared_model_has_the_same_bits_without_ditto(
             assert row[key] == reference[key], key
 
 
-def test_nothing_of_a_personal_model_travels() -> None:
+def test_no_personal_model_is_sent() -> None:
     spied = run_spec(Ditto(), model=NORMED_MLP)
     spy, plain = Spy(spied), run_spec(model=NORMED_MLP)
     shared = run_to_end(coordinate(spied, runtime=spy)).coordinator.layout.shared

@@ -234,7 +234,7 @@ def test_trained_client_keeps_its_statistics() -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_reestimated_statistics_leave_training_alone() -> None:
+def test_reestimated_statistics_do_not_change_training() -> None:
     with_pass = run(study(FedBN(reestimate=True)), Synchronous(1), rounds=3)
     without = run(study(FedBN()), Synchronous(1), rounds=3)
     assert with_pass.bits == without.bits

@@ -199,7 +199,7 @@ def test_cache_holds_the_last_models_of_each_client() -> None:
     )
 
 
-def test_stale_client_contributes_the_model_it_trained() -> None:
+def test_stale_client_contributes_its_trained_model() -> None:
     at = server(FedCDA(warmup_rounds=1))
     step(at, [(0, model(1)), (1, model(3))])
     assert at.vector.tolist() == model(2)
@@ -328,7 +328,7 @@ def test_search_of_exactly_the_limit_is_accepted() -> None:
         )
 
 
-def test_cache_over_budget_is_refused_with_what_fits() -> None:
+def test_cache_over_budget_error_names_a_fitting_setting() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)

@@ -415,7 +415,7 @@ class Alternation(Method):
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"]
 )
-def test_without_alignment_and_mixing_it_only_alternates(
+def test_fedpac_without_alignment_and_mixing_only_alternates(
     schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:

@@ -137,7 +137,7 @@ def test_output_without_class_keeps_its_logit() -> None:
 
 
 @pytest.mark.parametrize("other", [Moon(), FedLC(), FedMix()], ids=lambda method: method.name)
-def test_method_that_would_undo_it_is_refused(other: Method) -> None:
+def test_method_that_undoes_fedrs_is_refused(other: Method) -> None:
     with pytest.raises(ValueError, match=f"method 'fedrs' .*method '{other.name}'"):
         check_composition([FedRS(), other])
 

@@ -127,7 +127,7 @@ class Mapped(Method):
         return plain
 
 
-def test_without_penalties_and_noise_it_has_fedavgs_bits() -> None:
+def test_fedsr_without_penalties_and_noise_equals_fedavg() -> None:
     sure, fedavg = (run(run_spec(method)) for method in (Sure(0.0, 0.0), Mapped()))
     assert sure.finished.model_sha256 == fedavg.finished.model_sha256
     assert [row["train_loss"] for row in sure.rows] == [row["train_loss"] for row in fedavg.rows]

@@ -178,7 +178,7 @@ class Count(Method):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_kept_optimizers_count_on_and_moves_are_of_a_job(keep: bool) -> None:
+def test_kept_optimizers_continue_their_step_count(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
     result = run(run_spec(count, local=local), Synchronous(6), rounds=3)

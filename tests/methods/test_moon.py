@@ -74,7 +74,7 @@ def test_contrast_is_of_mixed_inputs_under_all_models() -> None:
     assert set(counts) == {1, 2}
 
 
-def test_frozen_models_leave_running_statistics_alone() -> None:
+def test_frozen_models_do_not_change_running_statistics() -> None:
     steps = []
 
     class Look(Method):

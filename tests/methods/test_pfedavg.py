@@ -104,7 +104,7 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_after_local_scores_what_a_client_trained_last(
+def test_after_local_scores_the_clients_last_trained_model(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()

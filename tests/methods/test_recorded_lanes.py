@@ -227,7 +227,7 @@ class TestBits:
 class TestInputs:
     """Tests of the inputs of a recording, and of the choice of a recording."""
 
-    def test_only_what_a_step_reads_is_an_input(self) -> None:
+    def test_only_tensors_that_a_step_reads_are_inputs(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         assert list(loop.reads.entries) == [
             ("state", "scaffold.control"),

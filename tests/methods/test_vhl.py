@@ -76,7 +76,7 @@ def virtual_set(method: Vhl, study: RunSpec) -> tuple[Tensor, Tensor]:
     return method.inputs(server), method.labels(server)
 
 
-def test_virtual_set_depends_on_seed_and_data_alone() -> None:
+def test_virtual_set_depends_on_seed_and_data_only() -> None:
     method = Vhl(**SMALL)
     first, again = (virtual_set(method, run_spec(method, model=model)) for model in (MLP, NORMED))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -232,7 +232,7 @@ def test_benchmark_networks_start_as_plain_sequential(name: str) -> None:
 @pytest.mark.parametrize(
     "recipe", [Cct7(), ResNet(18), DigitsCnn(), SmallCnn("group")], ids=lambda r: type(r).__name__
 )
-def test_seed_decides_parameters_alone(
+def test_parameters_depend_on_the_seed_only(
     recipe: ModelRecipe,
 ) -> None:
     torch.manual_seed(9)

@@ -278,7 +278,7 @@ def test_adapters_and_head_alone_are_trained() -> None:
     assert torch.equal(plain.extractor(x), model.extractor(x))  # adapters start as nothing
 
 
-def test_adapters_of_custom_network_travel_alone() -> None:
+def test_only_adapters_of_a_custom_network_are_sent() -> None:
     spec = run_spec(model=CustomModel(Two, head="fc", lora=Lora(rank=2, layers=["body.1"])))
     ended = run(spec)
     # 2 x (64 + 7) of the adapter, 7 x 5 + 5 of the head

@@ -86,7 +86,7 @@ def test_huge_integers_are_compared_exactly() -> None:
         between("share", 10**400, 0, 1)
 
 
-def test_one_of_names_choices_and_nearest() -> None:
+def test_one_of_error_lists_choices_and_nearest() -> None:
     assert one_of("kind", "cosine", ("cosine", "linear")) == "cosine"
     for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):
         with pytest.raises(ValueError) as refused:

@@ -86,7 +86,7 @@ def test_tensorboard_has_finite_numbers_of_rounds_and_scores(tmp_path: Path) -> 
     assert not [name for name in found if "identity" in name or name == "summary/accuracy"]
 
 
-def test_tensorboard_goes_on_where_a_run_is_continued(tmp_path: Path) -> None:
+def test_tensorboard_of_a_resumed_run_is_continued(tmp_path: Path) -> None:
     killed, resumed = TensorBoard(), TensorBoard()
     killed.on_stop(follow(killed, tmp_path / "run", 1, 3), KeyboardInterrupt())
     resumed.on_finish(follow(resumed, tmp_path / "run", 2, 2), END)
@@ -136,7 +136,7 @@ class Standing:
         return path
 
 
-def test_wandb_is_told_settings_rows_scores_and_pictures(
+def test_wandb_receives_settings_rows_scores_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     standing = Standing()

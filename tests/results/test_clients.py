@@ -81,7 +81,7 @@ def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
     assert clients["samples"][1:].tolist() == [0.0] * 7
 
 
-def test_a_split_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     experiment = build([*TINY])
     split = client_labels(experiment.spec.data)
     write_split(split, tmp_path)

@@ -182,7 +182,7 @@ def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
     assert "NaN" not in text
 
 
-def test_a_list_in_a_json_file_is_one_line_and_says_the_same(tmp_path: Path) -> None:
+def test_lists_in_json_files_take_one_line_and_are_unchanged(tmp_path: Path) -> None:
     content = {
         "numbers": [1, 2.5, None],
         "words": ["a,\n  b", "[", "{", "\\n"],

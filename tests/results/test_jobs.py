@@ -58,7 +58,7 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-def test_every_job_is_a_row_however_many_files_there_are(tmp_path: Path, part: int) -> None:
+def test_every_job_is_a_row_for_any_number_of_files(tmp_path: Path, part: int) -> None:
     write(tmp_path, range(1, 8))
     assert written(tmp_path) == all_of(range(1, 8))
     files = sorted(path.name for path in (tmp_path / JOBS).iterdir())
@@ -100,9 +100,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Oversample(4, 1.6), Buffered(6, 2, max_staleness=1)])
-def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
-    tmp_path: Path, schedule: Schedule
-) -> None:
+def test_every_job_has_one_row_with_its_end(tmp_path: Path, schedule: Schedule) -> None:
     coordinator, _, _ = untrained_run(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )

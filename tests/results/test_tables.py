@@ -9,7 +9,7 @@ from raysim.results.tables import Column, format_table, text_columns, to_csv, to
 NAMES = Column("run", ["fedavg", "fedprox"])
 
 
-def test_columns_that_do_not_fit_come_below_beside_the_first_one() -> None:
+def test_too_wide_table_continues_below_with_its_first_column() -> None:
     numbers = [Column(f"number {n}", ["0.1234", "0.5"], [0.1234, 0.5]) for n in range(5)]
     wide = format_table([NAMES, *numbers])
     assert wide.count("\n\n") == 0
@@ -47,7 +47,7 @@ def test_a_column_wider_than_the_line_is_never_cut() -> None:
         ([0.5, 0.7, 0.9, 0.9], [0.01] * 4, ["a", "a", "b", "b"], 1, {1}),
     ],
 )
-def test_the_best_is_marked_where_it_is_clear(
+def test_best_value_is_marked_if_the_difference_is_clear(
     scores: list[float | None],
     deviations: list[float | None] | None,
     groups: list[str] | None,
@@ -80,7 +80,7 @@ def test_rows_of_texts_are_columns_of_numbers_behind_a_label() -> None:
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
 
 
-def test_latex_escapes_what_it_would_read() -> None:
+def test_latex_special_characters_are_escaped() -> None:
     columns = [Column("a_b", ["50%", "x"]), Column("score", ["0.7 ± 0.1", "0.5"], [0.7, 0.5], 1)]
     text = to_latex(columns, "a note")
     assert text.splitlines()[:3] == [

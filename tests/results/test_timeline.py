@@ -109,7 +109,7 @@ def test_bar_of_job_has_row_of_client_and_staleness_colour() -> None:
     assert taken.norm.vmin == 0 and taken.norm.vmax == 2
 
 
-def test_what_was_not_taken_is_empty_and_has_a_sign_at_its_end() -> None:
+def test_jobs_without_aggregation_are_hollow_with_an_end_mark() -> None:
     ax = drawn()[0]
     others = [bars for bars in boxes(ax) if bars.get_label() != "aggregated"]
     assert [spans(bars) for bars in others] == [

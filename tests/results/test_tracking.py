@@ -245,7 +245,7 @@ def test_hanging_server_is_left_after_patience(
     assert shelf.steps == [1, 2, 3]
 
 
-def test_a_row_whose_answer_got_lost_is_not_sent_twice(tmp_path: Path) -> None:
+def test_row_is_not_sent_twice_if_the_answer_is_lost(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     shelf.late = True
     made = tracker(tmp_path, shelf, said)
@@ -294,7 +294,7 @@ def test_a_resumed_run_takes_over_the_backlog_of_the_first(tmp_path: Path) -> No
     assert shelf.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_whatever_the_server_raises_the_run_goes_on(tmp_path: Path) -> None:
+def test_run_continues_after_any_error_of_the_server(tmp_path: Path) -> None:
     def broken(_: str) -> Shelf:
         raise RuntimeError("a bug of somebody else\nwith a long story")
 

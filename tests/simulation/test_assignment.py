@@ -27,7 +27,7 @@ def units_of(*works: float) -> list[list[Job]]:
     return [[job] for job in jobs_of(list(works))]
 
 
-def test_unit_goes_to_the_least_loaded_worker() -> None:
+def test_jobs_are_assigned_to_the_least_loaded_worker() -> None:
     assert assign_units(units_of(4, 1, 1, 1), [0.0, 0.0], [0, 0], lambda client: None) == [
         0,
         1,

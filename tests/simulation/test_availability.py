@@ -109,7 +109,7 @@ def test_constant_availability_has_no_changes() -> None:
     ]
 
 
-def test_interval_at_one_end_of_the_period_changes_there() -> None:
+def test_interval_that_touches_the_period_end_changes_there() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 

@@ -162,7 +162,7 @@ def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     ]
 
 
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+def test_checkpoints_keep_foreign_folders(tmp_path: Path) -> None:
     (tmp_path / "round-best").mkdir()
     (tmp_path / "round-000000").write_text("a file")
     for version in (1, 2, 3):

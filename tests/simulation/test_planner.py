@@ -108,7 +108,7 @@ def test_view_counts_idle_clients() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_jobs_end_once_and_time_never_goes_back(
+def test_jobs_end_once_and_time_never_decreases(
     schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan = planner(schedule, fleet, seed, counts)

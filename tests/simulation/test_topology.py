@@ -237,7 +237,7 @@ class TestHierarchical:
             (Hierarchical(2, assign="region"), Synchronous(2), "topology.assign=region"),
         ],
     )
-    def test_hierarchical_refuses_what_does_not_fit(
+    def test_hierarchical_refuses_schedules_that_do_not_fit(
         self, topology: Topology, schedule: Schedule, match: str
     ) -> None:
         with pytest.raises(ValueError, match=match):

@@ -102,7 +102,7 @@ class TestTopK:
         order = np.argsort(-np.abs(values), kind="stable")
         assert (largest_places(values, count) == np.sort(order[:count])).all()
 
-    def test_one_percent_sends_less_than_1_3_percent(self) -> None:
+    def test_topk_of_one_percent_sends_below_1_3_percent(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))
         assert TopK(0.01).words(layout) / layout.trained < 0.013
 

@@ -96,7 +96,7 @@ class Sending(Method):
         ((), MLP, True, "schedule"),
     ],
 )
-def test_dp_fedavg_refuses_what_it_does_not_hide(
+def test_dp_fedavg_refuses_values_without_noise(
     others: Any, model: Any, stale: bool, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

@@ -92,7 +92,7 @@ def result(made: Any) -> tuple[float, int]:
     return float(into[0]), sum(made.stats.cache_hits.values())
 
 
-def test_machine_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
+def test_machine_code_is_stored_for_the_next_process(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
     assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
@@ -106,14 +106,14 @@ def test_machine_code_of_another_source_is_not_used(
     assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
 
-def test_damaged_machine_code_is_made_anew(tmp_path: Path) -> None:
+def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
     for path in tmp_path.rglob("*.nb?"):
         path.write_bytes(b"damaged")
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
 
 
-def test_without_a_place_on_disk_every_process_compiles(
+def test_every_process_compiles_without_a_writable_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -122,7 +122,7 @@ def test_without_a_place_on_disk_every_process_compiles(
     assert [result(compile_function(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 
-def test_code_for_different_types_is_kept_apart(tmp_path: Path) -> None:
+def test_compiled_code_is_stored_per_type(tmp_path: Path) -> None:
     made = [compile_function(rule(tmp_path)) for _ in range(2)]
     for kind, each in zip((np.float32, np.float64), made, strict=True):
         each(np.zeros(1, kind), np.ones(1, kind))

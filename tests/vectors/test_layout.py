@@ -129,7 +129,7 @@ def test_stretches_end_at_the_border_of_shared_tensors() -> None:
     assert layout.stretches([layout.entries[0], layout.entries[3]]) == (slice(0, 4), slice(8, 9))
 
 
-def test_all_of_it_can_be_in_double_precision() -> None:
+def test_vector_supports_double_precision() -> None:
     nets = networks()
     vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)
     assert vector.data.dtype == nets["extra"].weight.dtype == torch.float64

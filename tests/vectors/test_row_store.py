@@ -43,7 +43,7 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_cache_keeps_its_rows_when_it_grows(place: cache.Place) -> None:
+def test_growing_cache_preserves_its_rows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
     rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
@@ -55,7 +55,7 @@ def test_cache_keeps_its_rows_when_it_grows(place: cache.Place) -> None:
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 
 
-def test_no_more_rows_fit_than_were_reserved() -> None:
+def test_extending_beyond_the_reserved_rows_fails() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         extend_rows(filled("disk"), 6)
 

@@ -103,7 +103,7 @@ def test_noise_claims_have_the_papers_numbers() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_undecided_rows_say_what_would_decide(paper: str) -> None:
+def test_undecided_claims_name_runs_that_would_decide_them(paper: str) -> None:
     runs = stored_runs(paper)
     rows = claims_table(paper, runs).splitlines()[2:]
     assert len(rows) == len(list(verdicts(paper, runs)))

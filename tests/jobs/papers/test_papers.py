@@ -145,7 +145,7 @@ def test_differences_from_the_paper_are_named(tmp_path: Path) -> None:
     assert "\n[a] method.fedbr.projection=code instead of paper\n" in text
 
 
-def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
+def test_weighting_set_by_the_method_is_no_difference(tmp_path: Path) -> None:
     words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
     run = make(
         tmp_path / "a",
@@ -165,7 +165,7 @@ def test_other_data_set_of_a_preset_is_named(tmp_path: Path) -> None:
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 
 
-def test_an_ablation_is_told_from_the_whole(tmp_path: Path) -> None:
+def test_ablation_differs_from_the_full_method(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", [*MNIST, "method=[fedbr]"], rows([0.5]))
     first = make(tmp_path / "first", [*MNIST, "method=[fedbr]", "method.fedbr.mu=0"], rows([0.25]))
     without = make(

@@ -92,7 +92,7 @@ def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEDBR)
-def test_a_row_of_an_ablation_has_the_values_it_names(name: str) -> None:
+def test_ablation_row_has_the_values_in_its_name(name: str) -> None:
     for cell in FEDBR[name].cells:
         said = cell.variant
         parts = composed(*command(FEDBR[name], cell).arguments())["method"]
@@ -308,7 +308,7 @@ def test_fraug_trains_on_as_many_samples_of_a_domain_as_its_code(name: str) -> N
     assert parts.test.counts.tolist() == [175] * 4
 
 
-def test_a_client_of_retina_has_ten_samples_at_least() -> None:
+def test_retina_clients_have_at_least_ten_samples() -> None:
     assert composed("experiment=fedld/retina")["partition"]["minimum"] == 10
 
 

@@ -56,7 +56,7 @@ def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 
 @pytest.mark.slow
-def test_kept_runs_belong_to_plannable_studies(tmp_path: Path) -> None:
+def test_stored_runs_belong_to_studies_that_can_be_planned(tmp_path: Path) -> None:
     names = [
         "rotated_mnist",
         "small",
