@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from raysim.vectors.layout import Layout
 class UpdateCode(Protocol):
     """What a run does with a `Compressor`."""
 
-    name: str
+    name: ClassVar[str]
     direction: Literal["up", "down", "both"]
 
     @property

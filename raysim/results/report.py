@@ -182,10 +182,11 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
             continue
         column = known.get(name) or _summary_column(runs, name, view.percent)
         if column is None:
-            numbers: dict[str, float] = {}
+            valid = dict.fromkeys(known)  # in order, each once
             for run in runs:
-                numbers |= {k: v for k, v in _flat_numbers(run.summary).items() if v is not None}
-            advice = suggest(name, [*known, *numbers])
+                numbers = _flat_numbers(run.summary)
+                valid |= dict.fromkeys(key for key, value in numbers.items() if value is not None)
+            advice = suggest(name, valid)
             raise ValueError(
                 f"--columns {name}: no run has such a column. Choose another: {advice}."
             )
