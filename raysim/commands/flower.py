@@ -54,7 +54,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
     if len(folders) > 1:
         raise RefusedError(f"flower run: takes one folder, and got {', '.join(folders)}. Give one.")
     project = read_project(user_path(folders[0]) if folders else ".")
-    own: dict[str, int | None] = {"clients": None, "samples": DEFAULT_SAMPLES}
+    counts: dict[str, int | None] = {"clients": None, "samples": DEFAULT_SAMPLES}
     seeds = ["seed=0"]
     overrides = []
     for word in words:
@@ -63,7 +63,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
         key = word.partition("=")[0]
         root = key.partition(".")[0]
         if key in OWN_KEYS:
-            own[key] = _read_count(word)
+            counts[key] = _read_count(word)
         elif key == "seed":
             _, seeds = expand_override(word)
         elif root in RUN_KEYS:
@@ -78,10 +78,10 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
     changed: dict[str, Any] = {}
     for text in run_configs:
         changed.update(_read_run_config(text))
-    samples = own["samples"]
+    samples = counts["samples"]
     assert samples is not None, "it has a default"
     numbers = tuple(int(node["seed"]) for node in nodes)
-    return FlowerRequest(project, nodes[0], numbers, own["clients"], samples, changed)
+    return FlowerRequest(project, nodes[0], numbers, counts["clients"], samples, changed)
 
 
 def _read_count(word: str) -> int:

@@ -73,9 +73,9 @@ def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     places = np.empty(2 * count + length // 64, np.int64)
-    found = compile_function(_collect)(values, threshold, places)
+    collected = compile_function(_collect)(values, threshold, places)
     # The sample was not typical: too many entries are that large, or too few.
-    return places[:found] if count <= found <= len(places) else None
+    return places[:collected] if count <= collected <= len(places) else None
 
 
 class _Sparse(Compressor):

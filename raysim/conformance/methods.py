@@ -118,12 +118,12 @@ def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -
 def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     spec = make()
     spy = Spy(spec)
-    found = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
-    assert not found.failures, found.failures[0].error
-    layout = found.coordinator.layout
+    result = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
+    assert not result.failures, result.failures[0].error
+    layout = result.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
     uploads = {name for update in spy.updates for name in update.extras}
-    kept = [
+    client_arrays = [
         (key, _bytes(value))
         for state in spy.states
         for key, value in to_flat_arrays(state).items()
@@ -138,7 +138,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     moved += [_bytes(total) for result in spy.trained for total in result.sums.values()]
     secrets = [
         (key, value)
-        for key, value in kept
+        for key, value in client_arrays
         if len(set(value)) > MIN_SECRET_BYTES and value not in sent
     ]
     secrets = [
@@ -146,7 +146,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
         for key, value in secrets
         if not any(_is_most_of(value, update) for update in moved)
     ]
-    return Seen(found, spy, uploads, personal, secrets)
+    return Seen(result, spy, uploads, personal, secrets)
 
 
 def _check_secrets(seen: Seen, names: set[str]) -> None:
@@ -187,12 +187,12 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     return "a part"
 
 
-def _is_most_of(kept: bytes, update: bytes) -> bool:
+def _is_most_of(stored: bytes, update: bytes) -> bool:
     """Return True if the update begins with the state, and the state is most of the update.
 
     A shorter part may be equal by chance.
     """
-    return update.startswith(kept) and 2 * len(kept) > len(update)
+    return update.startswith(stored) and 2 * len(stored) > len(update)
 
 
 def _bytes(array: np.ndarray) -> bytes:
@@ -205,8 +205,10 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
         return
-    once = sum(array.size for array in spy.kept.values())
-    planned = {job.number: job for each in seen.run.aggregations for job in each.dispatched}
+    once = sum(array.size for array in spy.constants.values())
+    planned = {
+        job.number: job for aggregation in seen.run.aggregations for job in aggregation.dispatched
+    }
     messages = _step_messages(seen.run.coordinator)
     for job, published in sorted(spy.sent, key=lambda sent: sent[0].number):
         first = once if job.participation == 0 else 0

@@ -123,13 +123,13 @@ def _check_read_twice(data: Source) -> None:
 
 
 def _check_labels(data: Source) -> None:
-    found = data.build()
-    assert 0 < found.train_rows <= len(found), (
-        f"{found.train_rows} of {len(found)} rows are for training"
+    dataset = data.build()
+    assert 0 < dataset.train_rows <= len(dataset), (
+        f"{dataset.train_rows} of {len(dataset)} rows are for training"
     )
     for what, numbers, names in (
-        ("label", found.labels, found.class_names),
-        ("domain", found.domains, found.domain_names),
+        ("label", dataset.labels, dataset.class_names),
+        ("domain", dataset.domains, dataset.domain_names),
     ):
         if numbers.ndim == 1 and numbers.dtype.kind == "i":
             assert numbers.min() >= 0 and numbers.max() < len(names), (
@@ -203,11 +203,11 @@ def of_schedule(schedule: Schedule, study: Study) -> Checks:
 
 def _check_promises(schedule: Schedule, study: Study) -> None:
     before = copy.deepcopy(schedule)
-    found = run(study.spec(), schedule, study.fleet, rounds=8)
+    result = run(study.spec(), schedule, study.fleet, rounds=8)
     assert vars(schedule) == vars(before), (
         "the schedule has changed. Let its decisions follow from what it sees."
     )
-    jobs = [job for job in (*found.jobs, *found.finished.jobs) if math.isfinite(job.finish)]
+    jobs = [job for job in (*result.jobs, *result.finished.jobs) if math.isfinite(job.finish)]
     most = max(sum(other.start <= job.start < other.finish for other in jobs) for job in jobs)
     assert most <= schedule.concurrency, (
         f"{most} jobs are in flight at once, concurrency={schedule.concurrency}"

@@ -230,18 +230,18 @@ class Spy(InProcess):
         self.trained: list[TrainingResult] = []
         self.states: list[StoredState] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
-        self.kept: Mapping[str, np.ndarray] = {}
+        self.constants: Mapping[str, np.ndarray] = {}
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a worker as `InProcess` does, and store the messages."""
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
-            published = {each.number: each for each in args[3 : 3 + args[2]]}
+            published = {version.number: version for version in args[3 : 3 + args[2]]}
             self.sent += [(job, published[job.base]) for job in args[0]]
             self.trained.append(results[0])
             self.states += map(self.get, results[1:])
         elif method == "store_constants":
-            self.kept = args[0]
+            self.constants = args[0]
         elif method == "contribute":
             self.contributed += results[0]
         return results

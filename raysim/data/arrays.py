@@ -226,8 +226,8 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
                 f"data: item {row} of the data set for {name} is a {type(item).__name__}{keys}. "
                 "Return (input, label) from its __getitem__."
             )
-    inputs, *others = zip(*items, strict=True)
-    return (_join_inputs(inputs), *others)
+    inputs, *labels_and_users = zip(*items, strict=True)
+    return (_join_inputs(inputs), *labels_and_users)
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:

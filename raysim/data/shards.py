@@ -156,16 +156,16 @@ class WebDataset(Source):
         by_name = {_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
         user = self.user or by_name.get(find_column(list(by_name), USER_NAMES) or "")
-        found = ", ".join(sample)
+        endings = ", ".join(sample)
         if label is None:
             raise ValueError(
-                f"{place}: the samples have the endings {found}, and none of them is a usual one "
+                f"{place}: the samples have the endings {endings}, and none of them is a usual one "
                 "for labels. Set data.label."
             )
         columns = self.columns or [ending for ending in sample if ending not in (label, user)]
         if not columns:
             raise ValueError(
-                f"{place}: the samples have the endings {found}, and none is left for the input. "
+                f"{place}: the samples have the endings {endings}, and none is left for the input. "
                 "Set data.columns or data.label."
             )
         return columns, label, user

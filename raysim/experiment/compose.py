@@ -170,11 +170,11 @@ def _keep_runtime(config: DictConfig, stored: Node) -> None:
 
     With the same option all of them stay, with another one those that bits depend on.
     """
-    kept = stored.get("runtime") or {}
+    stored_runtime = stored.get("runtime") or {}
     is_same = stored["choices"].get("runtime") == config.choices.get("runtime")
     for name in config.runtime:
-        if name in kept and (is_same or f"runtime.{name}" in RUNTIME_KEYS_OF_BITS):
-            config.runtime[name] = kept[name]
+        if name in stored_runtime and (is_same or f"runtime.{name}" in RUNTIME_KEYS_OF_BITS):
+            config.runtime[name] = stored_runtime[name]
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:

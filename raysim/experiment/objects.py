@@ -142,7 +142,7 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
         raise RefusedError(f"metrics={metrics!r} is no list. Write metrics=[...].")
     names: list[str] = []
-    own: dict[str, Metric] = {}
+    own_metrics: dict[str, Metric] = {}
     for metric in metrics:
         if isinstance(metric, str):
             names.append(metric)
@@ -156,8 +156,8 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
         if is_plain and _is_importable(function):
             name = f"{function.__module__}.{function.__qualname__}"
         names.append(name)
-        own[name] = described
-    return names, own
+        own_metrics[name] = described
+    return names, own_metrics
 
 
 def describe_objects(

@@ -51,8 +51,8 @@ def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[s
     """Return alpha v + (1 - alpha) w by path; only v gets gradients."""
     received = dict(shared.named_parameters())
     return {
-        path: alpha * own + (1.0 - alpha) * received[path].detach()
-        for path, own in personal.named_parameters()
+        path: alpha * value + (1.0 - alpha) * received[path].detach()
+        for path, value in personal.named_parameters()
     }
 
 
@@ -91,7 +91,10 @@ class APFL(Method):
         """Return alpha after its step on the job's first batch."""
         personal = job.network("model")
         alpha: float = job.state["alpha"]
-        own, shared = dict(personal.named_parameters()), dict(job.model.named_parameters())
+        own_params, shared_params = (
+            dict(personal.named_parameters()),
+            dict(job.model.named_parameters()),
+        )
         mixture = mix(personal, job.model, alpha)
         params = {path: value.detach().requires_grad_() for path, value in mixture.items()}
         inputs, labels = job.gather(job.rows[job.plan.positions[: job.plan.sizes[0]]])
@@ -103,7 +106,9 @@ class APFL(Method):
         )
         slope = 0.0
         for path, grad in zip(params, grads, strict=True):
-            slope += float(((own[path] - shared[path]).detach() * grad).sum(dtype=torch.float64))
+            slope += float(
+                ((own_params[path] - shared_params[path]).detach() * grad).sum(dtype=torch.float64)
+            )
         return min(1.0, max(0.0, alpha - job.rate * slope))
 
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:

@@ -83,7 +83,7 @@ class Ditto(Method):
         network = job.network("model").train()
         pairs = _pairs(job.layout)
         params = job.vector.tensors(personal for personal, _ in pairs)
-        values = [job.params[own.start : own.stop].view(own.shape) for own, _ in pairs]
+        values = [job.params[entry.start : entry.stop].view(entry.shape) for entry, _ in pairs]
         optimizer = LocalOptimizer(job.local.settings())
         for inputs, labels in self._batches(job):
             loss = job.task.objective.loss(network(inputs), labels)

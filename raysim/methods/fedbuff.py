@@ -131,10 +131,10 @@ class FedBuff(Method):
             f"method.fedbuff.normalization={self.normalization}. Set weighting=uniform, or "
             "method.fedbuff.normalization=weights.",
         )
-        others = run.others_fill("weigh")
-        if others:
+        weighers = run.others_fill("weigh")
+        if weighers:
             run.warn(
-                f"method '{others[0]}' changes the weights, and method 'fedbuff' does not divide "
+                f"method '{weighers[0]}' changes the weights, and method 'fedbuff' does not divide "
                 f"by their sum (method.fedbuff.normalization={self.normalization}), so that the "
                 "length of the server's step changes, too. Set "
                 "method.fedbuff.normalization=weights."

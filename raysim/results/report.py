@@ -92,10 +92,10 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
     """
     if not percent:
         return 1.0
-    others = {metric_of(run.rows) for run in runs} - SHARES
-    if others:
+    unsuitable = {metric_of(run.rows) for run in runs} - SHARES
+    if unsuitable:
         raise ValueError(
-            f"--percent: {', '.join(sorted(others))} is no share of 1. Leave --percent out."
+            f"--percent: {', '.join(sorted(unsuitable))} is no share of 1. Leave --percent out."
         )
     return 100.0
 

@@ -93,7 +93,7 @@ class Size:
     """The number of workers of a run, and the resources of each; amounts of 0 are left out."""
 
     workers: int
-    each: Resources
+    per_worker: Resources
 
     def __str__(self) -> str:
         noun = "worker" if self.workers == 1 else "workers"
@@ -128,13 +128,13 @@ def gpu_share(workers: int) -> float:
     return RESOURCE_STEPS // workers / RESOURCE_STEPS
 
 
-def node_capacity(node: Resources, each: Resources) -> int | None:
+def node_capacity(node: Resources, per_worker: Resources) -> int | None:
     """Return how many workers fit on an empty node; None means any number.
 
     A share of a GPU cannot be split between two GPUs.
     """
     capacities = []
-    for name, amount in each.items():
+    for name, amount in per_worker.items():
         available = node.get(name, 0.0)
         if name == "GPU" and amount < 1:
             capacities.append(int(available + 1e-9) * _times(1.0, amount))
@@ -148,34 +148,34 @@ def _times(available: float, amount: float) -> int:
 
 
 def worker_capacity(
-    nodes: Sequence[Resources], each: Resources, strategy: str = "PACK"
+    nodes: Sequence[Resources], per_worker: Resources, strategy: str = "PACK"
 ) -> int | None:
     """Return how many workers fit on empty nodes; None means any number."""
-    if not each:
+    if not per_worker:
         return None
-    capacities = [node_capacity(node, each) or 0 for node in nodes]
+    capacities = [node_capacity(node, per_worker) or 0 for node in nodes]
     if strategy == "STRICT_PACK":
         return max(capacities, default=0)
     return sum(capacities)
 
 
 def choose_size(
-    options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int
+    options: RayOptions, per_worker: Resources, nodes: Sequence[Resources], most: int
 ) -> Size:
     """Return `runtime.workers` workers; if it is not set, as many as fit and can have work.
 
     most: the number of clients in flight at once. Raises NoRoomError with the scarce resource, the
     request, the resources of the nodes, and the number of workers that fit.
     """
-    capacity = worker_capacity(nodes, each, options.strategy)
+    capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1
     if capacity is not None and requested > capacity:
-        raise NoRoomError(_describe_shortage(options, each, nodes, requested, capacity))
+        raise NoRoomError(_describe_shortage(options, per_worker, nodes, requested, capacity))
     if options.workers:
-        return Size(options.workers, each)
+        return Size(options.workers, per_worker)
     if capacity is None:
-        return Size(most, each)
-    return Size(max(1, min(most, capacity)), each)
+        return Size(most, per_worker)
+    return Size(max(1, min(most, capacity)), per_worker)
 
 
 def limit_by_memory(
@@ -186,19 +186,23 @@ def limit_by_memory(
     worker_bytes: the memory of a worker. A node that declares no memory does not limit them.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
-    capacity = worker_capacity(known, {**size.each, "memory": worker_bytes}, options.strategy)
+    capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)
     if capacity is None or capacity >= size.workers:
         return size
-    return Size(max(1, capacity), size.each)
+    return Size(max(1, capacity), size.per_worker)
 
 
 def _describe_shortage(
-    options: RayOptions, each: Resources, nodes: Sequence[Resources], workers: int, capacity: int
+    options: RayOptions,
+    per_worker: Resources,
+    nodes: Sequence[Resources],
+    workers: int,
+    capacity: int,
 ) -> str:
     """Describe the scarcest resource, and what to change."""
     capacities = {
         name: worker_capacity(nodes, {name: amount}, options.strategy) or 0
-        for name, amount in each.items()
+        for name, amount in per_worker.items()
     }
     scarce = min(capacities, key=capacities.__getitem__)
     key = RESOURCE_KEYS.get(scarce, f"runtime.resources.{scarce}")
@@ -216,15 +220,15 @@ def _describe_shortage(
     else:
         advice = f"Lower {key}, or use runtime=inprocess."
     return (
-        f"runtime.workers={workers} needs {workers} x {format_resources(each)}{place}, and the "
-        f"cluster has {_describe_nodes(nodes, each)}: too little {scarce}. {advice}"
+        f"runtime.workers={workers} needs {workers} x {format_resources(per_worker)}{place}, and "
+        f"the cluster has {_describe_nodes(nodes, per_worker)}: too little {scarce}. {advice}"
     )
 
 
-def _describe_nodes(nodes: Sequence[Resources], each: Resources) -> str:
+def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
     """Describe the resources of the nodes; equal nodes are described together."""
     kinds = Counter(
-        format_resources({name: node.get(name, 0.0) for name in each}) for node in nodes
+        format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes
     )
     phrases = [
         f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}"
@@ -261,8 +265,8 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
                 f"{key}={amount:g} is more than the {least.get(name, 0.0):g} {name} of a bundle in "
                 f"this process's placement group. Lower {key}, or make the bundles larger."
             )
-    each = {name: amount for name, amount in least.items() if amount}
-    return Size(options.workers or len(worker_bundles), each)
+    per_worker = {name: amount for name, amount in least.items() if amount}
+    return Size(options.workers or len(worker_bundles), per_worker)
 
 
 # --- texts ----------------------------------------------------------------------------------

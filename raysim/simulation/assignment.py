@@ -94,14 +94,14 @@ def assign_groups(
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
         return [_jobs_of(units)]
-    each = [1] * len(loads)
+    capacities = [1] * len(loads)
     singles = [_Unit(job.work, (job,)) for group in groups for job in group]
-    balanced = _distribute(singles, loads, each)
+    balanced = _distribute(singles, loads, capacities)
     limit = MAX_SLOWDOWN * max(balanced.loads)
     shares = None
     if keeps_nodes:
         shares = _split_among_nodes(units, loads, nodes, limit)
-    shares = shares or _split_until_balanced(units, loads, each, limit) or balanced.units
+    shares = shares or _split_until_balanced(units, loads, capacities, limit) or balanced.units
     return [_jobs_of(share) for share in shares]
 
 

@@ -240,16 +240,16 @@ class WorkerCalls:
 
     def _do_without(self, worker: int, death: WorkerDiedError) -> bool:
         """Continue without a dead worker; return False if the run needs it."""
-        others = [other for other in self.active if other != worker]
+        remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
-        if not others or any(call.method not in REPEATABLE for call in calls):
+        if not remaining or any(call.method not in REPEATABLE for call in calls):
             return False
-        self.active = others
+        self.active = remaining
         self._runtime.release(worker, may_return=False)
         self._client_states.worker_died(worker)
-        self._move_calls(worker, others)
+        self._move_calls(worker, remaining)
         node = self._runtime.node_name(worker) or "its node"
-        count = len(others)
+        count = len(remaining)
         self._notices.append(
             Notice(
                 f"worker {worker} is not replaced: {MAX_NODE_DEATHS} workers died on {node} "
@@ -266,18 +266,18 @@ class WorkerCalls:
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
         for worker, node in lost_workers.items():
-            others = [other for other in self.active if other not in lost_workers]
+            remaining = [other for other in self.active if other not in lost_workers]
             if node.is_reachable:
-                self._retire(worker, node, others)
+                self._retire(worker, node, remaining)
             else:
                 has_moved = True
-                self._give_up(worker, node, others)
+                self._give_up(worker, node, remaining)
         return has_moved
 
-    def _retire(self, worker: int, node: LostNode, others: Sequence[int]) -> None:
+    def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give no new calls to a worker whose node will leave; release it after its last answer."""
         if worker in self.active:
-            if not others:  # there is nobody else
+            if not remaining:  # no other worker is left
                 return
             self.active.remove(worker)
             self._note_departure(worker, node.reason)
@@ -285,7 +285,7 @@ class WorkerCalls:
             self._client_states.copy_states_of(worker)
             self._release(worker)
 
-    def _give_up(self, worker: int, node: LostNode, others: Sequence[int]) -> None:
+    def _give_up(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give the unanswered calls of a worker on a lost node to other workers.
 
         Raises ProcessLostError if the run cannot continue without the node.
@@ -296,7 +296,7 @@ class WorkerCalls:
         calls = self._unanswered[worker]
         if has_states:
             raise ProcessLostError(f"{name} {node.reason}, and it has client states")
-        if not others:
+        if not remaining:
             raise ProcessLostError(f"{name} {node.reason}, and there is no other worker")
         for call in calls:
             if call.method not in REPEATABLE:
@@ -305,19 +305,19 @@ class WorkerCalls:
             self.active.remove(worker)
             self.deaths += 1
             self._note_departure(worker, node.reason)
-        self._move_calls(worker, others)
+        self._move_calls(worker, remaining)
 
-    def _move_calls(self, worker: int, others: Sequence[int]) -> None:
+    def _move_calls(self, worker: int, remaining: Sequence[int]) -> None:
         """Give the unanswered calls of a worker to others."""
         calls, self._unanswered[worker] = self._unanswered[worker], []
         # A job may start from the state that the one before leaves, so they stay together.
         stays_together = self._client_states.stateful
-        heir = self._least_busy(others)
+        heir = self._least_busy(remaining)
         for call in calls:
             if call.method == "ready" or call.method == "store_constants":
                 call.is_answered = True
                 continue
-            call.worker = heir if stays_together else self._least_busy(others)
+            call.worker = heir if stays_together else self._least_busy(remaining)
             self.when_moved(call, worker)
             self.start(call)
 

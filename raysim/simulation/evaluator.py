@@ -157,8 +157,10 @@ class Evaluator:
             single = [self._client_task(client, server) for client in clients.tolist()]
             single += [self._client_task(client, server) for client in unseen.tolist()]
         if self.personal:
-            own = single if self.best is None else [self._with_validation(task) for task in single]
-            scoring.reports["own"] = self._start(own, published)
+            own_tasks = (
+                single if self.best is None else [self._with_validation(task) for task in single]
+            )
+            scoring.reports["own"] = self._start(own_tasks, published)
         if has_finetuning:
             finetune = self.evaluation.finetune
             finetuned = [replace(task, finetune=finetune) for task in single if len(task.rows)]
@@ -188,8 +190,8 @@ class Evaluator:
         if replicas.network.moves_clients:
             served = np.array([replica_of[client] for client in clients], np.float64)
             scoring.client_scores["replica"] = [(np.array(clients, np.int64), served)]
-        own = tasks if self.best is None else [self._with_validation(task) for task in tasks]
-        scoring.reports["own"] = self._start_each(own, task_refs)
+        own_tasks = tasks if self.best is None else [self._with_validation(task) for task in tasks]
+        scoring.reports["own"] = self._start_each(own_tasks, task_refs)
         if self._has_finetuning(replicas.version):
             tuned = [
                 (replace(task, finetune=self.evaluation.finetune), ref)

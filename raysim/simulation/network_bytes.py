@@ -74,12 +74,12 @@ class CountingRuntime:
             for arg in args:
                 self._count_argument(arg, node)
         refs = self.runtime.call(worker, method, *args, returns=returns)
-        result, *others = refs
+        result, *state_refs = refs
         if method == "train_apart":
             self._homes.update({hash(ref): node for ref in refs})
         elif any(self.runtime.nodes):
             self._homes[hash(result)] = node
-            self._states[hash(result)] = [hash(ref) for ref in others]
+            self._states[hash(result)] = [hash(ref) for ref in state_refs]
         return refs
 
     def _count_argument(self, value: object, node: int) -> None:

@@ -60,7 +60,9 @@ class Replicas:
             floats = declarations.layout.trained
             self.cluster_state = network.clusters.state(len(self.clients_of), floats)
         self._changed: list[int] = list(range(len(servers)))  # not published yet
-        self._sends = any(send.to == "all" for each in declarations.methods for send in each.sends)
+        self._sends = any(
+            send.to == "all" for declared in declarations.methods for send in declared.sends
+        )
 
     @property
     def first(self) -> Server:
@@ -89,9 +91,9 @@ class Replicas:
         self, declared: MethodDeclaration, parts: Sequence[Mapping[str, np.ndarray]]
     ) -> None:
         """Let a method make server state before round 0, the same for all replicas."""
-        first, *others = self.servers
+        first, *other_servers = self.servers
         first.assemble(declared, parts)
-        for server in others:
+        for server in other_servers:
             # Replicas on clients have no hooks that could change a tensor.
             shares = self.network.on_clients
             for name, tensor in first.state.items():

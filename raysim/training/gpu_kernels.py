@@ -54,9 +54,9 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     aligned_by_name = {name: _align_argument(argument) for name, argument in kwargs.items()}
     result = func(*aligned, **aligned_by_name)
     if func in _STATISTICS_UPDATERS:
-        given = [*args[1:3], *(kwargs.get(name) for name in _STATISTICS_NAMES)]
+        originals = [*args[1:3], *(kwargs.get(name) for name in _STATISTICS_NAMES)]
         written = [*aligned[1:3], *(aligned_by_name.get(name) for name in _STATISTICS_NAMES)]
-        for statistics, values in zip(given, written, strict=True):
+        for statistics, values in zip(originals, written, strict=True):
             if values is not statistics:
                 statistics.copy_(values)
     return result

@@ -106,10 +106,10 @@ class Trainer:
         self.usual_sizes = usual_batch_sizes(partition.counts, local.batch)
 
         self.stager = declarations.declarer("stages")
-        own = declarations.declarer("train")
+        declared = declarations.declarer("train")
         self.own_training: OwnTraining | None = None
-        if own is not None and own.train is not None:
-            self.own_training = OwnTraining(own.method, own.train, vector)
+        if declared is not None and declared.train is not None:
+            self.own_training = OwnTraining(declared.method, declared.train, vector)
         self.beginners = declarations.hooks_of("begin")
         self.preparers = declarations.hooks_of("prepare")
         self.finishers = declarations.hooks_of("end")

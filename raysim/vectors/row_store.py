@@ -56,9 +56,9 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
     The added rows are set to zero, because checksums and checkpoints also read rows that were never
     written.
     """
-    more = rows.as_strided((count, *rows.shape[1:]), rows.stride())
-    more[len(rows) :].zero_()
-    return more
+    extended = rows.as_strided((count, *rows.shape[1:]), rows.stride())
+    extended[len(rows) :].zero_()
+    return extended
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:

@@ -653,7 +653,7 @@ def test_messages_hold_declared_values_and_no_client_state(watched: Watched) -> 
     assert seen.uploads == {*row.uploads}
     assert bool(seen.personal) == row.personal
     assert bool(seen.secrets) == row.private, "otherwise this test sees nothing"
-    assert bool(seen.spy.kept) == (name in ("fedbr once", "fedmix", "vhl"))
+    assert bool(seen.spy.constants) == (name in ("fedbr once", "fedmix", "vhl"))
     assert any(seen.spy.contributed) == row.contributes
 
 
@@ -680,7 +680,7 @@ def test_pseudo_data_drawn_once_counts_once_per_client() -> None:
         result.rows[-1]["floats_down"]
         == jobs * result.coordinator.layout.shared + len(clients) * size
     )
-    assert spy.kept["fedbr.pseudo"].size == size
+    assert spy.constants["fedbr.pseudo"].size == size
     assert not any("fedbr.pseudo" in published.extras for _, published in spy.sent)
 
 

@@ -193,7 +193,7 @@ def test_nothing_is_sent_without_a_pool(options: dict[str, Any]) -> None:
     study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
     assert not run_to_end(coordinate(study, runtime=spy, rounds=1)).failures
-    assert not any(spy.contributed) and not spy.kept
+    assert not any(spy.contributed) and not spy.constants
 
 
 def test_mixup_is_refused() -> None:

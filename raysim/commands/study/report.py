@@ -104,7 +104,7 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
     for name in own_metrics:
         known_names += [name, f"{name}_worst", f"{name}_global"]
     for name in names:
-        is_own = any(is_column_of(own, name) for own in own_metrics)
+        is_own = any(is_column_of(metric, name) for metric in own_metrics)
         if name not in known_names and "." not in name and not is_own:
             advice = suggest(name, [*known_names, "rounds_to.0.80"])
             raise RefusedError(f"--metric {name} does not exist: {advice}")

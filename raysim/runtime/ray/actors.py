@@ -575,19 +575,19 @@ def start_workers_in(
 
     def start(index: int) -> Any:
         worker = f"worker-{index}"
-        resources = bundle_options(group, index + 1, size.each)
+        resources = bundle_options(group, index + 1, size.per_worker)
         return actor.options(name=f"{name}/{worker}", **resources).remote(shared, worker, content)
 
     def start_at(index: int, place: WorkerPlace, content: Sequence[ray.ObjectRef[Any]]) -> Any:
         worker = f"worker-{index}"
-        resources = bundle_options(place.group, place.bundle, size.each)
+        resources = bundle_options(place.group, place.bundle, size.per_worker)
         # A lost worker may still have the name.
         actor_name = f"{name}/{worker}-{uuid.uuid4().hex[:6]}"
         return actor.options(name=actor_name, **resources).remote(shared, worker, content)
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
         task: Any = ray.remote(max_retries=0)(identify_process).options(
-            **bundle_options(group, index + 1, size.each)
+            **bundle_options(group, index + 1, size.per_worker)
         )
         identity: ray.ObjectRef[Identity] = task.remote(f"worker-{index}", packages, device)
         return identity
@@ -602,7 +602,7 @@ def start_workers_in(
         actors,
         participants,
         identify_place,
-        Growth(group, size.each, most, options, start_at, content) if most else None,
+        Growth(group, size.per_worker, most, options, start_at, content) if most else None,
     )
 
 

@@ -142,7 +142,7 @@ def run_bundles(size: Size) -> list[dict[str, float]]:
         for name in node_resources()[0]
         if name.startswith("node:") and not name.startswith("node:__")
     )
-    workers = [dict(size.each) or {"memory": 1} for _ in range(size.workers)]
+    workers = [dict(size.per_worker) or {"memory": 1} for _ in range(size.workers)]
     return [{this_node: 0.001}, *workers]
 
 
@@ -224,15 +224,17 @@ def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
 
 
 def bundle_options(
-    group: PlacementGroup | None, index: int, each: Mapping[str, float]
+    group: PlacementGroup | None, index: int, resources: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the options of a task or an actor that takes all resources of a bundle.
 
-    each: the resources of the bundle.
+    resources: those of the bundle.
     """
     arguments = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {argument: each.get(name, 0) for name, argument in arguments.items()}
-    options["resources"] = {name: each[name] for name in each if name not in arguments}
+    options: dict[str, Any] = {
+        argument: resources.get(name, 0) for name, argument in arguments.items()
+    }
+    options["resources"] = {name: resources[name] for name in resources if name not in arguments}
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=index

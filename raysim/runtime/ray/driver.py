@@ -76,8 +76,8 @@ def plan_workers(
                 if not is_waiting:
                     is_waiting = True
                     say(f"waiting up to {wait_s:g} s for nodes that start: {error}")
-                    each = worker_resources(options, spec.device, spec.threads)
-                    request_resources(bundles=[each] * (options.workers or 1))
+                    per_worker = worker_resources(options, spec.device, spec.threads)
+                    request_resources(bundles=[per_worker] * (options.workers or 1))
             time.sleep(NODE_CHECK_S)
     finally:
         if is_waiting:
@@ -94,7 +94,7 @@ def plan_now(
     (a trial of a search) the group decides. concurrency: the number of clients in flight. measure:
     see `preflight.measure`. Raises ValueError with the number that would fit.
     """
-    each = worker_resources(options, spec.device, spec.threads)
+    per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
     if group is not None:
         return size_in_group(options, group.bundle_specs, spec.device)
@@ -103,19 +103,21 @@ def plan_now(
     if needs_preflight is None:  # it decides how many workers share a GPU
         needs_preflight = spec.device == "cuda" and options.gpus is None
     if needs_preflight:
-        measured = {**each, "GPU": 1.0} if spec.device == "cuda" else each
+        measured = {**per_worker, "GPU": 1.0} if spec.device == "cuda" else per_worker
         choose_size(replace(options, workers=1), measured, cluster, 1)  # raises if it does not fit
         need = _measure_remotely(options, spec, measured, say, measure)
         if spec.device == "cuda":
-            each["GPU"] = _choose_gpu_share(options, each, spec, concurrency, cluster, need, say)
+            per_worker["GPU"] = _choose_gpu_share(
+                options, per_worker, spec, concurrency, cluster, need, say
+            )
         else:
-            each["memory"] = need.job
+            per_worker["memory"] = need.job
             capacity = worker_capacity(cluster, {"memory": need.job}, options.strategy)
             say(
                 f"a job needs {format_bytes(need.job)}, so {capacity} workers fit into the "
                 "cluster's memory"
             )
-    size = choose_size(options, each, cluster, concurrency)
+    size = choose_size(options, per_worker, cluster, concurrency)
     # One worker always starts, so that only more of them are worth a look at the model's size.
     if options.workers is None and not needs_preflight and size.workers > 1:
         size = _limit_by_memory(size, options, spec, cluster, say)
@@ -141,12 +143,12 @@ def _limit_by_memory(
 
 
 def _measure_remotely(
-    options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
+    options: RayOptions, spec: RunSpec, per_worker: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.MemoryNeed:
     """Return the memory of one job, measured in a process with these resources."""
     end_waiting()  # the preflight needs a whole GPU
-    with reserve([dict(each)], "raysim-preflight", options, say) as group:
-        task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, each))
+    with reserve([dict(per_worker)], "raysim-preflight", options, say) as group:
+        task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, per_worker))
         try:
             return ray.get(task.remote(ray.put(spec), store_dataset(spec, group), measure))
         except ray.exceptions.RayTaskError as error:
@@ -167,7 +169,7 @@ def _measure(
 
 def _choose_gpu_share(
     options: RayOptions,
-    each: Mapping[str, float],
+    per_worker: Mapping[str, float],
     spec: RunSpec,
     concurrency: int,
     cluster: Sequence[Mapping[str, float]],
@@ -201,7 +203,7 @@ def _choose_gpu_share(
                 f"{workers.partition(' fit')[0]}."
             )
         return options.gpus
-    other = {name: amount for name, amount in each.items() if name != "GPU"}
+    other = {name: amount for name, amount in per_worker.items() if name != "GPU"}
     gpu_nodes = [node for node in cluster if node.get("GPU")]
     capacity = worker_capacity(gpu_nodes, other, options.strategy)
     useful = concurrency if capacity is None else min(concurrency, capacity)

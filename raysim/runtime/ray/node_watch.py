@@ -119,10 +119,10 @@ class NodeWatch:
         alive = [node for node in nodes if node["Alive"]]
         if math.isfinite(self.timeout_s):
             # This process is on its own node, which therefore is not lost.
-            others = [node for node in alive if node["NodeID"] != self._own_node]
-            answers = probe(others)
+            other_nodes = [node for node in alive if node["NodeID"] != self._own_node]
+            answers = probe(other_nodes)
             round_s = time.monotonic() - since + PROBE_INTERVAL_S
-            for node, answer in zip(others, answers, strict=True):
+            for node, answer in zip(other_nodes, answers, strict=True):
                 silent_s = self._silent_s.get(node["NodeID"], 0.0) + round_s
                 self._silent_s[node["NodeID"]] = 0.0 if answer else silent_s
         with suppress(Exception):  # then it is unknown

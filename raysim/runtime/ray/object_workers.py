@@ -32,14 +32,14 @@ def object_workers(
     the cluster is too small.
     """
     with connection(options):
-        each = worker_resources(options, device, threads)
-        size = choose_size(options, each, node_resources(), most)
+        per_worker = worker_resources(options, device, threads)
+        size = choose_size(options, per_worker, node_resources(), most)
         shared = ray.put(spec)
         name = f"raysim-{uuid.uuid4().hex[:6]}"
         with reserve(run_bundles(size), name, options, say) as group:
 
             def start(index: int) -> Any:
-                resources = bundle_options(group, index + 1, size.each)
+                resources = bundle_options(group, index + 1, size.per_worker)
                 return actor_class(kind).options(**resources).remote(shared)
 
             runtime = RayRuntime(size.workers, start)

@@ -35,13 +35,14 @@ class WorkerPlace:
 class Growth:
     """How workers start during a run.
 
-    group: the run's own placement group. each: the resources of a worker. most: the most workers
-    that can have work. start: function that starts the actor of a worker, given its number, its
-    place, and the stored content of the data set's file. content: this content, if it is stored.
+    group: the run's own placement group. per_worker: the resources of a worker. most: the most
+    workers that can have work. start: function that starts the actor of a worker, given its number,
+    its place, and the stored content of the data set's file. content: this content, if it is
+    stored.
     """
 
     group: PlacementGroup
-    each: Resources
+    per_worker: Resources
     most: int
     options: RayOptions
     start: Callable[[int, WorkerPlace, Sequence[ray.ObjectRef[Any]]], Any]
@@ -104,15 +105,15 @@ class Recruiter:
     def _capacity(self, node: Resources) -> int:
         """Return how many workers fit on an empty node."""
         growth = self._growth
-        count = node_capacity(node, growth.each)
+        count = node_capacity(node, growth.per_worker)
         count = growth.most if count is None else min(count, growth.most)
         if not count:
             return 0
-        size = Size(count, growth.each)
+        size = Size(count, growth.per_worker)
         return limit_by_memory(size, growth.options, [node], self._worker_bytes).workers
 
     def _reserve(self, node: str) -> WorkerPlace:
-        bundle = dict(self._growth.each) or {"memory": 1}
+        bundle = dict(self._growth.per_worker) or {"memory": 1}
         group = ray.util.placement_group([bundle], bundle_label_selector=[{NODE_LABEL: node}])
         self._groups.append(group)
         return WorkerPlace(node, group, 0)
