@@ -23,6 +23,7 @@ from raysim.primitives.kinds import IGNORED, POSITION_KINDS, Kind, TargetField
 
 MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
 MAX_TRIED_ROWS = 64
+LOSS_NAMES = ("loss", "train_loss")  # raysim's own columns, of every run
 # The prefix of torchmetrics' classes for each kind of task.
 _PREFIXES: dict[Kind, str] = {
     "classification": "multiclass",
@@ -252,6 +253,11 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
     if not name.isidentifier():
         raise ValueError(
             f"evaluate.metrics: {name!r} cannot name a column. Give another name, "
+            'raysim.Metric(function, name="mine").'
+        )
+    if name in LOSS_NAMES:
+        raise ValueError(
+            f"evaluate.metrics: {name} is the name of a column of each run. Give another name, "
             'raysim.Metric(function, name="mine").'
         )
     function, per = metric.function, metric.per

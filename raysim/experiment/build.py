@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from raysim.api.composition import suspicious_methods
 from raysim.api.compression import Compressor
 from raysim.api.declare import Declarations
+from raysim.api.learner import Learner
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.metrics import Metric
@@ -47,7 +48,7 @@ from raysim.experiment.parts import (
 from raysim.experiment.plugins import allow_packages, used_packages
 from raysim.experiment.run_overrides import extract_overrides
 from raysim.experiment.settings import Experiment, RuntimeOptions
-from raysim.primitives.errors import RefusedError, errors_as_refusals
+from raysim.primitives.errors import RefusedError, errors_as_refusals, suggest
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.observers import Observer
 from raysim.simulation.fleet import Fleet
@@ -262,8 +263,16 @@ def _build_experiment(
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Write the names of metrics for which a lower score is better into the configuration.
 
-    Reports read them there.
+    Reports read them there. Raise ValueError for a name in `evaluate.lower` that is no metric; a
+    learner may have more of them.
     """
+    metrics = [metric.name for metric in spec.task.metrics]
+    has_learner = any(isinstance(method, Learner) for method in spec.methods)
+    for name in () if has_learner else spec.settings.evaluate.lower:
+        if name not in metrics:
+            raise ValueError(
+                f"evaluate.lower: {name} is no metric of this run; {suggest(name, metrics)}"
+            )
     names = {metric.name for metric in spec.task.metrics if not metric.higher} - LOWER_IS_BETTER
     lower = sorted(names | set(spec.settings.evaluate.lower))
     if lower == spec.settings.evaluate.lower:

@@ -45,7 +45,7 @@ from raysim.methods.lora_factors import (
     require_sharing,
     truncate,
 )
-from raysim.models.lora import CONVOLUTIONS
+from raysim.models.lora import CONVOLUTIONS, Adapter, find_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
-    from raysim.models.lora import Adapter
     from raysim.vectors.layout import Layout
 
 
@@ -155,12 +154,20 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
     owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
     run.require(
         len(owners) == 1,
-        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[-1]}, and "
-        "method 'flora' would change one of them. Leave the layer out.",
+        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[0]}, and "
+        "method 'flora' would change one of them. Leave the layer out: "
+        f"{_other_layers(run, adapter)}",
     )
     del layer.weight
     layer.register_buffer("weight", weight.detach().clone())
     return weight.numel()
+
+
+def _other_layers(run: Setup, left_out: Adapter) -> str:
+    """Return the setting that names the layers of all other adapters."""
+    layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
+    names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    return f"model.lora.layers={'+'.join(names)}"
 
 
 def _weight_slices(layout: Layout) -> list[slice]:

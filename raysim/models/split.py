@@ -172,7 +172,8 @@ def _wrong_outputs(
     if len(output_shape) > 1:
         action = (
             "the labels need an output for each class at each position; choose a model that makes "
-            "them, such as model=gpt for the next tokens, or a network of your own"
+            "them, such as model=unet for pictures and model=gpt for the next tokens, or a network "
+            "of your own, and labels with as many positions as the inputs"
         )
         if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
             action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"

@@ -187,9 +187,7 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
                 numbers = _flat_numbers(run.summary)
                 valid |= dict.fromkeys(key for key, value in numbers.items() if value is not None)
             advice = suggest(name, valid)
-            raise ValueError(
-                f"--columns {name}: no run has such a column. Choose another: {advice}."
-            )
+            raise ValueError(f"--columns {name}: no run has such a column; {advice}")
         chosen.append(column)
     return chosen
 
@@ -200,7 +198,8 @@ def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | No
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
     values = [score(run.summary, key) for run in runs]
-    if not finite_values(values):
+    is_threshold = any(key in _flat_numbers(run.summary) for run in runs) and ROUNDS_TO in key
+    if not finite_values(values) and not is_threshold:  # no run may have reached a threshold
         return None
     lower: frozenset[str] = frozenset()
     names: set[str] = set()

@@ -20,6 +20,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml
 from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
+from raysim.methods.lora_factors import LORA_METHODS
 from raysim.primitives.errors import RefusedError
 from raysim.training.run_spec import build_networks
 
@@ -383,6 +384,8 @@ def test_best_model_starts_another_run(trained: Path) -> None:
 @pytest.mark.parametrize("method", find_groups().files["method"])
 def test_method_starts_whole_and_by_part(method: str, tmp_path: Path) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]
+    if method in LORA_METHODS:
+        words.append("model.lora.rank=2")
     drawn = start(build(words))
     stored = {
         name: torch.full_like(tensor, 0.25) if tensor.is_floating_point() else tensor

@@ -152,6 +152,7 @@ def test_torchmetrics_score_values() -> None:
         ([lambda outputs, labels: outputs[:, 0]], "name a column"),
         ([Metric(lambda outputs, labels: labels[:3], name="cut")], "cut returns the shape"),
         ([Metric(lambda outputs, labels: 1 / 0, name="broken")], "broken fails"),
+        ([Metric(brier, name="loss")], r"evaluate\.metrics: loss"),
         ([3], "metrics=3"),
         ("accuracy", "metrics='accuracy'"),
     ],
@@ -160,6 +161,11 @@ def test_wrong_metrics_are_refused(metrics: Any, key: str) -> None:
     pytest.importorskip("torchmetrics")
     with pytest.raises(RefusedError, match=key):
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
+
+
+def test_lower_metric_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"^evaluate\.lower: brierr .*brier"):
+        raysim.run(**SMALL, metrics=["accuracy", brier], **{"evaluate.lower": ["brierr"]})
 
 
 # --- the main metric ----------------------------------------------------------------------
