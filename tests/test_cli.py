@@ -775,7 +775,7 @@ class TestHelp:
     def test_version_is_that_of_the_package(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert printed(["--version"], capsys) == f"raysim {raysim.__version__}\n"
 
-    def test_shown_configuration_runs_again(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_printed_configuration_can_be_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ["run", *QUICK, "method=fedprox", "method.fedprox.mu=0.5", "--show"]
         text = printed(words, capsys)
         assert list(Path().iterdir()) == []

@@ -18,11 +18,11 @@ class UpdateCode(Protocol):
 
     @property
     def compresses_up(self) -> bool:
-        """See `Compressor`."""
+        """True if clients compress what they send."""
 
     @property
     def compresses_down(self) -> bool:
-        """See `Compressor`."""
+        """True if the server compresses what it sends."""
 
     def words(self, layout: Layout) -> int:
         """Return the size of a message in words of 32 bits; see `Compressor`."""

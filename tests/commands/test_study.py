@@ -270,7 +270,7 @@ def test_warnings_come_before_the_first_run(capsys: pytest.CaptureFixture[str]) 
     assert "out=s: " in error and "raysim study out=s resume=latest" in error
 
 
-def test_warning_names_its_runs_unless_all_have_it() -> None:
+def test_warning_names_its_runs_unless_it_concerns_all() -> None:
     def warnings(*texts: str) -> Sequence[str]:
         runs = []
         for number, text in enumerate(texts):

@@ -156,7 +156,7 @@ def job_command(*words: str, **options: Any) -> JobCommand:
 
 
 class TestCommand:
-    def test_command_joins_cluster_unless_it_has_a_runtime(self) -> None:
+    def test_command_joins_the_cluster_unless_runtime_is_set(self) -> None:
         joined = job_command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
         start = ["python", "-m", "raysim", "run", "runtime=cluster"]
         assert shlex.split(joined.entrypoint) == [*start, *joined.words[1:]]
@@ -330,7 +330,7 @@ class TestJobServer:
         assert f"--address {address}" in ran.stderr and part in ran.stderr
         assert "Traceback" not in ran.stderr
 
-    def test_absent_token_file_is_named(
+    def test_error_names_absent_token_file(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)

@@ -233,7 +233,7 @@ def test_misspelt_hook_is_caught(method: Method, text: str) -> None:
     assert text in str(error.value)
 
 
-def test_hook_that_returns_nothing_is_named() -> None:
+def test_error_names_hook_that_returns_nothing() -> None:
     method = users_method(combine=lambda self, aggregation, server: None)
     messages = failed_in_runs(method)
     assert len(messages) == 4
@@ -379,7 +379,7 @@ class Failing(Observer):
         assert event.row["round"] < 2, "no ink"
 
 
-def test_failing_observer_is_named() -> None:
+def test_error_names_failing_observer() -> None:
     with pytest.raises(
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):

@@ -117,7 +117,7 @@ def test_packing_refuses_data_without_training_text() -> None:
     ],
     ids=lambda value: getattr(value, "tokenizer", ""),
 )
-def test_vocabulary_decodes_what_it_encodes(vocabulary: Vocabulary, text: str) -> None:
+def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> None:
     tokens = vocabulary.encode(text)
     assert vocabulary.decode(tokens.tolist()) == text
     again = stored_vocabulary(vocabulary.tokenizer, vocabulary.names)

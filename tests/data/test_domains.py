@@ -84,7 +84,7 @@ def test_domains_fraction_keeps_test_rows(root: Path) -> None:
     assert np.array_equal(share.central, whole.central) and len(share.central) == 355 + 10 + 10
 
 
-def test_domains_of_other_classes_or_shape_are_named(root: Path) -> None:
+def test_error_names_domains_of_other_classes_or_shape(root: Path) -> None:
     write_strips(root / "letters", classes=["a", "b"])
     settings = {"root": str(root), "download": False}
     with pytest.raises(

@@ -252,7 +252,7 @@ def test_labels_per_position_are_stored_with_their_shape() -> None:
     assert dataset.labels.tolist() == labels.tolist()
 
 
-def test_integers_per_position_are_values_if_kind_says_so() -> None:
+def test_integers_per_position_are_values_in_a_regression() -> None:
     labels = np.arange(36).reshape(12, 3) % 4
     dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.class_names == ["0", "1", "2"] and dataset.labels.tolist() == labels.tolist()

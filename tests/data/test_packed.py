@@ -84,7 +84,7 @@ def test_strips_mistakes_name_the_file(tmp_path: Path) -> None:
         Strips(root=str(tmp_path)).build()
 
 
-def test_strips_of_unequal_size_are_named(tmp_path: Path) -> None:
+def test_error_names_strips_of_unequal_size(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     write_picture(tmp_path / "train-001.png", picture(9, 4))
@@ -123,7 +123,7 @@ def test_strips_of_unequal_size_are_named(tmp_path: Path) -> None:
         3,
     ],
 )
-def test_strips_wrong_description_is_named(meta: object, tmp_path: Path) -> None:
+def test_error_names_wrong_description_of_strips(meta: object, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|no multiple of 1000"):
@@ -213,7 +213,7 @@ def test_pneumonia_mnist_has_its_published_mean(shared: Path) -> None:
     assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4
 
 
-def test_strips_labels_with_broken_header_are_named(tmp_path: Path) -> None:
+def test_error_names_strips_labels_with_broken_header(tmp_path: Path) -> None:
     write_strips(tmp_path / "set")
     file = tmp_path / "set/train-labels.npy"
     file.write_bytes(

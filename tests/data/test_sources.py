@@ -101,7 +101,7 @@ def test_failed_write_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_damaged_file_is_named(cache: Path) -> None:
+def test_error_names_damaged_file(cache: Path) -> None:
     path = Synthetic().build().path
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"^{path} "):
@@ -227,7 +227,7 @@ def test_failed_download_names_reason_and_key(
         Cifar10(root=str(tmp_path)).build()
 
 
-def test_damaged_mnist_file_is_named(tmp_path: Path) -> None:
+def test_error_names_damaged_mnist_file(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(b"\0" * 20)
     with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST "):

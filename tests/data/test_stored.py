@@ -121,7 +121,7 @@ def test_parquet_label_beyond_rows_makes_no_classes(label: int, tmp_path: Path) 
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_unsigned_label_is_named(tmp_path: Path) -> None:
+def test_error_names_column_of_unsigned_labels(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(
             tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64())
@@ -395,7 +395,7 @@ def test_label_lists_name_wrong_values(
         (SETS, [[0.5]], r"list<.*: double>, but .*train.parquet holds list<.*: int64>"),
     ],
 )
-def test_label_types_that_differ_between_files_are_named(
+def test_error_names_label_types_that_differ_between_files(
     train: list, test: list, kinds: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"test.parquet: column label holds {kinds}"):

@@ -290,7 +290,7 @@ def test_csv_quoted_text_is_no_missing_value(tmp_path: Path) -> None:
     ],
     ids=["empty", "no rows", "long row", "name twice", "no text", "open quote"],
 )
-def test_csv_unreadable_file_is_named(content: bytes, tmp_path: Path) -> None:
+def test_error_names_unreadable_csv_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.csv"):
         Csv(str(tmp_path)).build()
@@ -351,7 +351,7 @@ def test_json_lists_are_vectors_tokens_and_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[1, 2]", '{"a": 1', '{"a": 1, "label": 0}\n{"a": "b", "label": 0}']
 )
-def test_json_unreadable_file_is_named(content: str, tmp_path: Path) -> None:
+def test_error_names_unreadable_json_file(content: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"train\.jsonl"):
         JsonLines(str(tmp_path)).build()

@@ -329,7 +329,7 @@ def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> Non
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_unreadable_arrow_column_is_named(column: pa.Array, name: str, tmp_path: Path) -> None:
+def test_error_names_unreadable_arrow_column(column: pa.Array, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: column})
 

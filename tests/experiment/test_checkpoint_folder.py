@@ -42,7 +42,7 @@ def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["memory://runs/a", "apart"])
-def test_run_continues_from_checkpoint_folder_alone(where: str) -> None:
+def test_run_continues_from_only_its_checkpoint_folder(where: str) -> None:
     straight = run(out="straight", rounds=6)
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()

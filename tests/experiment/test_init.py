@@ -250,7 +250,7 @@ def written(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], train
         (lambda d: d.update({f"{k}.x": d.pop(k) for k in [*d]}), "none of its tensors"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_error_names_tensors_that_do_not_fit(
     change: Callable[[dict[str, Tensor]], object], named: str, trained: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path, change, trained)

@@ -41,7 +41,7 @@ def run(**settings: Any) -> dict[str, Any]:
     return {key: summary[key] for key in ("rounds", "model_sha256", "state_sha256")}
 
 
-def test_url_holds_the_folder_and_continues_it(url: str, tmp_path: Path) -> None:
+def test_folder_at_a_url_is_written_and_continued(url: str, tmp_path: Path) -> None:
     straight = run(out=str(tmp_path / "straight"), rounds=6)
     run(out=url, rounds=4)
     with pytest.raises(RefusedError, match=r"^out="):

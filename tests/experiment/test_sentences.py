@@ -46,7 +46,7 @@ class TestUnknownKeys:
             "method=scaffold", "method.scaffold.mu=1"
         )
 
-    def test_options_that_have_the_key_are_named(self) -> None:
+    def test_error_names_options_that_have_the_key(self) -> None:
         assert "partition=shards has it" in refused(
             "partition=iid", "partition.shards_per_client=2"
         )
@@ -107,7 +107,7 @@ class Empty(Source):
 
 
 class TestData:
-    def test_source_without_a_root_is_not_asked_for_it(self) -> None:
+    def test_source_without_root_option_needs_no_root(self) -> None:
         sentence = refused(data=Empty())
         assert "Empty" in sentence
         assert "data.root" not in sentence

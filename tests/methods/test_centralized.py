@@ -48,7 +48,7 @@ def test_methods_with_a_model_per_client_are_refused(method: Any) -> None:
         check_composition([Centralized(), method])
 
 
-def test_losses_and_data_changes_combine_with_it() -> None:
+def test_losses_and_data_changes_combine_with_centralized() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 

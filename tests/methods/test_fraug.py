@@ -187,7 +187,7 @@ def test_kept_optimizers_continue_their_step_count(keep: bool) -> None:
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_optimizers_are_kept_alike_by_method_and_by_run() -> None:
+def test_method_and_run_store_the_same_optimizers() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -315,7 +315,7 @@ def test_batch_of_one_sample_is_left_out() -> None:
     assert moved == {client: client != 0 for client in range(6)}
 
 
-def test_proximal_term_pulls_the_classifier_alone() -> None:
+def test_proximal_term_pulls_only_the_classifier() -> None:
     touched: dict[str, list[bool]] = {}
 
     class Only(FedProx):

@@ -88,7 +88,7 @@ def test_ranks_follow_the_kind_of_device(method: Any) -> None:
             assert job.up == rank * (64 + 12) + head
 
 
-def test_client_leaves_ranks_at_zero_that_it_does_not_have() -> None:
+def test_ranks_that_a_client_lacks_stay_zero() -> None:
     # the proximal term pulls to the received factors, which have all ranks
     spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
     spy = Spy(spec)

@@ -344,14 +344,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
     )
-    def test_method_that_reads_a_value_is_named(self, read: Callable[[Tensor], Any]) -> None:
+    def test_error_names_method_that_reads_a_value(self, read: Callable[[Tensor], Any]) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
         with pytest.raises(
             LanesError, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_method_that_reports_in_a_step_is_named(self) -> None:
+    def test_error_names_method_that_reports_in_a_step(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 

@@ -92,7 +92,7 @@ def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_without_the_tables_has_none(tmp_path: Path) -> None:
+def test_run_without_table_files_has_no_tables(tmp_path: Path) -> None:
     assert read_split(tmp_path) is None and read_clients(tmp_path) is None
 
 
@@ -113,7 +113,7 @@ GOOD = {"client": [0, 1], "label": [0, 1], "samples": [3, 4]}
         (GOOD, "no json"),
     ],
 )
-def test_a_damaged_split_is_named(
+def test_error_names_damaged_split(
     tmp_path: Path, columns: dict[str, list[object]], content: str
 ) -> None:
     pq.write_table(
@@ -123,7 +123,7 @@ def test_a_damaged_split_is_named(
         read_split(tmp_path)
 
 
-def test_damaged_tables_are_named(tmp_path: Path) -> None:
+def test_error_names_damaged_tables(tmp_path: Path) -> None:
     for name, read in ((SPLIT_FILE, read_split), (CLIENTS_FILE, read_clients)):
         (tmp_path / name).write_bytes(b"PAR1 no")
         with pytest.raises(ValueError, match=name):

@@ -37,7 +37,7 @@ def row(
     }
 
 
-def test_a_history_comes_back_with_the_same_values_and_types(tmp_path: Path) -> None:
+def test_history_is_read_back_with_equal_values_and_types(tmp_path: Path) -> None:
     rows = [row(1), row(2, 0.1 + 0.2), row(3, None, floats_up=2**53 + 1)]
     metrics.write_history(rows, tmp_path / "history.parquet")
     back = metrics.read_history(tmp_path / "history.parquet")
@@ -99,7 +99,7 @@ def test_failed_write_leaves_only_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["h.parquet"]
 
 
-def test_a_broken_history_is_named(tmp_path: Path) -> None:
+def test_error_names_broken_history(tmp_path: Path) -> None:
     (tmp_path / "h.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"h\.parquet"):
         metrics.read_history(tmp_path / "h.parquet")
@@ -157,7 +157,7 @@ def test_summary_holds_last_values_scores_and_facts() -> None:
     assert {key: summary[key] for key in expected} == expected
 
 
-def test_a_summary_without_local_tests_scores_the_central_one() -> None:
+def test_summary_without_client_tests_uses_the_central_set() -> None:
     summary = metrics.summarise([row(1, None, accuracy_global=0.5)], [0.5])
     assert (summary["best5_mean"], summary["rounds_to"]) == (0.5, {"0.50": 1})
     assert "best5_mean_global" not in summary
@@ -168,7 +168,7 @@ def test_a_summary_of_no_rows_is_empty_and_not_an_error() -> None:
     assert (summary["rounds"], summary["best5_mean"], summary["accuracy"]) == (0, None, None)
 
 
-def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
+def test_json_is_strict_for_any_content(tmp_path: Path) -> None:
     odd = {
         "a": np.float32(0.5),
         "b": [np.int64(2), math.nan, math.inf],
@@ -217,7 +217,7 @@ def test_peak_memory_is_in_bytes_of_resident_memory() -> None:
         {"round": [1], "accuracy": [True]},
     ],
 )
-def test_a_history_of_anything_but_numbers_is_refused(columns: dict, tmp_path: Path) -> None:
+def test_history_that_is_not_numeric_is_refused(columns: dict, tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "history.parquet")
     with pytest.raises(ValueError, match=f"{tmp_path / 'history.parquet'} has"):
         metrics.read_history(tmp_path / "history.parquet")

@@ -66,7 +66,7 @@ def test_every_job_is_a_row_for_any_number_of_files(tmp_path: Path, part: int) -
     assert len(files) == {1 << 18: 1, 3: 4, 2: 8, 1: 8}[part]
 
 
-def test_the_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
+def test_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
     write(tmp_path, range(1, 8))
     found, wanted = read_jobs(tmp_path), all_of(range(1, 8))
     assert found is not None and len(found) == 14
@@ -86,13 +86,13 @@ def test_resumed_run_keeps_jobs_of_its_checkpoint(tmp_path: Path, part: int, kep
     assert written(tmp_path) == all_of(range(1, 9))
 
 
-def test_a_run_that_was_continued_without_the_file_gets_none(tmp_path: Path) -> None:
+def test_run_resumed_without_the_file_writes_none(tmp_path: Path) -> None:
     assert JobWriter.open(tmp_path, 3) is None
     assert read_jobs(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_error_names_broken_job_file(tmp_path: Path) -> None:
     write(tmp_path, range(1, 3))
     (tmp_path / JOBS / "part-000000.parquet").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"part-000000\.parquet"):

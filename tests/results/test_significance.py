@@ -8,7 +8,7 @@ import pytest
 from raysim.results.significance import compare_pairs, holm_correction, mean_deviation
 
 
-def test_the_deviation_has_the_divisor_of_a_sample() -> None:
+def test_deviation_divides_by_one_less_than_the_count() -> None:
     assert mean_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
     assert mean_deviation([1.0]) == (1.0, None)
     assert mean_deviation([]) == (None, None)

@@ -24,7 +24,7 @@ def test_too_wide_table_continues_below_with_its_first_column() -> None:
     assert format_table([NAMES, *numbers], 1000) == wide
 
 
-def test_a_column_wider_than_the_line_is_never_cut() -> None:
+def test_column_wider_than_the_line_is_not_cut() -> None:
     text = format_table([NAMES, Column("long", ["x" * 50, "y"]), Column("next", ["1", "2"])], 20)
     assert "x" * 50 in text and text.count("\n\n") == 1
 

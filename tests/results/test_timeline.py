@@ -208,7 +208,7 @@ def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
     assert "80%" in workers.get_title()
 
 
-def test_a_history_that_measured_no_workers_says_so() -> None:
+def test_history_without_worker_times_says_so() -> None:
     assert (
         drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title()
         == "Workers: not measured"

@@ -274,7 +274,7 @@ def test_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
     assert (shelf.opened, after.opened) == (1, 0)
 
 
-def test_a_resumed_run_takes_over_the_backlog_of_the_first(tmp_path: Path) -> None:
+def test_resumed_run_sends_the_unsent_rows_of_the_first(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     shelf.down = True
     first = tracker(tmp_path, shelf, said)
@@ -423,14 +423,14 @@ def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: st
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_the_experiment_is_one_of_models_and_not_of_traces(
+def test_mlflow_experiment_shows_models_instead_of_traces(
     tracked: Path, client: MlflowClient
 ) -> None:
     experiment = client.get_experiment_by_name("raysim")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_an_experiment_of_an_older_version_becomes_one_of_models(tmp_path: Path) -> None:
+def test_old_mlflow_experiment_becomes_a_model_experiment(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     older = MlflowClient(tracking_uri=default_uri(tmp_path))
@@ -490,7 +490,7 @@ def test_logged_run_is_complete_and_its_model_predicts(
     assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
 
 
-def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> None:
+def test_model_with_personal_parts_is_not_logged(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[fedbn]", "model.norm=batch"])
     assert load_shared_model(experiment.spec, tmp_path / "none") is None
 
@@ -543,7 +543,7 @@ def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: Mlf
     assert [m.step for m in client.get_metric_history(before, "round")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
+def test_mlflow_without_the_run_receives_its_whole_history(
     tracked: Path, tmp_path: Path, client: MlflowClient
 ) -> None:
     folder = tracked / "moved"

@@ -170,7 +170,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_packages_of_a_run_are_those_allowed_and_those_named() -> None:
+def test_packages_of_a_run_are_allowed_or_in_its_config() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -135,7 +135,7 @@ def test_learner_may_print(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"), [("outputs", "predict of Centroids"), ("predict", "'centroids'.*SystemExit")]
 )
-def test_learner_error_in_predict_is_named(wrong: str, text: str, tmp_path: Any) -> None:
+def test_error_in_predict_names_the_learner(wrong: str, text: str, tmp_path: Any) -> None:
     words = "data=synthetic data.samples=100 partition.clients=4 schedule.cohort=2 rounds=1"
     with pytest.raises(Exception, match=text):
         raysim.run(

@@ -180,7 +180,7 @@ def finished(experiment: Experiment, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_client_of_one_row_is_left_out_and_the_plan_says_so(name: str) -> None:
+def test_plan_reports_left_out_clients_of_one_row(name: str) -> None:
     experiment = made(REFUSING[name])
     (text,) = [text for text in experiment.warnings if "one training sample" in text]
     assert text.startswith("partition: 2 of 7 clients")

@@ -115,7 +115,7 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
     assert "seed=" not in text
 
 
-def test_a_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
+def test_threshold_missed_by_one_seed_has_no_mean(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)
     ]
@@ -160,7 +160,7 @@ def test_weighting_set_by_the_method_is_no_difference(tmp_path: Path) -> None:
     assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
-def test_other_data_set_of_a_preset_is_named(tmp_path: Path) -> None:
+def test_table_names_a_data_set_other_than_the_presets(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 

@@ -263,7 +263,7 @@ def test_values_that_the_paper_chose_per_data_set(name: str, lam: float, means: 
     )
 
 
-def test_a_preset_speaks_only_of_methods_and_keys_that_exist() -> None:
+def test_preset_sets_only_existing_methods_and_keys() -> None:
     for path in (conf_folder() / "experiment").rglob("*.yaml"):
         for name, values in (yaml.safe_load(path.read_text()).get("method") or {}).items():
             assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
@@ -361,7 +361,7 @@ def test_own_preset_keeps_order_of_methods(
     "name",
     sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells}),
 )
-def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
+def test_preset_builds_for_images_of_its_size(name: str) -> None:
     images = {
         "fedbr/rotated_mnist": ["data.shape=[1,28,28]"],
         "fedbr/cifar100": ["data.shape=[3,32,32]", "data.classes=100"],
