@@ -46,7 +46,7 @@ examples:
                               15 runs: a comma separates values, 0..4 counts; fedavg is no method
   raysim study method=fedavg,fedbr+mixup  a + joins the methods of one run
   raysim study method=fedavg,fedprox partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
-                              a key that only some runs have (fedprox.mu) is for them alone
+                              a key that only some runs have (fedprox.mu) applies only to them
   raysim study out=studies/mine resume=latest
                               continue where it stopped; finished runs stay
   raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
@@ -639,7 +639,7 @@ def _add_ui(commands: Commands) -> None:
         help="the folder that runs are in (runs), or a server's address",
     )
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
-    ui.add_argument("--no-browser", action="store_true", help="print the address alone")
+    ui.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
 def _add_bench(commands: Commands) -> None:
@@ -1022,7 +1022,9 @@ def _check_workloads(names: Sequence[str]) -> None:
                 f"bench {name}: this workload does not exist. Use {', '.join(known_names)}"
             )
         if name in SEPARATE_BENCHMARKS and len(names) > 1:
-            raise RefusedError(f"bench {name}: this benchmark runs in one process. Give it alone")
+            raise RefusedError(
+                f"bench {name}: this benchmark runs in one process. Leave the other workloads out"
+            )
 
 
 def _bench_gpu(arguments: argparse.Namespace) -> int:

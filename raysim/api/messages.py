@@ -77,7 +77,7 @@ class Job(NamedTuple):
     state: int = -1  # job that left the client state to start from; -1: the initial state
     weight: float = 1.0  # weight in a plain weighted sum, not normalised
     probe: bool = False  # True: the trained model is probed before it is averaged
-    extras: Mapping[str, np.ndarray] = {}  # what this client alone receives
+    extras: Mapping[str, np.ndarray] = {}  # what only this client receives
     pool: int = -1  # the pool that its client was drawn from; -1: all clients
     start: float = 0.0  # virtual seconds
     finish: float = 0.0  # virtual seconds at which the update arrives or the job is lost
@@ -168,7 +168,7 @@ class ScoringTask:
     client: int
     rows: np.ndarray  # int64
     state: int = -1  # the job that left the client state to use; -1: the initial state
-    extras: Arrays = field(default_factory=dict)  # what this client alone would receive
+    extras: Arrays = field(default_factory=dict)  # what only this client would receive
     personalised: bool = True  # False: the hook `personalise` is not called
     finetune: Finetune | None = None  # adapt the model to the client's training samples first
     name: str = ""  # of the samples, for a method that scores sets of them

@@ -10,7 +10,7 @@ from raysim.data.csr import Floats, Ints
 SCALES = {  # the measures of `heterogeneity`, each with its meaning
     "label_entropy": "entropy of a client's labels, nats",
     "label_entropy_std": "its standard deviation over clients",
-    "largest_share": "share of a client's commonest class",
+    "largest_share": "share of a client's most frequent class",
     "effective_classes": "e to the entropy",
     "divergence": "Jensen-Shannon divergence of a client's labels from all clients', bits",
     "size_variation": "standard deviation of the clients' sizes over their mean",
@@ -47,7 +47,7 @@ def format_heterogeneity(measures: dict[str, float]) -> str:
     """Return the measures of `heterogeneity` as one line of text."""
     return (
         f"label entropy {measures['label_entropy']:.3f} ± {measures['label_entropy_std']:.3f} "
-        f"nats, commonest class {measures['largest_share']:.0%}, "
+        f"nats, most frequent class {measures['largest_share']:.0%}, "
         f"{measures['effective_classes']:.2f} effective classes, Jensen-Shannon divergence "
         f"{measures['divergence']:.3f} bits (means over clients)"
     )

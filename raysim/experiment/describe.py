@@ -30,7 +30,7 @@ from raysim.simulation.network import describe_network
 from raysim.training.run_spec import RunSpec, declare_run, evaluation_of
 from raysim.vectors.layout import Layout
 
-# More users than these are listed in clients.parquet alone.
+# More users than these are listed only in clients.parquet.
 MAX_LISTED_USERS = 1000
 # Libraries on which the bits of a run depend.
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
@@ -308,7 +308,7 @@ def _workers(experiment: Experiment) -> str:
 
 
 def _sums(experiment: Experiment, declarations: Declarations) -> str:
-    """Return why every update travels alone to the coordinator; "" if workers send sums."""
+    """Return why every update is sent to the coordinator by itself; "" if workers send sums."""
     uses = declarations.uses_of_single_updates
     if experiment.network.moves_clients:
         uses.append("the topology moves clients by them")

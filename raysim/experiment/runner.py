@@ -2,7 +2,7 @@
 
 A run that has finished is not made again, and one that has begun continues at its last checkpoint.
 A study makes a run at once (`attempt`); a sweep makes it round by round (`SteppedRun`), because Ray
-Tune decides after each measurement whether it goes on. Both write the same files.
+Tune decides after each measurement whether it continues. Both write the same files.
 """
 
 from __future__ import annotations

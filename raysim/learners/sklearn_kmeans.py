@@ -16,9 +16,9 @@ Choices
 - scikit-learn needs as many samples as clusters in a batch: batches are enlarged to that, and a
   client with fewer samples makes the step of Lloyd's algorithm.
 - The initial centers are drawn from a normal distribution, or `spread` times that.
-- Labels are used for the score `purity` only: the share of samples whose label is the commonest one
-  of their cluster, in the scored set. `inertia_error` is the mean squared distance to the nearest
-  center.
+- Labels are used for the score `purity` only: the share of samples whose label is the most frequent
+  one of their cluster, in the scored set. `inertia_error` is the mean squared distance to the
+  nearest center.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class SklearnKMeans(Learner):
         inputs, labels = data.arrays()
         distances = _distances(inputs.reshape(len(inputs), -1), self.centers(parameters)[0])
         nearest = distances.argmin(axis=1)
-        commonest = 0
+        in_majority = 0
         for cluster in np.unique(nearest):
             _, counts = np.unique(labels[nearest == cluster], return_counts=True)
-            commonest += int(counts.max())
+            in_majority += int(counts.max())
         inertia = float(distances.min(axis=1).mean())
-        return {"inertia_error": inertia, "purity": commonest / len(labels)}
+        return {"inertia_error": inertia, "purity": in_majority / len(labels)}
 
     def centers(self, parameters: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Return the centers [clusters, features] and the counts [clusters] of parameters."""

@@ -85,7 +85,7 @@ class XGBoostBagging(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Continue boosting; return the new trees alone."""
+        """Continue boosting; return only the new trees."""
         import xgboost
 
         seed = int(job.stream("trees").integers(2**31 - 1))

@@ -90,7 +90,7 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 
 
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
-    """Return "mean ± deviation", or the mean alone if there is no deviation."""
+    """Return "mean ± deviation", or only the mean if there is no deviation."""
     if deviation is None:
         return show(mean)
     return f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"

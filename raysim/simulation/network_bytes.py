@@ -120,7 +120,7 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for a value that is sent as it is, and is no handle of a stored one."""
+    """Return True for a value that is sent itself, not as a handle of a stored value."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 

@@ -80,9 +80,9 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     counts: the samples of each client.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
-    commonest = int(rests.argmax())
-    if commonest and 2 * rests[commonest] > rests.sum():
-        return frozenset({batch, commonest})
+    most_frequent = int(rests.argmax())
+    if most_frequent and 2 * rests[most_frequent] > rests.sum():
+        return frozenset({batch, most_frequent})
     return frozenset({batch})
 
 

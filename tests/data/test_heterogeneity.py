@@ -46,4 +46,6 @@ def test_means_are_over_clients_of_any_size() -> None:
     )
     assert measures["largest_share"] == 0.75
     text = format_heterogeneity(measures)
-    assert "label entropy 0.347 ± 0.347 nats, commonest class 75%, 1.50 effective classes" in text
+    assert (
+        "label entropy 0.347 ± 0.347 nats, most frequent class 75%, 1.50 effective classes" in text
+    )

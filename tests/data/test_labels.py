@@ -224,14 +224,14 @@ def test_samples_with_several_labels_have_no_classes(labels: Any) -> None:
         read_labels(labels, "classification", None, "place")
 
 
-def test_lists_of_one_label_are_classes_if_kind_says_so() -> None:
+def test_lists_of_one_label_are_classes_in_classification() -> None:
     labels = read_labels([[1], [0], [1]], "classification", None, "place")
     assert labels.values.tolist() == [1, 0, 1]
     assert (labels.names, labels.kind) == (["0", "1"], "classification")
 
 
 # ---- several labels, and labels per position -----------------------------------------------------
-def test_lists_of_one_length_are_labels_if_kind_says_so() -> None:
+def test_lists_of_one_length_are_label_sets_if_multilabel() -> None:
     lists = [[0, 3], [1, 2], [3, 1]] * 4
     dataset = store_arrays((INPUTS, lists), {"kind": "multilabel"}).build()
     assert dataset.kind == "multilabel" and dataset.labels[0].tolist() == [1, 0, 0, 1]

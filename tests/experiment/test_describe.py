@@ -67,7 +67,7 @@ def test_overview_has_heterogeneity() -> None:
         "split"
     ]
     assert text.startswith(
-        "label entropy 0.000 ± 0.000 nats, commonest class 100%, "
+        "label entropy 0.000 ± 0.000 nats, most frequent class 100%, "
         "1.00 effective classes, Jensen-Shan"
     )
 

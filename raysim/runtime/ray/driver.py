@@ -45,7 +45,7 @@ from raysim.training.run_spec import RunSpec, build_networks
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
-SILENCE_WARNING_S = 60.0  # without any message, after which the user is told
+SILENCE_WARNING_S = 60.0  # without any message; then a line is printed
 
 
 # --- the number of workers ------------------------------------------------------------------
