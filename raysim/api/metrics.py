@@ -308,7 +308,8 @@ def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":
         raise ValueError(
-            f"{key}={name} does not score structures. Give a metric of your own, or leave it out."
+            f"{key}={name} does not score targets with several named parts. Give a metric of your "
+            "own, or leave it out."
         )
     classes = _torch_classes(task.kind, f"{key}={name} is none of {', '.join(usual)}, and")
     wanted = _SHORT_NAMES.get(name, name).replace("_", "").lower()

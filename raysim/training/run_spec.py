@@ -247,7 +247,7 @@ def build_model(spec: RunSpec) -> nn.Module:
     if task.kind == "structure" and is_split(model):
         raise ValueError(
             f"the model {type(spec.model).__name__} makes outputs for classes or values, and the "
-            "targets of this data are structures. Give a network of your own."
+            "targets of this data have several named parts. Give a network of your own."
         )
     if task.kind != "structure" and (len(task.output_shape) > 1 or not is_split(model)):
         author = model.net if isinstance(model, WholeNetwork) else spec.model

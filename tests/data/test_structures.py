@@ -91,7 +91,7 @@ class Scenes(Dataset[Any]):
 
 
 @pytest.mark.parametrize("data", [(INPUTS, TARGETS), Scenes()], ids=["lists", "items"])
-def test_structures_train_with_a_loss_of_ones_own(data: Any, tmp_path: Path) -> None:
+def test_structures_train_with_the_users_loss(data: Any, tmp_path: Path) -> None:
     data = {"train": data, "test": (INPUTS[:20], TARGETS[:20])}
     metrics = [raysim.Metric(miscounted, higher=False, per="set")]
     settings = {**FAST, "rounds": 6, "local.lr": 0.05}
