@@ -97,7 +97,7 @@ class Size:
 
     def __str__(self) -> str:
         noun = "worker" if self.workers == 1 else "workers"
-        return f"{self.workers} {noun} of {format_resources(self.each) or 'nothing reserved'}"
+        return f"{self.workers} {noun} of {format_resources(self.per_worker) or 'nothing reserved'}"
 
 
 class NoRoomError(ValueError):
