@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.papers import results
+from jobs.papers import gpu, results
 from jobs.papers.comparison import OPEN, is_equal
 from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
@@ -86,12 +86,17 @@ def test_stored_runs_belong_to_studies_that_can_be_planned(tmp_path: Path) -> No
             planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(
                 facts(cell.config)
             )
+    for _, words in (run for study in gpu.STUDIES for run in study.runs()):
+        (cell,) = plan([*words, f"out={tmp_path / 'new'}"]).runs
+        planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(
+            facts(cell.config)
+        )
     for run in (run for paper in PAPERS for run in results.stored_runs(paper)):
         kept, methods = facts(run.config), run.config["method"]
         assert isinstance(methods, Mapping)
         alike = planned.get((*sorted(methods), run.config["seed"]), [])
         assert any(same(kept, each) for each in alike), (
-            f"no line of {SCRIPT} makes {run.summary['command']}"
+            f"neither a line of {SCRIPT} nor jobs.papers.gpu makes {run.summary['command']}"
         )
 
 
