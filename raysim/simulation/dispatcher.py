@@ -218,7 +218,7 @@ class Dispatcher:
 
     def _send(self, worker: int, jobs: Sequence[Job]) -> None:
         """Let a worker train these jobs. On another node their sums stay there for now."""
-        groups = self._trees.groups(job.number for job in jobs)
+        groups = self._trees.summed_groups(job.number for job in jobs)
         uses: list[StateUse] = []
         if self._client_states.stateful:
             states = [self._client_states.dispatch(job.client, job.number) for job in jobs]

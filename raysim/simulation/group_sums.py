@@ -29,12 +29,7 @@ class SumTrees:
         self._places: dict[int, tuple[Group, int]] = {}
 
     def plan(self, tree: Group) -> None:
-        """Add a tree: the numbers of its jobs in the order of acceptance.
-
-        A single job needs none, because its sum is as long as its update.
-        """
-        if len(tree) == 1:
-            return
+        """Add a tree: the numbers of its jobs in the order of acceptance."""
         for position, number in enumerate(tree):
             self._places[number] = tree, position
 
@@ -55,6 +50,13 @@ class SumTrees:
             ranges = covered_ranges(covered, len(tree))
             groups += [tree[part.start : part.stop] for part in ranges]
         return groups
+
+    def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
+        """Return the groups that a worker sums: all but single jobs that are a tree of their own.
+
+        The update of such a job is as long as its sum, and says more.
+        """
+        return [group for group in self.groups(numbers) if len(self._places[group[0]][0]) > 1]
 
 
 class RemoteSum(NamedTuple):
