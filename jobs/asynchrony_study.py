@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jobs.command import run_study
 from jobs.study_curves import curves_figure, draw_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "asynchrony.md"
@@ -247,20 +247,12 @@ def draw(store: dict[str, Any], path: Path) -> None:
             ax.set_title(f"{local} on the clients")
 
 
-def main(given: Sequence[str]) -> None:
-    """Run the command that the first argument names."""
-    command, *rest = given or ["help"]
-    if command == "run" and rest:
-        run_all(Path(rest[0]), rest[1:])
-    elif command == "collect" and rest:
-        collect(Path(rest[0]))
-    elif command == "page":
-        store = json.loads(STORE.read_text())
-        PAGE.write_text(page_text(store))
-        draw(store, PAGE.with_suffix(".png"))
-    else:
-        sys.exit(__doc__)
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    PAGE.write_text(page_text(store))
+    draw(store, PAGE.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_study(__doc__, run_all, collect, write_page)

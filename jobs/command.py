@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from raysim import cli
@@ -20,3 +21,29 @@ def run(program: Callable[[], object]) -> NoReturn:
 
     cli.prepare_ray()
     sys.exit(cli.exit_status(command))
+
+
+def run_study(
+    usage: str | None,
+    run_all: Callable[[Path, Sequence[str]], object],
+    collect: Callable[[Path], object],
+    write_page: Callable[[], object],
+) -> NoReturn:
+    """Run the command of a study that the first argument names, and exit.
+
+    usage: printed if there is no such command. run_all: makes the runs in a folder, with further
+    overrides. collect: stores their numbers. write_page: makes the page from the stored numbers.
+    """
+
+    def program() -> None:
+        command, *rest = sys.argv[1:] or ["help"]
+        if command == "run" and rest:
+            run_all(Path(rest[0]), rest[1:])
+        elif command == "collect" and rest:
+            collect(Path(rest[0]))
+        elif command == "page":
+            write_page()
+        else:
+            sys.exit(usage)
+
+    run(program)

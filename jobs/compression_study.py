@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jobs.command import run
+from jobs.command import run_study
 from jobs.study_curves import curves_figure, draw_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "compression.md"
@@ -197,18 +196,5 @@ def write_page() -> None:
     draw(store, PAGE.with_suffix(".png"))
 
 
-def main() -> None:
-    """Run the command that the first argument names."""
-    command, *rest = sys.argv[1:] or ["help"]
-    if command == "run" and rest:
-        run_all(Path(rest[0]), rest[1:])
-    elif command == "collect" and rest:
-        collect(Path(rest[0]))
-    elif command == "page":
-        write_page()
-    else:
-        sys.exit(__doc__)
-
-
 if __name__ == "__main__":
-    run(main)
+    run_study(__doc__, run_all, collect, write_page)
