@@ -1,4 +1,8 @@
-"""The protocol of a code for what travels, for modules below `raysim.api.compression`."""
+"""What a run needs of a compressor.
+
+`raysim.api.compression` imports the interface of methods. Modules that this interface imports use
+the protocol below instead of the class `Compressor`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from raysim.vectors.layout import Layout
 
 
 class UpdateCode(Protocol):
-    """What a run does with a `Compressor`."""
+    """The attributes and functions of a `Compressor` that a run uses."""
 
     name: ClassVar[str]
     direction: Literal["up", "down", "both"]
@@ -25,9 +29,9 @@ class UpdateCode(Protocol):
         """True if the server compresses what it sends."""
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message in words of 32 bits; see `Compressor`."""
+        """Return the size of a message in words of 32 bits."""
 
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace values by what the receiver has; see `Compressor`."""
+        """Replace values, in place, by what the receiver has; return the sender's next state."""

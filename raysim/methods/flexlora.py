@@ -37,10 +37,10 @@ from raysim.methods.lora_factors import (
     declare_ranks,
     find_factors,
     mean_delta,
-    needs_mask,
     require_adapters,
     require_products,
     require_sharing,
+    skip_rank_hooks,
     truncate,
 )
 
@@ -98,10 +98,7 @@ class FlexLoRA(Method):
         run.owns("step")  # new factors are no step that another rule could scale
         run.corrects("mix")  # after the terms of other methods
         declare_ranks(run, self.ranks, adapters).omit(run)
-        if self.ranks is None:
-            run.skip("begin")
-        if not needs_mask(run, self.ranks):
-            run.skip("gradient")
+        skip_rank_hooks(run, self.ranks)
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:

@@ -39,10 +39,10 @@ from raysim.methods.lora_factors import (
     declare_ranks,
     find_factors,
     mean_delta,
-    needs_mask,
     require_adapters,
     require_products,
     require_sharing,
+    skip_rank_hooks,
     truncate,
 )
 from raysim.models.lora import CONVOLUTIONS, Adapter, find_adapters
@@ -89,10 +89,7 @@ class FLoRA(Method):
         run.server_state("scalings", lambda server: torch.tensor(scalings, dtype=torch.float64))
         sizes = [_make_buffer(run, adapter) for adapter in adapters]
         self._count(run, declare_ranks(run, self.ranks, adapters), sizes)
-        if self.ranks is None:
-            run.skip("begin")
-        if not needs_mask(run, self.ranks):
-            run.skip("gradient")
+        skip_rank_hooks(run, self.ranks)
 
     @staticmethod
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:

@@ -220,6 +220,14 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 
 
+def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
+    """Leave out the hooks `begin` and `gradient` that do nothing in this run."""
+    if ranks is None:
+        run.skip("begin")
+    if not needs_mask(run, ranks):
+        run.skip("gradient")
+
+
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
     """Return ones [trained], with zeros where a factor has more than `rank` ranks."""
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
