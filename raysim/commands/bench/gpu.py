@@ -39,9 +39,11 @@ from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
 from raysim.methods.fedbr import FedBR
+from raysim.methods.lora_factors import LORA_METHODS
 from raysim.models import Mlp, ModelRecipe, SmallCnn
 from raysim.models.classifier import is_stochastic
 from raysim.models.cnn import MnistCnn
+from raysim.models.lora import Lora
 from raysim.models.resnet import ResNet
 from raysim.models.vgg import Vgg11
 from raysim.primitives.errors import first_line
@@ -217,7 +219,10 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
         rounds=rounds, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
     )
     methods = () if method is None else (method,)
-    spec = RunSpec(SmallCnn(norm="batch"), methods, data, settings, device, dtype=dtype)
+    needs_adapters = method is not None and method.name in LORA_METHODS
+    lora = Lora(rank=2) if needs_adapters else Lora()
+    model = SmallCnn(norm="batch", lora=lora)
+    spec = RunSpec(model, methods, data, settings, device, dtype=dtype)
     return mode.apply(spec)
 
 
