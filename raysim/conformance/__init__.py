@@ -1,4 +1,4 @@
-"""Checks that every part of a run must pass, for tests of your own parts.
+"""Checks that every part of a run must pass; use them to test your own parts.
 
     import pytest
     from raysim.conformance import checks
@@ -8,9 +8,9 @@
         check()
 
 `checks` takes a method, a model, a source of data, a partition, a schedule, a selection, a
-topology, a fleet or an observer. Each check makes a few tiny runs in this process, a fraction of a
-second each, and raises AssertionError with one sentence. raysim's own parts are tested with the
-same checks.
+topology, a fleet or an observer. Each check makes a few tiny runs in this process, which take a
+fraction of a second each. It raises AssertionError with one sentence if the part fails. raysim's
+own parts pass the same checks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Check:
 
 
 def checks(part: object, study: Study | None = None) -> list[Check]:
-    """Return all checks for a part.
+    """Return all checks for a part of a run, such as a method or a partition.
 
+    study: the tiny runs in which the part is tried; None for the usual ones.
     Raises TypeError for an object that is not a part of a run.
-
-    study: the tiny runs that the part is tried in; None for the usual ones.
     """
     name = getattr(part, "name", type(part).__name__)
     return [Check(f"{name}: {text}", run) for text, run in _checks(part, study or Study())]
@@ -75,7 +74,7 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         kinds_of_part = [make for function, make in kinds.items() if hasattr(part, function)]
         if len(kinds_of_part) != 1:
             raise TypeError(
-                f"{part!r} is no part of a run. Give a method, a model, data, a partition, a "
+                f"{part!r} is not a part of a run. Give a method, a model, data, a partition, a "
                 "schedule, a selection, a topology, a fleet or an observer."
             )
         yield from kinds_of_part[0](part, study)

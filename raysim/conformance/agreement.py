@@ -20,9 +20,10 @@ from raysim.simulation.schedule import Schedule
 from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
-# In float64; a learning rate that is a tensor is multiplied with another rounding.
+# The largest relative difference in float64: products with a learning rate that is a tensor are
+# rounded in another way.
 TOLERANCE = 1e-8
-# Numbers of inner products below 0, some of which are 0 but for rounding.
+# Columns that count inner products below 0. Rounding may change the sign of a product near 0.
 COUNTS = ("conflicts", "projections")
 Make = Callable[[], RunSpec]  # returns the same run, with new methods each time
 
@@ -32,7 +33,7 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
-    runtime: the runtime with several workers; None for two in this process.
+    runtime: the runtime with several workers; None for two workers in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(
@@ -42,7 +43,7 @@ def check_workers(
 
 
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
-    """Check that three runs have the same bits and history: plain, with checkpoints, resumed."""
+    """Check that a run is bit-identical without checkpoints, with checkpoints and resumed."""
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
         saved = run(make(), schedule, fleet, rounds=5, checkpoint_every=3, folder=folder)
@@ -58,10 +59,11 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 
 
 def check_recorded(make: Make, **settings: Any) -> None:
-    """Check that a run has the same results in float64 in the loop and with recorded steps.
+    """Check that a run in float64 has the same results with and without recorded steps.
 
-    Without a GPU a recorded step is computed again only from its inputs, and values are never read.
-    A run that is refused with an error that names the cause passes.
+    Without a GPU no step is captured: a replay computes the step again from its inputs, and the
+    step may not read values of tensors. The check also passes if the run is refused with an error
+    that names the cause.
     """
     with contextlib.suppress(LanesError):
         loop, other = (
@@ -91,7 +93,10 @@ def _near(row: Row, expected: Row) -> None:
 
 
 def check_same(one: FinishedRun, other: FinishedRun, ways: str) -> None:
-    """Check that two runs have the same bits and the same history."""
+    """Check that two finished runs are bit-identical and have the same history.
+
+    ways: the difference between the runs, for the error ("on one worker and on two").
+    """
     for run_ in (one, other):
         assert not run_.failures, run_.failures[0].error
     assert one.bits[0] == other.bits[0], f"{ways}, the shared models have different bits"

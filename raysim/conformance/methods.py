@@ -28,7 +28,7 @@ from raysim.simulation.load import StepMessages
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
 
-# Different bytes of a secret; fewer occur anywhere by chance.
+# A client state with at least so many different bytes does not occur elsewhere by chance.
 MIN_SECRET_BYTES = 8
 
 
@@ -72,7 +72,7 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 
 
 def check_arguments(method: Method) -> None:
-    """Check that attributes hold the arguments, and that no argument has the name of a hook."""
+    """Check that each argument is an attribute of the method, and that none has a hook's name."""
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
     assert not taken, (
@@ -81,7 +81,7 @@ def check_arguments(method: Method) -> None:
 
 
 def check_declarations(make: Make) -> None:
-    """Check that each function is a hook or is called, and that the declarations are accepted."""
+    """Check that the declarations are valid, and that each function is a hook or is called."""
     spec = make()
     try:
         check_names(spec.methods)
@@ -95,19 +95,18 @@ def check_declarations(make: Make) -> None:
 # --- messages -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Seen:
-    """The content of the messages of a run."""
+    """A finished run with the content of all its messages."""
 
     run: FinishedRun
     spy: Spy
-    uploads: set[str]  # names of what is sent beside the update
-    personal: set[str]  # names of the networks' tensors that stay
-    secrets: list[
-        tuple[str, bytes]
-    ]  # what clients keep, with its name, and never send by its own name
+    uploads: set[str]  # names of the tensors that are sent next to the update
+    personal: set[str]  # names of the networks' tensors that stay on the clients
+    # Name and bytes of each client state that is not declared as an upload.
+    secrets: list[tuple[str, bytes]]
 
 
 def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
-    """Check that messages contain what methods declare, and no client state; return them."""
+    """Check that messages contain what methods declare and no client state; return them."""
     seen = _watch(make, schedule, fleet)
     methods = make().methods
     _check_secrets(seen, {method.name for method in methods})
@@ -129,12 +128,9 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
         for key, value in to_flat_arrays(state).items()
         if key not in uploads
     ]
-    sent = {
-        _bytes(array) for update in spy.updates for array in update.extras.values()
-    }  # on purpose
-    moved = [
-        _bytes(update.delta) for update in spy.updates if update.delta is not None
-    ]  # as every run sends
+    # Declared uploads, which may be equal to a client state.
+    sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}
+    moved = [_bytes(update.delta) for update in spy.updates if update.delta is not None]
     moved += [_bytes(total) for result in spy.trained for total in result.sums.values()]
     secrets = [
         (key, value)
@@ -150,7 +146,10 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
 
 
 def _check_secrets(seen: Seen, names: set[str]) -> None:
-    """Check that no update contains personal parameters or client state, and that names fit."""
+    """Check that no update contains personal parameters or undeclared client state.
+
+    Names of uploads must begin with the name of a method.
+    """
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:
@@ -188,9 +187,9 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if the update begins with the state, and the state is most of the update.
+    """Return True if an update begins with a client state that fills most of the update.
 
-    A shorter part may be equal by chance.
+    A shorter beginning may be equal by chance.
     """
     return update.startswith(stored) and 2 * len(stored) > len(update)
 
@@ -200,7 +199,7 @@ def _bytes(array: np.ndarray) -> bytes:
 
 
 def _check_costs(seen: Seen, pooled: bool) -> None:
-    """Check that the history counts as many floats as the messages contain."""
+    """Check that the history's numbers of floats are those that the messages contain."""
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
@@ -232,7 +231,7 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return the messages of a run's compressed steps at its start, or None."""
+    """Return the message format of a run whose clients send steps; None for other runs."""
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:
         return None
@@ -240,7 +239,7 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: Seen, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return the floats of the model that methods declare as not needed by a job."""
+    """Return how many floats of the model a job need not send or receive, as methods declare."""
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec
     facts = RunFacts(spec.task, spec.settings.local, coordinator.layout, 0, frozenset())

@@ -34,7 +34,7 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:
-    """Yield the checks of a run with the part."""
+    """Yield the checks that hold for a run with any part."""
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
@@ -242,7 +242,7 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    In the usual study every replica may have a schedule of its own, for two or more clients.
+    In the usual study each replica may have its own schedule, with two or more clients.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

@@ -1,4 +1,4 @@
-"""Tiny federated runs in this process, a fraction of a second each, and their results."""
+"""Make tiny federated runs in this process, and read their results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NormedMlp(ModelRecipe):
     lora: Lora = field(default_factory=Lora)
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """Return the network up to the features, and the number of features."""
+        """Return the layers in front of the head, and the number of features."""
         layers = [
             nn.Flatten(),
             nn.Linear(math.prod(input_shape), self.width),
@@ -91,7 +91,8 @@ def with_settings(
 ) -> RunSpec:
     """Return the same run with other settings.
 
-    Short names stand for settings in a group: checkpoint_every, tolerate, and state_budget in
+    settings: fields of `RunSettings`. Three settings of groups have short names: checkpoint_every
+    is `checkpoint.every`, tolerate is `faults.tolerate`, and state_budget is `state.budget` in
     bytes.
     """
     if checkpoint_every is not None:
@@ -103,7 +104,7 @@ def with_settings(
     return replace(spec, settings=replace(spec.settings, **settings))
 
 
-# Columns that depend on wall time, or on the place where updates are summed.
+# Columns that depend on wall time, or on the worker that sums the updates.
 MEASURED = (
     "wall_seconds",
     "worker_seconds",
@@ -130,7 +131,7 @@ class FinishedRun:
 
     @property
     def participations(self) -> dict[int, int]:
-        """The number of jobs of each client that was ever dispatched."""
+        """The number of jobs of each client that was dispatched at least once."""
         counts = self.coordinator.planner.participations
         return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
 
@@ -164,7 +165,7 @@ class FinishedRun:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """The tensors of all accepted client states, by "client/name"."""
+        """The tensors of all committed client states, by "client/name"."""
         states = self.coordinator.client_states.named_tensors()
         return {
             f"{client}/{name}": array
@@ -173,7 +174,7 @@ class FinishedRun:
         }
 
     def state(self, client: int) -> StoredState:
-        """Return the accepted client state of a client."""
+        """Return the committed client state of a client."""
         return self.coordinator.client_states.accepted_state(client)
 
 
@@ -188,7 +189,8 @@ def coordinate(
 ) -> Coordinator:
     """Return a coordinator in this process.
 
-    runtime: None for one worker in this process. settings: see `with_settings`.
+    runtime: None for one worker in this process.
+    settings: see `with_settings`.
     """
     spec = with_settings(spec, **settings)
     return Coordinator(
@@ -197,7 +199,7 @@ def coordinate(
 
 
 def run_to_end(coordinator: Coordinator) -> FinishedRun:
-    """Run to the end and return the finished run."""
+    """Run a coordinator to the end and return the finished run."""
     aggregations: list[PlannedAggregation] = []
     plan = coordinator.planner.next_aggregation
 
@@ -217,7 +219,7 @@ def run_to_end(coordinator: Coordinator) -> FinishedRun:
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
 ) -> FinishedRun:
-    """Run in this process, with the arguments of `coordinate`, to the end."""
+    """Make a whole run in this process; the arguments are those of `coordinate`."""
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
 
@@ -258,7 +260,7 @@ class Spy(InProcess):
 
 
 def several_workers(spec: RunSpec, count: int) -> InProcess:
-    """Return a runtime of some workers in this process."""
+    """Return a runtime of `count` workers in this process."""
     return InProcess(*(Worker(spec, f"worker-{index}") for index in range(count)))
 
 

@@ -1,4 +1,4 @@
-"""The tiny runs that a part is tried in."""
+"""The tiny runs in which a part is tried."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The tiny run around the part under test.
+    """The tiny run in which the part under test is tried.
 
-    By default it has small images on six clients of unequal sizes, a small network, and four
-    clients that train at once. The part runs under each of the schedules.
+    By default it has small images, six clients with unequal numbers of samples, a small network and
+    four clients per round. The part runs under each of the schedules.
     """
 
     methods: tuple[Method, ...] = ()

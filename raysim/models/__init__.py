@@ -1,4 +1,4 @@
-"""Networks: features and one linear head, built by a recipe from an input shape and a seed."""
+"""Networks, and the recipes that build them for an input shape from a seed."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""CCT-7/3x1, the compact convolutional transformer (Hassani et al. 2021) of FedBR on CIFAR-100.
+"""CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
-As in the authors' code, the residual of a block's second branch carries the normalised input of
-that branch, so that a block is neither plain pre-norm nor post-norm. Their unused output layer is
-left out.
+It follows the code of Hassani et al. (2021): a block adds its second branch to the normalised input
+of that branch, so that it is neither a usual pre-norm nor a usual post-norm block. The unused
+output layer of that code is left out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 
 @dataclass(frozen=True)
 class Cct7(ModelRecipe):
-    """CCT-7/3x1: seven blocks on the tokens of one 3x3 convolution.
+    """A recipe for CCT-7/3x1: seven transformer blocks on the tokens of one 3x3 convolution.
 
-    It draws random numbers in training. attention_dropout: the dropout rate of attention
-    probabilities.
-    drop_path: the rate of the last block; the rates of the blocks before it rise evenly from 0.
+    Its training draws random numbers (dropout and stochastic depth).
+    attention_dropout: the dropout rate of attention probabilities.
+    drop_path: the rate of stochastic depth in the last block; from the first block on, the rates
+    rise evenly from 0.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -66,7 +67,7 @@ class MapsToTokens(nn.Module):
 
 
 class Position(nn.Module):
-    """A learnt vector that is added to each token."""
+    """A layer that adds a learnt vector to each token."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Position(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, [B, N, D] to [B, N, D], with one projection of the tokens."""
+    """Multi-head self-attention from [B, N, D] to [B, N, D]."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        # written out: the fused kernels have no repeatable backward pass on a GPU
+        # computed step by step, because fused kernels have no repeatable backward pass on a GPU
         heads = self.qkv(x).unflatten(2, (3, HEADS, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, N, D/heads]
         scores = (query @ key.transpose(2, 3)) * (WIDTH // HEADS) ** -0.5
@@ -96,7 +97,7 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Dropout):
-    """Stochastic depth (Huang et al. 2016): drop a branch of whole samples and scale the others."""
+    """Stochastic depth (Huang et al. 2016): set the branch of random samples to 0 in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -105,7 +106,7 @@ class DropPath(nn.Dropout):
 
 
 class Block(nn.Module):
-    """A block, v = norm(u + attention(norm(u))), then v + mlp(v); both branches may be dropped."""
+    """A block: v = norm(u + attention(norm(u))), then v + mlp(v), with stochastic depth."""
 
     def __init__(self, attention_dropout: float, drop_path: float) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Block(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """A learnt weighted mean of T tokens, [B, T, D] to [B, D]."""
+    """A layer that takes a weighted mean of N tokens with learnt weights, [B, N, D] to [B, D]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The form of every network, features and one linear head, and the recipes that build it."""
+"""The interfaces of networks (features and one linear head) and of their recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Classifier(nn.Module):
     F is the number of features, C the number of outputs. The head is one `Linear(F, C)`.
     """
 
-    is_split: ClassVar[bool] = True  # False: it has neither features nor a head
+    is_split: ClassVar[bool] = True  # False: the network has no separate features and head
 
     def __init__(self, extractor: nn.Module, feature_dim: int, num_classes: int) -> None:
         super().__init__()
@@ -39,10 +39,11 @@ class Classifier(nn.Module):
 
 
 class ModelRecipe:
-    """The options of a network; `build` makes the network.
+    """A recipe: the settings of a network, and the function `build` that makes the network.
 
-    A subclass overrides `extractor`, or `network` if its networks need more. lora: the settings of
-    the adapters that `build` adds; a recipe that has none adds no adapters.
+    A subclass overrides `extractor`; if features and head do not describe its networks, it
+    overrides `network`.
+    lora: the settings of the adapters that `build` adds; by default there are none.
     """
 
     lora: Lora = Lora()
@@ -52,18 +53,18 @@ class ModelRecipe:
     reads: ClassVar[Literal["images", "tokens", "numbers", "any"]] = "any"
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """Return a new feature extractor and its number of features.
+        """Return a new feature extractor, and the number of its features.
 
-        Raise ValueError if inputs do not fit.
+        Raise ValueError if it cannot take inputs of this shape.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} makes no extractor. Define `extractor` or `network` in it."
+            f"{type(self).__name__} does not define `extractor` or `network`. Define one of them."
         )
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """Return a new network. The caller has seeded torch's generator.
+        """Return a new network, initialised from torch's generator, which the caller has seeded.
 
-        tokens: describes inputs that are token numbers; None if inputs are images or other numbers.
+        tokens: the kind of inputs that are token numbers; None for images and other numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 
@@ -87,27 +88,28 @@ class ModelRecipe:
         reads, name = self.reads, type(self).__name__
         if reads in ("images", "numbers") and tokens is not None:
             raise ValueError(
-                f"the model {name} reads {reads}, and the data has token numbers: set model=gru, "
-                "transformer or gpt, or give floats where they are measurements, uint8 where they "
-                "are images"
+                f"the model {name} reads {reads}, but the inputs of this data are token numbers "
+                "(integers). Set model=gru, transformer or gpt. If they are not tokens, store "
+                "measurements as floats and images as uint8."
             )
         if reads == "tokens" and tokens is None:
             raise ValueError(
-                f"the model {name} reads tokens, and the data has numbers of shape "
-                f"{list(input_shape)}: set model=mlp, or cnn for images"
+                f"the model {name} reads tokens, but the inputs of this data are numbers of shape "
+                f"{list(input_shape)}. Set model=mlp, or model=cnn for images."
             )
         if reads == "images" and len(input_shape) != 3:
             hint = ""
             if len(input_shape) == 2:
-                hint = "; or give grey images one channel, inputs[:, None]"
+                hint = ", or give grey images one channel with inputs[:, None]"
             raise ValueError(
-                f"the model {name} reads images [channels, height, width], and the data has inputs "
-                f"of shape {list(input_shape)}: set model=mlp, which takes any shape{hint}"
+                f"the model {name} reads images [channels, height, width], but the inputs of this "
+                f"data have the shape {list(input_shape)}. Set model=mlp, which takes any "
+                f"shape{hint}."
             )
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return True if a model has features and a head."""
+    """Return True if a model computes features [B, F] and has one linear head."""
     has_parts = hasattr(model, "features") and hasattr(model, "head")
     return bool(getattr(model, "is_split", has_parts))
 
@@ -115,9 +117,9 @@ def is_split(model: nn.Module) -> bool:
 def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
-    Dropout and stochastic depth draw. The test is a positive rate in any submodule, `p` or an
-    attribute with "drop" in its name. A false alarm only costs a seed, but a miss would cost the
-    repeatability.
+    Dropout and stochastic depth draw random numbers. A network counts as stochastic if a submodule
+    has a positive rate: an attribute `p`, or one with "drop" in its name. If the answer is True by
+    mistake, a seed is set without need; if it were False by mistake, runs would not be repeatable.
     """
     for network in networks:
         for module in network.modules():

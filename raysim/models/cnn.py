@@ -1,4 +1,4 @@
-"""Small networks: a multilayer perceptron, and CNNs of papers and for 8x8 images."""
+"""Recipes for small networks: a multilayer perceptron, and CNNs of several papers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raysim.primitives.checks import one_of
 
 @dataclass(frozen=True)
 class Mlp(ModelRecipe):
-    """A multilayer perceptron: Linear and ReLU for each width.
+    """A recipe for a multilayer perceptron: Linear and ReLU for each hidden layer.
 
-    The benchmark W2 has the width 64, W3 the widths 2700 and 2700.
+    widths: the number of units of each hidden layer. The benchmark W2 has [64], W3 [2700, 2700].
     """
 
     reads: ClassVar[Literal["numbers"]] = "numbers"
@@ -43,12 +43,12 @@ class Mlp(ModelRecipe):
 
 @dataclass(frozen=True)
 class Cnn(ModelRecipe):
-    """The CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
+    """A recipe for the CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: the size of the pools; FedBSS has 3, benchmark W1 has 2. padding: the padding of the
-    convolutions.
-    stride: the stride of the pools. A 3x3 pool is padded by 1 if it has to halve a padded map
-    (padding 2, stride 2), which gives the usual parameter count of the literature.
+    pool: the size of the max-pools; FedBSS has 3, benchmark W1 has 2.
+    padding: the padding of the convolutions.
+    stride: the stride of the max-pools. With pool 3, padding 2 and stride 2 the pools are padded by
+    1, so that they halve the maps and the number of parameters is the usual one of the literature.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -83,9 +83,9 @@ class Cnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class MnistCnn(ModelRecipe):
-    """FedBR's network for RotatedMNIST: four convolutions and a global average.
+    """A recipe for FedBR's network for RotatedMNIST: four convolutions and a global average.
 
-    Normalisation layers follow the ReLU.
+    Its normalisation layers come after the ReLU.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -107,9 +107,9 @@ class MnistCnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class DigitsCnn(ModelRecipe):
-    """The network for the digit domains. Its batches need at least two rows.
+    """A recipe for the network for the digit domains. A batch needs at least two samples.
 
-    variant: "fraug" has overlapping pools, "fedbn" plain ones.
+    variant: the paper; "fraug" has max-pools that overlap, "fedbn" has pools that do not.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -150,9 +150,9 @@ class DigitsCnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class SmallCnn(ModelRecipe):
-    """A small network for 8x8 digits: two 3x3 convolutions and 64 units.
+    """A recipe for a small network for 8x8 digits: two 3x3 convolutions and 64 units.
 
-    norm: "group" has 8 groups of 2 or 4 channels.
+    norm: the normalisation layers; "group" has 8 groups of 2 or 4 channels.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -189,16 +189,18 @@ class SmallCnn(ModelRecipe):
 def flat_size(
     name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]
 ) -> int:
-    """Return the number of values per image after windows of (size, stride, padding).
+    """Return the number of values per image after a sequence of convolutions and pools.
 
-    channels: the number of maps. Raise ValueError if nothing of the image is left for a window.
+    channels: the number of maps at the end.
+    windows: the (size, stride, padding) of each convolution and pool, in order.
+    Raise ValueError if an image is too small for them.
     """
     height, width = input_shape[1:]
     for window, stride, padding in windows:
         height, width = ((side + 2 * padding - window) // stride + 1 for side in (height, width))
         if min(height, width) < 1:
             raise ValueError(
-                f"model={name} has nothing left of images of {input_shape[1]}x{input_shape[2]} "
+                f"model={name} is too deep for images of {input_shape[1]}x{input_shape[2]} "
                 "pixels. Use larger images, or model=mlp, which takes any size."
             )
     return channels * height * width

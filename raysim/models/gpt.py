@@ -14,18 +14,22 @@ from raysim.models.split import WholeNetwork
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.kinds import Tokens
 
-INIT_STD = 0.02  # of weights, as in GPT-2
+INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2
 
 
 @dataclass(frozen=True)
 class Gpt(ModelRecipe):
     """A recipe for a decoder-only transformer of pre-norm blocks with learnt positions.
 
-    Its outputs are logits of the next token at each position, [B, C, T]. A position attends to
-    itself and to earlier ones, so padding at the end has no influence. width: features of a token.
-    tied: True uses the embedding of the tokens as output weights. dropout: share of the values that
-    are set to 0 in training; above 0 the model draws random numbers. Initial weights are normal
-    with deviation 0.02, those in front of a residual sum are divided by sqrt(2 blocks).
+    Its outputs are logits [B, C, T] of the next token at each of T positions. A position attends to
+    itself and to earlier positions, so padding at the end has no influence. Initial weights are
+    normal with standard deviation 0.02; weights in front of a residual sum are then divided by
+    sqrt(2 blocks).
+
+    width: the number of features of a token.
+    tied: True uses the embedding of the tokens as the weights of the output layer, too.
+    dropout: the share of the values that are set to 0 in training; above 0, training draws random
+    numbers.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
@@ -77,7 +81,7 @@ class GptNetwork(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         values = self.drop(self.embedding(tokens) + self.position[:length])
-        # no buffer: an integer buffer would travel
+        # not a buffer, because integer buffers travel between server and clients
         is_later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         for block in self.blocks:
             values = block(values, is_later)
@@ -86,7 +90,7 @@ class GptNetwork(nn.Module):
 
 
 class _GptBlock(nn.Module):
-    """A block, x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x = x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -102,7 +106,7 @@ class _GptBlock(nn.Module):
         return z
 
     def _attention(self, x: Tensor, is_later: Tensor) -> Tensor:
-        # written out: the fused kernels have no repeatable backward pass on a GPU
+        # computed step by step, because fused kernels have no repeatable backward pass on a GPU
         heads = self.qkv(x).unflatten(2, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022) by peft. Only they and the head are trained.
+"""Add low-rank adapters (LoRA, Hu et al. 2022) with peft; train only them and the head.
 
-A layer with the frozen weight W0 [m, n] computes with W0 + s B A: A [r, n] starts at random values
-and B [m, r] at 0, r is the rank and s = alpha / r. In a convolution n is the number of input
-channels times the size of a window.
+A layer with the frozen weight W0 [m, n] uses the weight W0 + s B A instead. A [r, n] starts at
+random values and B [m, r] at 0; r is the rank and s = alpha / r. In a convolution n is the number
+of input channels times the size of a window.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Lora:
 
     rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
-    layers: names, or ends of names, of the layers that get an adapter; None takes every linear
-    layer in front of the head, or every convolution if there is no such layer. None leaves out
-    layers with fewer inputs or outputs than the rank.
+    layers: names, or ends of names, of the layers that get an adapter. None means every linear
+    layer in front of the head, or every convolution if there is no linear layer; layers with fewer
+    inputs or outputs than the rank are left out.
     """
 
     rank: int = 0
@@ -47,9 +47,11 @@ class Lora:
 class Adapter:
     """The adapter of one layer.
 
-    layer: the name of the layer in the model. a, b: the names of the parameters A and B in the
-    model. scaling: the factor s of their product. is_embedding: True if the layer is an embedding,
-    whose A starts at 0 and whose B starts at random values.
+    layer: the name of the layer in the model.
+    a, b: the names of the parameters A and B in the model.
+    scaling: the factor s of their product.
+    is_embedding: True if the layer is an embedding, whose A starts at 0 and whose B starts at
+    random values.
     """
 
     layer: str
@@ -62,11 +64,11 @@ class Adapter:
 def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
     """Return the adapters of a model, in the order of its modules.
 
-    They may come from `with_adapters`, or from peft in a network of the user.
+    `with_adapters` added them, or the user did with peft.
     """
     tuners = sys.modules.get("peft.tuners.lora")
     if tuners is None:
-        return ()  # no module can be one of peft's
+        return ()  # peft was never imported, so no module is an adapter
     adapters = []
     for name, module in model.named_modules():
         if not isinstance(module, tuners.LoraLayer):
@@ -86,9 +88,9 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Add adapters in front of the head of the model and freeze the rest; return the model.
 
-    A model that is not split gets adapters everywhere. Frozen parameters are built from the seed,
-    or from a file, in every process. Raise ValueError without peft, or for a layer that cannot have
-    an adapter of this rank.
+    In a model without a separate head, all suitable layers get adapters. Frozen parameters do not
+    travel: every process builds the same ones from the seed or from a file. Raise ValueError if
+    peft is missing, or if a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
         return model
@@ -111,13 +113,13 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _linear_types() -> tuple[type[nn.Module], ...]:
-    """Return the classes of linear layers; transformers has one of its own, which GPT-2 uses."""
+    """Return the classes of linear layers, with the class Conv1D of transformers (for GPT-2)."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
 
 
 def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the names of the layers that get an adapter if the user names none."""
+    """Return the names of the layers that get an adapter with `model.lora.layers=null`."""
     modules = [(name, module) for name, module in inner.named_modules() if name]
     linear = [name for name, module in modules if isinstance(module, _linear_types())]
     convolutions = [
@@ -140,7 +142,7 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
 
 
 def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the full names of the layers that the user names."""
+    """Return the full names of the layers in `model.lora.layers`."""
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []
     for layer in lora.layers or ():
@@ -171,8 +173,8 @@ def _advice(layer: str, names: Iterable[str]) -> str:
 
 
 def _width(layer: nn.Module) -> int:
-    """Return the largest useful rank of a layer: the smaller side of its weight as a matrix."""
+    """Return the largest useful rank of a layer: the smaller dimension of its weight matrix."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim < 2:
-        return sys.maxsize  # peft decides
+        return sys.maxsize  # unknown here; peft checks the rank
     return min(len(weight), weight[0].numel())

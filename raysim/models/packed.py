@@ -1,4 +1,4 @@
-"""Take the row of floats of a sample with several inputs apart, in front of a network."""
+"""Unpack samples with several inputs, which are stored as rows of floats, for a network."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
 
 
 class TakeApart:
-    """A hook in front of a network: it takes packed rows apart into the network's arguments.
+    """A forward pre-hook that unpacks rows of floats into the arguments of a network.
 
-    A call with the network's own arguments passes unchanged.
+    Calls that already have the network's own arguments are not changed.
     """
 
     def __init__(self, fields: Sequence[InputField]):
@@ -35,7 +35,7 @@ class TakeApart:
     def __call__(
         self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments of the network, or None to leave them unchanged."""
+        """Return the unpacked arguments of the network; None leaves its arguments unchanged."""
         is_packed = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if not is_packed or args[0].shape[1:] != (self.width,):
             return None

@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-50 of torchvision, with batch or group normalisation and two stems."""
+"""Recipes for ResNet-18 and ResNet-50 of torchvision, with batch or group normalisation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResNet(ModelRecipe):
-    """A residual network (He et al. 2016).
+    """A recipe for a residual network (He et al. 2016).
 
-    groups: the number of groups of group normalisation. stem: "small" (3x3, stride 1, no pool) is
-    for 32x32 images, "imagenet" for large ones. pretrained: load torchvision's IMAGENET1K_V1
-    weights, from torch.hub's cache or by download; the head gets random weights.
+    depth: the number of layers.
+    norm: the normalisation layers, "batch" or "group".
+    groups: the number of groups of group normalisation.
+    stem: the first layers; "small" (3x3 convolution, stride 1, no pool) is for 32x32 images,
+    "imagenet" for large images.
+    pretrained: True loads torchvision's IMAGENET1K_V1 weights, from torch.hub's cache or by
+    download; the head gets random weights.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -38,7 +42,7 @@ class ResNet(ModelRecipe):
     def __post_init__(self) -> None:
         one_of("model.depth", self.depth, (18, 50))
         one_of("model.norm", self.norm, ("batch", "group"))
-        # they have to divide the first 64 channels
+        # the number must divide the 64 channels of the first layer
         one_of("model.groups", self.groups, (1, 2, 4, 8, 16, 32, 64))
         one_of("model.stem", self.stem, ("small", "imagenet"))
         if self.pretrained and (self.norm, self.stem) != ("batch", "imagenet"):
@@ -68,7 +72,7 @@ class ResNet(ModelRecipe):
 
 
 def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
-    """Replace the first convolution, initialised as in torchvision; the small stem has no pool."""
+    """Replace the first convolution for other inputs; a small stem also removes the max-pool."""
     size, stride, padding = (3, 1, 1) if is_small else (7, 2, 3)
     net.conv1 = nn.Conv2d(channels, 64, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")

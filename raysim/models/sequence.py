@@ -1,7 +1,7 @@
-"""Two small networks for token sequences: a recurrent one and a transformer.
+"""Recipes for two small networks for token sequences: recurrent units and a transformer.
 
-Their features are the state at a sequence's last token, so that the same network can predict the
-next token and classify a sequence. Padding has no influence.
+The features of a sequence are the network's state at the last token. So the same network can
+predict the next token or classify a sequence. Padding has no influence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysim.primitives.kinds import Tokens
 def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
     """Return the values [B, T, D] at each row's last token that is not padding, as [B, D].
 
-    A row with only padding gives its first value.
+    A row of nothing but padding gives its first value.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)
@@ -30,7 +30,10 @@ def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gru(ModelRecipe):
-    """An embedding and gated recurrent units (Cho et al. 2014), a smaller form of LEAF's model."""
+    """A recipe for a small recurrent network: an embedding and GRU layers (Cho et al. 2014).
+
+    It is a smaller form of the language model of the benchmark LEAF.
+    """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
     embedding: int = 16
@@ -48,7 +51,7 @@ class Gru(ModelRecipe):
 
 
 class _RecurrentExtractor(nn.Module):
-    """A network from tokens [B, T] to the last layer's state at the last token, [B, width]."""
+    """A network from tokens [B, T] to features [B, width]: the last layer's state at the end."""
 
     def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
         super().__init__()
@@ -63,9 +66,9 @@ class _RecurrentExtractor(nn.Module):
 
 @dataclass(frozen=True)
 class Transformer(ModelRecipe):
-    """A transformer encoder of pre-norm blocks with learnt positions.
+    """A recipe for a transformer encoder of pre-norm blocks with learnt positions.
 
-    It draws random numbers in training if `dropout` is above 0.
+    Training draws random numbers if `dropout` is above 0.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
@@ -113,7 +116,7 @@ class _TransformerExtractor(nn.Module):
 
 
 class _EncoderBlock(nn.Module):
-    """A block, x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x = x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -131,11 +134,11 @@ class _EncoderBlock(nn.Module):
         return z
 
     def _attention(self, x: Tensor, is_padding: Tensor) -> Tensor:
-        # written out: the fused kernels have no repeatable backward pass on a GPU
+        # computed step by step, because fused kernels have no repeatable backward pass on a GPU
         heads = self.qkv(x).unflatten(2, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5
-        # a large number, because infinity would turn a row of nothing but padding into nan
+        # a large number; minus infinity would turn a row of nothing but padding into nan
         mixed = scores.masked_fill(is_padding, -1e9).softmax(-1) @ value
         outputs: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return outputs

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the layer that fails on one row but not on two, in train mode; "" if none does.
+    """Return the layer that fails in training on one row, but not on two; "" if none does.
 
     A layer fails if it raises an error, or if its outputs are not finite. The model stays
     unchanged.
-    make_inputs: function that returns inputs of a given number of rows, on any device.
+    make_inputs: a function that returns inputs with the given number of rows, on any device.
     """
     parameter = next(model.parameters(), torch.empty(0))
     devices = [parameter.device] if parameter.device.type == "cuda" else []
@@ -39,7 +39,7 @@ def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
-    """Return the layer that raises an error or has outputs that are not finite; "" if none does."""
+    """Return the first layer with an error or with outputs that are not finite; "" if none."""
     names = {module: name for name, module in model.named_modules()}
     entered: list[nn.Module] = []
     failed: list[nn.Module] = []

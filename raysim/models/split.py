@@ -1,4 +1,4 @@
-"""Split any network into features and one linear head, if possible; networks of users."""
+"""Split a network into features and one linear head; use networks from outside raysim."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LAYERS_IN_MESSAGE = 5
 class SplitNetwork(Classifier):
     """A network that is split into features and its last linear layer, the head.
 
-    In the part for the features, an identity replaces the head.
+    `extractor` is the given network with an identity in place of the head.
     """
 
     def __init__(self, net: nn.Module, head_name: str):
@@ -39,13 +39,13 @@ class SplitNetwork(Classifier):
         _replace_module(net, head_name, nn.Identity())
 
     def whole(self) -> nn.Module:
-        """Return the original network with these parameters; do not use this model afterwards."""
+        """Return the original network with these parameters; this model becomes unusable."""
         _replace_module(self.extractor, self.head_name, self.head)
         return self.extractor
 
 
 class WholeNetwork(Classifier):
-    """A network that is not split: it has outputs, and neither features nor a head."""
+    """A network that is not split: it has outputs, but no separate features and head."""
 
     is_split: ClassVar[bool] = False
 
@@ -55,8 +55,8 @@ class WholeNetwork(Classifier):
 
     def features(self, x: Tensor) -> Tensor:
         raise ValueError(
-            "this model cannot be split into features and a head: name its last linear layer in "
-            "model.head"
+            "this model cannot be split into features and a head. Set model.head to the name of "
+            "its last linear layer."
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class WholeNetwork(Classifier):
 
 
 def original_network(model: nn.Module) -> nn.Module:
-    """Return the network as its author wrote it, with the parameters of this model.
+    """Return the network in its author's form, with the parameters of this model.
 
-    A `SplitNetwork` cannot be used afterwards. raysim's own models are returned unchanged.
+    A `SplitNetwork` cannot be used afterwards. Models of raysim are returned unchanged.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()
@@ -98,18 +98,19 @@ def _replace_module(net: nn.Module, name: str, module: nn.Module) -> None:
 def split_network(
     net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None
 ) -> Classifier:
-    """Return the network split at `head`, or whole if it cannot be split.
+    """Return the network, split at `head`; a `WholeNetwork` if it cannot be split.
 
-    head: the name of a linear layer; None takes the last one. inputs: examples [B, ...], for which
-    the split network must compute the same outputs. Raise ValueError if the network does not accept
-    them, has another number of outputs, or if `head` is not a linear head.
+    head: the name of a linear layer; None means the last linear layer.
+    inputs: examples [B, ...], for which the split network must compute the same outputs.
+    Raise ValueError if the network does not accept them, has another number of outputs, or if
+    `head` is not a linear head.
     """
     if isinstance(net, Classifier):
         return net
     training = net.training
-    net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
+    net.eval()  # so that BatchNorm does not change its statistics and dropout draws nothing
     outputs = _compute_outputs(net, inputs)
-    # An output for each position (see `check_outputs`), or targets that are structures.
+    # The network has outputs for each position, or its targets are structures.
     if head is None and (outputs.ndim > 2 or not num_classes):
         return WholeNetwork(net, num_classes).train(training)
     if outputs.shape != (len(inputs), num_classes):
@@ -120,7 +121,7 @@ def split_network(
     if head is not None and head not in linear_layers:
         last_layers = ", ".join(linear_layers[-MAX_LAYERS_IN_MESSAGE:]) or "none"
         raise ValueError(
-            f"model.head={head} is no linear layer of {type(net).__name__}, which has "
+            f"model.head={head} is not a linear layer of {type(net).__name__}, which has "
             f"{last_layers}. Give one of these, or set model.head=null."
         )
     name = head or next(reversed(linear_layers), None)
@@ -140,7 +141,9 @@ def split_network(
 def check_outputs(name: str, model: nn.Module, inputs: Tensor, output_shape: Sequence[int]) -> None:
     """Raise ValueError unless a model's outputs have the shape that the labels need.
 
-    name: the model in messages. inputs: examples. output_shape: that of one sample.
+    name: the name of the model in the error.
+    inputs: example inputs.
+    output_shape: the shape of the outputs of one sample.
     """
     is_training = model.training
     outputs = _compute_outputs(model.eval(), inputs)
@@ -158,10 +161,10 @@ def _wrong_outputs(
         f"num_classes={num_classes}) does for a function f"
     )
     if num_classes == 1 and outputs.shape == (len(inputs),):
-        action = "leave out what squeezes them"
+        action = "do not squeeze them"
     if len(output_shape) == 1 and outputs.ndim > 2:
         action = (
-            "the labels are one for each sample, and the model makes outputs for each position; "
+            "the data has one label per sample, but the model makes outputs for each position; "
             "choose another model, or data with labels per position"
         )
     if outputs.ndim == 3 and len(output_shape) == 1 and not inputs.is_floating_point():
@@ -171,15 +174,15 @@ def _wrong_outputs(
         )
     if len(output_shape) > 1:
         action = (
-            "the labels need an output for each class at each position; choose a model that makes "
-            "them, such as model=unet for pictures and model=gpt for the next tokens, or a network "
-            "of your own, and labels with as many positions as the inputs"
+            "the data has labels per position, so the model must make an output for each class at "
+            "each position; choose such a model (model=unet for images, model=gpt for next tokens, "
+            "or your own network), and labels with as many positions as the inputs"
         )
         if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
             action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"
     return ValueError(
-        f"the model {name} makes outputs of shape {list(outputs.shape)} of "
-        f"{len(inputs)} inputs; they must be {[len(inputs), *output_shape]}: {action}"
+        f"the model {name} makes outputs of shape {list(outputs.shape)} for {len(inputs)} inputs, "
+        f"but this data needs the shape {[len(inputs), *output_shape]}: {action}"
     )
 
 
@@ -189,26 +192,26 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
         with torch.no_grad():
             outputs = net(inputs)
     except Exception as error:  # a network of the user may raise any error
-        action = "choose another model, or bring the data to its shape"
+        action = "choose another model, or change the shape of the data"
         if any(parameter.dtype == torch.float64 for parameter in net.parameters()):
-            action = "give it in float32, by model.float()"
+            action = "convert the model to float32 with model.float()"
         raise ValueError(
             f"the model {name} cannot take inputs of shape {list(inputs.shape[1:])} and type "
             f"{inputs.dtype} ({first_line(error).rstrip('.')}): {action}"
         ) from error
     if not isinstance(outputs, Tensor):
         raise ValueError(
-            f"the model {name} makes a {type(outputs).__name__} and no tensor of outputs: wrap it "
-            "so that it returns one"
+            f"the model {name} returns a {type(outputs).__name__}, not a tensor of outputs. Wrap "
+            "it in a module that returns a tensor."
         )
     return outputs
 
 
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Return True if this layer returns the tensor of outputs, in training and in evaluation.
+    """Return True if the layer `name` returns the network's outputs, in either mode.
 
-    Equal numbers are not enough: a scale that starts at 1, or dropout, would change the features if
-    the layer were removed.
+    The outputs must be the same tensor object. Equal numbers are not enough: a scale that starts at
+    1, or dropout in evaluation, may follow the layer without changing the numbers.
     """
     layer_outputs: list[object] = []
 
@@ -225,7 +228,7 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
             if len(layer_outputs) != 1 or layer_outputs[0] is not outputs:
                 return False
         return True
-    except Exception:  # it may not take two rows in training, which training will report
+    except Exception:  # the network may not train on two rows; training reports that error later
         return False
     finally:
         hook.remove()
@@ -235,7 +238,7 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
 
 
 def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
-    """Return True if features are [B, F] and the head computes the outputs from them."""
+    """Return True if the features are [B, F] and the head turns them into these outputs."""
     with torch.no_grad():
         features = model.extractor(inputs)
         if not isinstance(features, Tensor):
@@ -246,7 +249,7 @@ def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> b
 
 
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
-    """Return inputs [rows, ...] for trying a network; always the same."""
+    """Return example inputs [rows, ...], always the same, to try a network with."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(input_shape, PackedShape):
         return example_row(input_shape.fields, rows)
@@ -260,21 +263,22 @@ def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> 
 class ExternalModel(ModelRecipe):
     """A recipe for a network that is defined outside raysim.
 
-    head: the name of its last linear layer; None finds it. lora: the settings of adapters.
+    head: the name of the network's last linear layer; None finds it.
+    lora: the settings of low-rank adapters.
     """
 
     head: str | None = None
     lora: Lora = field(default_factory=Lora)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """Return the network as its author wrote it."""
+        """Return the network in its author's form, not split."""
         raise NotImplementedError
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         net = self.make(input_shape, num_classes, tokens)
         if isinstance(input_shape, PackedShape):
             net.register_forward_pre_hook(TakeApart(input_shape.fields), with_kwargs=True)
-        # trying the network must not change the random numbers that adapters start from
+        # keep torch's random state: adapters draw their initial values afterwards
         with torch.random.fork_rng(devices=[]):
             inputs = example_inputs(input_shape, tokens)
             return split_network(net, num_classes, inputs, self.head)
@@ -282,12 +286,12 @@ class ExternalModel(ModelRecipe):
 
 @dataclass(frozen=True)
 class CustomModel(ExternalModel):
-    """A recipe for a user's module.
+    """A recipe for a user's network.
 
     source: a module, whose parameters are the initial ones, or a function or class that makes a
     module.
-    options: arguments of the function or class. Its arguments that are in `DATA_ARGUMENTS` are
-    filled in unless `options` has them.
+    options: arguments of the function or class. raysim adds input_shape, num_classes and tokens if
+    the function has such arguments and `options` does not contain them.
     """
 
     source: nn.Module | Callable[..., nn.Module]
@@ -308,9 +312,9 @@ class CustomModel(ExternalModel):
             signature.bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"the model {self.source.__name__} cannot be called ({error}): raysim fills in "
-                f"{', '.join(DATA_ARGUMENTS)} if it has such arguments; give the others by "
-                "functools.partial"
+                f"the model {self.source.__name__} cannot be called ({error}). raysim fills in "
+                f"only the arguments {', '.join(DATA_ARGUMENTS)}; set other arguments with "
+                "functools.partial."
             ) from error
         net = self.source(**arguments)
         if not isinstance(net, nn.Module):

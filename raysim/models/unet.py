@@ -1,4 +1,4 @@
-"""A U-Net: a class at each pixel of an image."""
+"""A recipe for a U-Net, which predicts a class for each pixel of an image."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from raysim.primitives.kinds import Tokens
 
 @dataclass(frozen=True)
 class UNet(ModelRecipe):
-    """The network of Ronneberger et al. 2015 with padded convolutions, for labels per pixel.
+    """A recipe for the network of Ronneberger et al. 2015, with padded convolutions.
 
-    width: the channels of the first level; each level below has twice as many. levels: how often
-    the image is halved, so height and width are divisible by 2 ** levels. norm: the layer after
-    each convolution; "group" has up to 8 groups of equal size. The paper has width 64, 4 levels and
-    no norm.
+    The labels of its data are classes per pixel. The paper has width 64, 4 levels and no norm.
+
+    width: the channels of the first level; each level below has twice as many.
+    levels: how often the image is halved; height and width must be divisible by 2 ** levels.
+    norm: the normalisation layer after each convolution; "group" has up to 8 groups of equal size.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -41,8 +42,8 @@ class UNet(ModelRecipe):
         if height % factor or width % factor:
             raise ValueError(
                 f"model.levels={self.levels} needs images whose height and width are divisible by "
-                f"{factor}, and these have {height} x {width} pixels. Set fewer levels, or "
-                "data.size."
+                f"{factor}, but this data has {height} x {width} pixels. Set fewer levels, or "
+                "another data.size."
             )
         net = UNetNetwork(input_shape[0], num_classes, self.width, self.levels, self.norm)
         return WholeNetwork(net, num_classes)
@@ -70,7 +71,7 @@ class UNetNetwork(nn.Module):
         self.outputs = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the outputs at each pixel."""
+        """Return the outputs [B, num_classes, H, W] of images [B, channels, H, W]."""
         maps: list[Tensor] = []
         current = images
         for block in self.down:
@@ -78,7 +79,7 @@ class UNetNetwork(nn.Module):
                 current = self.pool(current)
             current = block(current)
             maps.append(current)
-        maps.pop()  # the coarsest ones have no larger map to be joined with
+        maps.pop()  # the coarsest maps are the input of the way up; nothing is joined with them
         for enlarge, block in zip(self.enlarge, self.up, strict=True):
             current = block(torch.cat([maps.pop(), enlarge(current)], dim=1))
         result: Tensor = self.outputs(current)
@@ -86,7 +87,7 @@ class UNetNetwork(nn.Module):
 
 
 def _block(before: int, after: int, norm: str) -> nn.Sequential:
-    """Return two 3x3 convolutions, each with its norm and ReLU."""
+    """Return two 3x3 convolutions, each followed by a normalisation layer and ReLU."""
     layers: list[nn.Module] = []
     for channels in (before, after):
         layers.append(nn.Conv2d(channels, after, 3, padding=1))

@@ -1,4 +1,4 @@
-"""Networks with the names that torchvision, timm and Hugging Face give them."""
+"""Recipes for networks of torchvision, timm and Hugging Face, by their names there."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def is_torchvision_model(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Torchvision(ExternalModel):
-    """A classifier of torchvision.models.
+    """A recipe for a classifier of torchvision.models.
 
-    pretrained: load the model's default weights, from torch.hub's cache or by download; layers of
-    another shape, such as the head, get random weights. options: arguments of the constructor.
+    pretrained: True loads the model's default weights, from torch.hub's cache or by download;
+    layers of another shape, such as the head, get random weights.
+    options: arguments of the function that makes the model.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Torchvision(ExternalModel):
         names = models.list_models(models)
         if self.name not in names:
             raise ValueError(
-                f"model.name={self.name} is no classifier of torchvision: "
+                f"model.name={self.name} is not a classifier of torchvision: "
                 f"{_suggest_name(self.name, names)}"
             )
         try:
@@ -64,9 +65,10 @@ class Torchvision(ExternalModel):
 
 @dataclass(frozen=True)
 class Timm(ExternalModel):
-    """A model of timm. pretrained: load its weights, from the cache or the hub.
+    """A recipe for a model of timm.
 
-    options: arguments of `timm.create_model`.
+    pretrained: True loads the model's weights, from the local cache or from the Hugging Face hub.
+    options: further arguments of `timm.create_model`.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Timm(ExternalModel):
         timm = import_optional("timm", f"model.name={self.name}")
         if not timm.is_model(self.name):
             raise ValueError(
-                f"model.name={self.name} is no model of timm: "
+                f"model.name={self.name} is not a model of timm: "
                 f"{_suggest_name(self.name, timm.list_models())}"
             )
         options: dict[str, Any] = {"in_chans": input_shape[0], **self.options}
@@ -85,18 +87,19 @@ class Timm(ExternalModel):
             net: nn.Module = timm.create_model(
                 self.name, pretrained=self.pretrained, num_classes=num_classes, **options
             )
-        except Exception as error:  # of options or of the download
+        except Exception as error:  # errors of the options or of the download
             raise _cannot_be_made(self.name, error) from error
         return net
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ExternalModel):
-    """A classifier or a causal language model of transformers, for tokens or images.
+    """A recipe for a classifier or a causal language model of the package transformers.
 
     name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
     bert.
-    pretrained: load the weights of that folder or name. options: values for the configuration.
+    pretrained: True loads the weights of that folder or name.
+    options: values that replace those of the model's configuration.
     task: "classify" makes logits of a sequence or an image, [B, C]; "causal" makes those of the
     next token at each position, [B, C, T], for language data; its tokens are the outputs.
     """
@@ -119,7 +122,7 @@ class HuggingFaceModel(ExternalModel):
         if self.task == "causal":
             if tokens is None:
                 raise ValueError(
-                    "model.task=causal reads token numbers, and the data has none. Choose data of "
+                    "model.task=causal reads token numbers, but this data has none. Choose data of "
                     "tokens with data.kind=causal, or set model.task=classify."
                 )
             classes = transformers.AutoModelForCausalLM
@@ -132,7 +135,7 @@ class HuggingFaceModel(ExternalModel):
             else:
                 config = self._configuration(transformers, options, tokens)
                 net = classes.from_config(config, attn_implementation="eager")
-        except Exception as error:  # of the hub, its cache, a file, or unknown options
+        except Exception as error:  # errors of the hub, the cache, a file or the options
             raise _cannot_be_made(self.name, error) from error
         if tokens is None:
             return _ImageLogits(net)
@@ -152,7 +155,7 @@ class HuggingFaceModel(ExternalModel):
         if self.name not in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.from_pretrained(self.name, **options)
         size: dict[str, int | None] = {} if tokens is None else {"vocab_size": tokens.size}
-        if self.task == "causal":  # the tokens are those of the data, not those of the paper
+        if self.task == "causal":  # the data decides the number of tokens
             size |= {"bos_token_id": None, "eos_token_id": None}
         return transformers.AutoConfig.for_model(self.name, **size, **options)
 
@@ -173,8 +176,8 @@ class _TokenLogits(nn.Module):
 class _NextTokenLogits(nn.Module):
     """A causal network of transformers from tokens [B, T] to logits [B, C, T].
 
-    Nothing is masked: padding is at the end, and no earlier position sees it. Outputs beyond the
-    tokens of the data are left out.
+    No mask is needed: padding is at the end of a sequence, where no earlier position can see it.
+    Outputs for tokens that the data does not have are left out.
     """
 
     def __init__(self, net: nn.Module, num_classes: int):
@@ -199,7 +202,7 @@ class _ImageLogits(nn.Module):
 
 
 def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Load the values whose name and shape the network has."""
+    """Load those values for which the network has a tensor of the same name and shape."""
     state = net.state_dict()
     fitting = {}
     for key, value in values.items():
@@ -209,7 +212,7 @@ def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _suggest_name(name: str, names: list[str]) -> str:
-    """Return the end of a message: the nearest name, or a few of very many names."""
+    """Return a suggestion for a wrong name: the nearest valid name, or some valid names."""
     near = nearest(name, names)
     if near:
         return f"did you mean {near}?"

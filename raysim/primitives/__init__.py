@@ -1,1 +1,1 @@
-"""Errors, files, random streams and checks of numbers that all rooms use."""
+"""Errors, files, random streams and checks of values that the whole package uses."""

@@ -1,7 +1,8 @@
-"""Check a value that a user gave: return it, or raise `ValueError` with the allowed values.
+"""Check a user's value: return it, or raise `ValueError` with the allowed values.
 
-A number must be finite; nan and other types are in no range. `name` is the key of the
-configuration, such as "local.lr". `why` ends the error, such as "it keeps the divisor away from 0".
+A number must be finite; nan and values of other types are outside every range. `name` is the key of
+the configuration, such as "local.lr". `why` is the end of the error, such as "it keeps the divisor
+away from 0".
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def in_range(
 ) -> N:
     """Return the number. Raise ValueError unless it is finite and inside the range.
 
-    least, most: the limits, if they are allowed values. above, below: the limits, if they are not
-    allowed values.
+    least, most: the limits, if they are allowed values.
+    above, below: the limits, if they are not allowed values.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
@@ -46,12 +47,12 @@ def in_range(
 
 
 def is_number(value: object) -> bool:
-    """Return True if a value is a real number of Python or NumPy, whatever its annotation says."""
+    """Return True if a value is a real number of Python or NumPy, and not a bool or a string."""
     return isinstance(value, Real)
 
 
 def is_finite(value: float) -> bool:
-    """Return True unless a number is nan, infinite or too large for a float."""
+    """Return True if a number is finite as a float: not nan, not infinite, not too large."""
     return isinstance(value, int) or math.isfinite(value)
 
 
@@ -71,7 +72,7 @@ def between(name: str, value: N, low: float, high: float) -> N:
 
 
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
-    """Return the value. Raise ValueError, with the nearest allowed value, unless it is allowed."""
+    """Return the value. Raise ValueError with a suggestion if it is not allowed."""
     if value in list(allowed):  # a mapping or a set would hash it
         return value
     near = ""
@@ -90,5 +91,5 @@ def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> 
 
 
 def finite_values(values: Iterable[int | float | None]) -> list[float]:
-    """Return the values that are finite numbers, without None, nan and infinities."""
+    """Return the finite numbers among the values; leave out None, nan and infinities."""
     return [float(value) for value in values if value is not None and math.isfinite(value)]

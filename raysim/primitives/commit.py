@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 
-# In the environment of a submitted job, whose files are no checkout: their commit.
+# The environment variable with the commit of a submitted job, whose files are not a git checkout.
 SOURCE = "RAYSIM_SOURCE"
 
 
 @functools.cache
 def source_commit() -> dict[str, str]:
-    """Return the git commit of the current folder and if its files are changed; {} without git.
+    """Return the git commit of the current folder; {} outside a git checkout or without git.
 
-    The keys are "commit" and "dirty" ("true" or "false").
+    The keys are "commit" and "dirty": "true" if files differ from the commit, else "false".
     """
     submitted = os.environ.get(SOURCE)
     if submitted:

@@ -1,4 +1,4 @@
-"""Errors that a user sees instead of a traceback, and suggestions for misspelt names."""
+"""Errors that users see without a traceback, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # Parts of the texts of a RuntimeError by which torch reports too little memory.
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "Storage size calculation overflowed")
-# More valid names than this are not listed next to the nearest one.
+# An error with a suggestion also lists all valid names if there are at most so many.
 MAX_LISTED_NAMES = 20
 
 
@@ -19,7 +19,7 @@ class RefusedError(ValueError):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows in place of a traceback through raysim."""
+        """Return the lines that a notebook shows instead of a traceback through raysim."""
         return [f"RefusedError: {self}"]
 
 
@@ -28,7 +28,10 @@ Refused = RefusedError  # the name in version 0.1
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Raise `RefusedError` for errors that a wrong setting causes; do not change other errors."""
+    """Replace errors inside `with` that a wrong setting causes by `RefusedError`.
+
+    Other errors pass unchanged.
+    """
     try:
         yield
     except RefusedError:
@@ -40,7 +43,8 @@ def errors_as_refusals() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not is_out_of_memory:
             raise
         raise RefusedError(
-            f"the run needs more memory than this machine has ({first_line(error)}): ask for less"
+            f"the run needs more memory than this machine has ({first_line(error)}). Use a smaller "
+            "model, smaller batches or fewer workers."
         ) from error
 
 
@@ -55,7 +59,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    # An error that crossed a process has its original, without a traceback, in `cause`.
+    # An error from another process has the original error, without a traceback, in `cause`.
     cause = getattr(error, "cause", None)
     return str(cause if isinstance(cause, Exception) else error)
 

@@ -25,14 +25,14 @@ EXTRAS = {
 def import_optional(package: str, setting: str) -> ModuleType:
     """Import the package that a setting needs.
 
-    Raise `ValueError` with the extra that installs it if it is missing.
+    Raise `ValueError` if the package is missing; the error names the extra that installs it.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
         extra = EXTRAS[package.partition(".")[0]]
         raise ValueError(
-            f"{setting} needs the package {package} ({error}), of the extra [{extra}]: run uv sync "
-            f"--inexact --extra {extra} in a checkout of raysim; elsewhere install its wheel or "
-            f"its git URL with [{extra}]"
+            f"{setting} needs the package {package} ({error}). Install the extra [{extra}] of "
+            f"raysim: in a checkout run uv sync --inexact --extra {extra}; elsewhere install "
+            f"raysim's wheel or git URL with [{extra}]."
         ) from error

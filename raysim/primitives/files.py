@@ -20,7 +20,7 @@ from raysim.primitives.errors import RefusedError
 
 # The file that the process of a run locks.
 LOCK_FILE = ".held"
-# A wait for a lock that is shorter is not reported.
+# Seconds of waiting for a lock before the wait is reported.
 SILENT_WAIT_S = 3.0
 # Parts of the texts by which libraries report a full disk in errors of their own.
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -29,14 +29,14 @@ _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "File too 
 # --- files that appear as a whole -----------------------------------------------------------------
 @contextlib.contextmanager
 def draft_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a draft; it gets its final name after all of it is on the disk.
+    """Yield the path of a draft; rename it to `path` when its whole content is on the disk.
 
-    Readers, also those after a crash, see the old content or all of the new one.
+    So a reader, even after a crash, sees either the old content or the complete new content.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         draft.touch()
-        mode = draft.stat().st_mode  # as the umask gives it
+        mode = draft.stat().st_mode  # the mode that the umask gives
         yield draft
         draft.chmod(mode)  # some libraries deny access to everybody but the user
         sync(draft)
@@ -47,7 +47,7 @@ def draft_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Iterator[BinaryIO]:
-    """Yield a `draft_file`, open for binary writing."""
+    """Yield a draft of a file, open for binary writing; see `draft_file`."""
     with draft_file(path) as draft, draft.open("wb") as file:
         yield file
 
@@ -62,7 +62,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file; readers see the old content or all of the new one."""
+    """Write a file; readers see either the old content or the complete new content."""
     with report_full_disk(path, len(content)), open_draft(path) as file:
         file.write(content)
 
@@ -83,7 +83,7 @@ def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return True if an error means a full disk, or a quota or limit that is exceeded."""
+    """Return True if an error means a full disk, or an exceeded quota or size limit."""
     full_errors = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in full_errors:
         return True
@@ -104,19 +104,19 @@ def user_path(text: str | Path) -> Path:
     Raise `RefusedError` for a value that cannot be a path.
     """
     if "\0" in str(text):
-        raise RefusedError(f"{str(text)!r} is no path: it contains a NUL")
+        raise RefusedError(f"{str(text)!r} is not a path: it contains a NUL character")
     try:
         str(text).encode()
     except UnicodeEncodeError:
         raise RefusedError(
-            f"{str(text)!r} is no text in UTF-8, as files that name it have to be: rename it"
+            f"{str(text)!r} is not valid UTF-8. Rename it, because raysim writes paths as UTF-8."
         ) from None
     try:
         path = Path(text).expanduser()
         path.is_dir()
         return path
     except OSError as error:  # a name that is too long
-        raise RefusedError(f"{str(text)[:60]}... is no path: {error.strerror}") from None
+        raise RefusedError(f"{str(text)[:60]}... is not a path: {error.strerror}") from None
     except RuntimeError:
         raise RefusedError(
             f"{text} names a user whose home folder is unknown. Write the path in full."
@@ -131,7 +131,7 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-# A slash may stand in a password, though it should not; host:5000/a@b has a port and no password.
+# A password may contain an unescaped slash; host:5000/a@b has a port and no password.
 _USER = re.compile(r"://(?:[^/@\s\"]*:(?!\d+/)[^\s\"]*@|[^/\s\"]*@)")
 _SECRET = re.compile(
     r"([?&;][\w-]*(?:user|passw|pwd|token|secret|key|sig|credential)[\w-]*=)[^&;\s\"]*",
@@ -148,23 +148,24 @@ def without_password(text: str) -> str:
 def regular_file(path: Path) -> Path:
     """Return the path of a file that can be read to its end.
 
-    Raise `RefusedError` for a missing file, a folder, a pipe or a device, and for links to these.
+    Raise `RefusedError` if the file is missing, or if the path is a folder, a pipe, a device or a
+    link to one.
     """
     if not path.is_file():
-        raise RefusedError(f"{path} is no regular file: remove it, or put the file there.")
+        raise RefusedError(f"{path} is not a regular file. Remove it, or put a file there.")
     return path
 
 
 def existing_file(path: Path) -> list[Path]:
-    """Return a list with the path of a regular file; empty if there is no file.
+    """Return a list with the path if there is a regular file, else an empty list.
 
-    Raise `RefusedError` for anything but a regular file.
+    Raise `RefusedError` if the path is something else, such as a folder.
     """
     return [regular_file(path)] if os.path.lexists(path) else []
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise `ValueError`, also for too many nested levels."""
+    """Return the value of a JSON text. Raise `ValueError` if it is invalid or too deep."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -174,10 +175,10 @@ def parse_json(text: str | bytes) -> Any:
 # --- locks ----------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
-    """Lock a folder; wait while another process has locked it. A missing folder is made.
+    """Lock a folder inside `with`; wait while another process has locked it.
 
-    A long wait is reported. `setting` is the key of the folder in errors. Raise `ValueError` if the
-    folder cannot be written.
+    A missing folder is created, and a long wait is reported on stderr. `setting` is the key of the
+    folder in errors. Raise `ValueError` if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder of a run. Raise `RefusedError` if another process has locked it."""
     path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
-        raise RefusedError(f"{path} is no file that can be locked. Remove it.")
+        raise RefusedError(f"{path} cannot be locked, because it is not a regular file. Remove it.")
     with path.open("a+") as handle:
         if not _lock(handle):
             raise RefusedError(
@@ -215,7 +216,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _lock_soon(handle: TextIO) -> bool:
-    """Return True if the file could be locked before a wait has to be reported."""
+    """Try to lock a file until the wait has to be reported; return True on success."""
     deadline = time.monotonic() + SILENT_WAIT_S
     while not _lock(handle):
         if time.monotonic() >= deadline:
@@ -227,7 +228,7 @@ def _lock_soon(handle: TextIO) -> bool:
 def _lock(handle: TextIO, wait: bool = False) -> bool:
     """Lock a file until it is closed; return False if another process has locked it.
 
-    Some network file systems have no locks; there every process gets the lock.
+    On network file systems without locks it returns True in every process.
     """
     import fcntl
 
@@ -241,12 +242,12 @@ def _lock(handle: TextIO, wait: bool = False) -> bool:
 
 
 def this_process() -> str:
-    """Return a name of this process that readers on other machines understand."""
+    """Return a name of this process with its machine, for readers on other machines."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _write_owner(handle: TextIO) -> None:
-    with contextlib.suppress(OSError):  # the next write reports a full disk
+    with contextlib.suppress(OSError):  # a full disk is reported at the next write
         handle.truncate(0)
         handle.write(this_process())
         handle.flush()

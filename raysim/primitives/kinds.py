@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-# Labels: one class of several; any number of labels, each present or not; numbers; one class for
-# each position of a sample, such as a pixel or a token; the next token at each position; a
-# dictionary of arrays.
+# The label of a sample, by kind: one of several classes (classification); several labels, each
+# present or absent (multilabel); numbers (regression); a class for each position, such as a pixel
+# (positions); the next token for each position (causal); a dictionary of arrays (structure).
 Kind: TypeAlias = Literal[
     "classification", "multilabel", "regression", "positions", "causal", "structure"
 ]
@@ -16,30 +16,29 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # Kinds with a class for each position.
 POSITION_KINDS: tuple[Kind, ...] = ("positions", "causal")
 
-# The stored label of positions and of samples that count neither in a loss nor in a score. It is
-# the default of PyTorch's losses.
+# The stored label of samples and positions that losses and scores ignore, as in PyTorch's losses.
 IGNORED = -100
 
 
 class Tokens(NamedTuple):
     """Inputs that are sequences of token numbers below `size`.
 
-    `padding` is the number that fills up short sequences; it is ignored.
+    `padding` is the token that fills up short sequences; models ignore it.
     """
 
     size: int
     padding: int = 0
 
 
-FLOAT_BYTES = 4  # of a parameter that travels
+FLOAT_BYTES = 4  # size of a parameter in messages between server and clients
 
 
 class InputField(NamedTuple):
     """One of several inputs of a sample.
 
-    name: the argument of the model; "" if the model takes its inputs by position. shape: that of
-    one sample. has_tokens: True for token numbers, which the model gets as int64; other inputs are
-    floats.
+    name: the argument of the model; "" if the model takes its inputs by position.
+    shape: the shape of this input in one sample.
+    has_tokens: True for token numbers, which the model gets as int64; other inputs are floats.
     """
 
     name: str
@@ -50,8 +49,8 @@ class InputField(NamedTuple):
 class TargetField(NamedTuple):
     """One array of the target of a sample, such as its boxes [k, 4].
 
-    shape: the largest shape; the first axis may be shorter. has_integers: True for int64, else the
-    values are floats.
+    shape: the largest shape in the data set; samples may be shorter along the first axis.
+    has_integers: True if the values are int64, False if they are floats.
     """
 
     name: str
@@ -68,13 +67,13 @@ class PackedShape(tuple[int, ...]):
     fields: tuple[InputField, ...]
 
     def __new__(cls, fields: Sequence[InputField]) -> PackedShape:
-        """Return the shape of the row."""
+        """Return the shape of the row that stores these inputs."""
         shape = super().__new__(cls, (sum(math.prod(field.shape) for field in fields),))
         shape.fields = tuple(fields)
         return shape
 
     def __reduce__(self) -> tuple[type[PackedShape], tuple[tuple[InputField, ...]]]:
-        """Pickle as the fields."""
+        """Pickle the fields only; unpickling computes the shape again."""
         return PackedShape, (self.fields,)
 
     @property
@@ -85,7 +84,7 @@ class PackedShape(tuple[int, ...]):
         return [field.shape for field in self.fields]
 
 
-# Metrics that are errors.
+# Metrics of which a smaller value is better.
 LOWER_IS_BETTER = frozenset(("mae", "mse", "perplexity", "sample_loss"))
 # Metrics between 0 and 1, which can be shown in percent.
 SHARES = frozenset(("accuracy", "auroc", "f1", "f1_samples", "iou"))

@@ -1,4 +1,4 @@
-"""Keep the machine code of `raysim.vectors.blocks.compiled` in numba's files, safely shared."""
+"""Cache the machine code of compiled functions on disk, safely for several processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FunctionCache: Any = caching.FunctionCache  # numba has no types
 
 
 class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
-    """A cache next to the function's own file, or in numba's folder for a user's files.
+    """A cache of machine code next to the function's source file, or in numba's cache folder.
 
-    numba compares the file's age and the bytecode. This cache also compares constants, the plain
-    values of names from the module and the compiler's options, so that code of an older source is
-    never used for a newer one. A failed write only costs the time to compile again. Raise
+    numba itself compares the source file's age and the bytecode. This cache also compares
+    constants, module-level values and compiler options, so that code of an older source is never
+    used for a newer source. If a write fails, the function is compiled again next time. Raise
     `RuntimeError` if neither place can be written.
     """
 
@@ -33,14 +33,14 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
         return (*super()._index_key(sig, codegen), self._digest)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code for these types, or None."""
+        """Return the stored code for these argument types, or None."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # a damaged file fails in pickle, or in numba, in many ways
+        except Exception:  # a damaged file can raise any error in pickle or numba
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the code for these types.
+        """Save the code for these argument types.
 
         Only one process saves at a time, because two would give the same name to their code.
         """
@@ -50,7 +50,10 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
 
 def digest(function: Callable[..., Any], options: object) -> str:
-    """Return a digest of all that a function's machine code depends on; equal in all processes."""
+    """Return a checksum of everything that a function's machine code depends on.
+
+    It is the same in all processes.
+    """
     code: Any = function.__code__
     module_values = getattr(function, "__globals__", {})
     values = [(name, module_values.get(name)) for name in code.co_names]

@@ -11,9 +11,9 @@ _GIB = 2**30
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest resident memory of this process so far; 0 if the platform has no count."""
+    """Return the largest resident memory of this process so far; 0 if it is unknown."""
     try:
-        # Unlike getrusage, this one begins at 0 in a process that a larger one starts.
+        # Unlike getrusage, it does not begin with the memory of the parent process.
         status = Path("/proc/self/status").read_text()
         peaks = [line for line in status.splitlines() if line.startswith("VmHWM")]
         return int(peaks[0].split()[1]) * 1024
@@ -38,13 +38,13 @@ def total_memory_bytes() -> float:
 
 
 def check_memory(what: str, needed_bytes: float) -> None:
-    """Raise `ValueError` if data need more memory than the machine has.
+    """Raise `ValueError` if some data need more memory than the machine has.
 
-    `what` describes the data in the plural, with the setting: "2 images of data.size=30000".
+    `what` describes the data in the plural and names the setting: "2 images of data.size=30000".
     """
     total = total_memory_bytes()
     if needed_bytes > total:
         raise ValueError(
             f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, "
-            f"{total / _GIB:,.0f} GiB are available: ask for less"
+            f"{total / _GIB:,.0f} GiB are available. Reduce that setting."
         )

@@ -1,4 +1,4 @@
-"""The terminal's width, and text for streams that lack some characters, as ASCII does."""
+"""Find the terminal's width, and write text to streams that lack some characters (ASCII)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ UNKNOWN = "?"
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal, or 120 if there is none."""
+    """Return the number of columns of the terminal, or 120 without a terminal."""
     return shutil.get_terminal_size((120, 24)).columns
 
 
 def ascii_equivalent(character: str) -> str:
-    """Return ASCII text that can replace a character, or "?"."""
+    """Return ASCII text that can replace a character; "?" if there is none."""
     if character in EQUIVALENTS:
         return EQUIVALENTS[character]
     name = unicodedata.name(character, "")
@@ -60,7 +60,7 @@ def ascii_equivalent(character: str) -> str:
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Return the replacement of characters that an encoding lacks, and where to continue."""
+    """Return a replacement of characters that an encoding lacks, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]
@@ -85,5 +85,5 @@ def lossy_output(*streams: object) -> Iterator[None]:
 
 
 def _set_errors(stream: io.TextIOWrapper, errors: str | None) -> None:
-    with suppress(ValueError, OSError):  # it is closed, or its reader has left
+    with suppress(ValueError, OSError):  # the stream is closed, or nothing reads it any more
         stream.reconfigure(errors=errors)

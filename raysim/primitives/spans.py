@@ -1,6 +1,6 @@
 """Measure how a process spends its time, as time intervals (spans) of a few kinds.
 
-If spans are nested, the time counts for the innermost open span.
+While spans are nested, the time counts for the innermost open span.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# In the order of tables and pictures.
+# The kinds of work, in the order in which tables and pictures show them.
 KINDS = (
     "steps",
     "gathering",
@@ -23,7 +23,7 @@ KINDS = (
     "messages",
     "waiting",
 )
-# Spans that a track lists one by one; all of them count.
+# At most so many spans are listed one by one; the seconds count all of them.
 MAX_KEPT_SPANS = 100_000
 
 
@@ -50,8 +50,9 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds inside which no other spans are recorded. settle: function called before a span
-    closes, to wait for a device that works asynchronously. calls: the outermost spans.
+    whole: kinds of spans inside which no further spans are recorded.
+    settle: function called before a span closes, to wait for a device that works asynchronously.
+    calls: the recorded spans that are not inside another span.
     """
 
     whole: Sequence[str] = ()
@@ -62,7 +63,7 @@ class Spans:
     count: int = 0
     # Kinds of the open spans, and the seconds of the spans inside each.
     _open: list[tuple[str, list[float]]] = field(default_factory=list)
-    # perf_counter starts at another moment in each process, and time.time may jump.
+    # perf_counter has another zero in each process, and time.time may jump.
     _epoch: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     def now(self) -> float:

@@ -1,4 +1,4 @@
-"""Stores of files: a folder on this machine, or any URL that fsspec knows."""
+"""Store files in a folder on this machine, or at any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the path for writing a file; at the end it replaces an older file as a whole."""
+        """Yield the path for writing a file; afterwards the complete file replaces an older one."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft_file(path) as draft:
@@ -50,9 +50,9 @@ class LocalStore:
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Yield the path for reading a file; memory that maps it stays valid.
+        """Yield the path for reading a file; a memory map of the file stays valid afterwards.
 
-        Raise `OSError`, or `ValueError` if it is not a file.
+        Raise `OSError` if it cannot be read, or `ValueError` if it is not a file.
         """
         yield regular_file(self.path / name)
 
@@ -76,7 +76,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A folder behind a URL. Files pass through the local folder for temporary files."""
+    """A folder at a URL. Files are copied through the local folder for temporary files."""
 
     def __init__(self, url: str):
         import fsspec
@@ -85,9 +85,9 @@ class RemoteStore:
         try:
             self._files, self._root = fsspec.url_to_fs(self.url)
             self.names()
-        except Exception as error:  # of any library's own kind
+        except Exception as error:  # each library has its own errors
             reason = f"{type(error).__name__}: {without_password(str(error))}"
-            raise ValueError(f"{self} cannot be used ({reason})") from error
+            raise ValueError(f"{self} cannot be used ({reason}). Check the URL.") from error
 
     def __str__(self) -> str:
         return without_password(self.url)
@@ -128,7 +128,7 @@ class RemoteStore:
             yield copy
 
     def settle(self, *folders: str) -> None:
-        """Do nothing, because a file that was sent is stored."""
+        """Do nothing: a sent file is already stored."""
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""
@@ -150,7 +150,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def _errors_with_address(self, name: str) -> Iterator[None]:
-        """Raise errors of all kinds as `OSError` with the address of a file or folder."""
+        """Replace any error inside `with` by an `OSError` with the address of the file."""
         try:
             yield
         except Exception as error:
@@ -181,7 +181,7 @@ def open_store(address: str | Path) -> Store:
 
 
 def split_address(address: str | Path) -> tuple[str, str]:
-    """Split an address into the address of the outer folder and the last name."""
+    """Split an address into the address of the parent folder and the last name."""
     text = str(address).rstrip("/")
     if is_remote(text):
         folder, _, name = text.rpartition("/")

@@ -37,8 +37,8 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     Generators of different names are independent. A purpose always has the same number of keys:
     (3,) and (3, 0) would give the same stream.
     """
-    # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: workers
-    # make a stream per job.
+    # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here
+    # is a third faster, and workers make a stream for each job.
     words = _first_words(seed, purpose)
     for key in keys:
         words += _words(key)
@@ -51,18 +51,18 @@ def torch_seed(seed: int, purpose: str, *keys: int) -> int:
     return int(stream(seed, purpose, *keys).integers(2**63 - 1))
 
 
-# --- numbers that are looked up, not drawn in turn ------------------------------------------------
+# --- random numbers by key, independent of the order of the calls ---------------------------------
 def stream_key(seed: int, purpose: str) -> int:
-    """Return the key with which `uniform` finds the numbers of a purpose."""
+    """Return the key of a purpose for `uniform`."""
     return int(stream(seed, purpose).integers(1 << 63))
 
 
 def uniform(key: int, *place: int) -> float:
-    """Return the number in [0, 1) that belongs to a place; the order of the calls has no effect.
+    """Return the random number in [0, 1) of a key and a place, such as (client, job).
 
-    It serves a virtual clock that needs a million numbers: making a generator for each costs ten
-    times as much. Each part of the place goes through the finaliser of SplitMix64 (Steele, Lea and
-    Flood, OOPSLA 2014).
+    The order of the calls has no effect. A virtual clock needs a million such numbers, and making a
+    generator for each would take ten times as long. Each part of the place goes through the
+    finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     for part in place:
         key = (key + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK_64

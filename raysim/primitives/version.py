@@ -1,3 +1,3 @@
-"""The version of raysim. It is part of the code, so that it is known without installation."""
+"""The version of raysim, in the code so that it is known without an installation."""
 
 __version__ = "0.1.0"

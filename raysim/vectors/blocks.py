@@ -1,7 +1,7 @@
-"""Arithmetic on long vectors, in blocks that fit into a cache and that threads share.
+"""Compute on long vectors in blocks that fit into a CPU cache, with several threads.
 
-The bits of a result depend neither on the size of the blocks nor on the number of threads. In
-shapes, d is the length of a vector.
+The size of the blocks and the number of threads do not change the bits of a result. In shapes, d is
+the length of a vector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
 
 
 def num_threads() -> int:
-    """Return the number of threads that share the blocks: the usable cores, at most 8."""
+    """Return the number of threads that compute blocks: the usable CPU cores, at most 8."""
     usable = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         usable = len(os.sched_getaffinity(0))
@@ -39,18 +39,19 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compile_function(function: F) -> F:
-    """Return `function` of arrays and numbers as machine code.
+    """Return a compiled version of `function`, whose arguments are arrays and numbers (numba).
 
-    It is compiled at the first call, in about a second, and kept on disk. One pass over a vector
-    then does what takes PyTorch many, without Python's lock. Nothing is reordered, but a product
-    that is added is rounded once. The function may not call a function of another module.
+    The first call compiles the function, in about a second, and stores the machine code on disk.
+    The compiled function needs one pass over a vector where PyTorch needs several, and it runs
+    without Python's global lock. It computes in the order of the source, except that a * b + c is
+    rounded once. The function may not call a function of another module.
     """
     import numba  # slow to import, and few methods need it
 
     from raysim.primitives.machinecode import MachineCodeCache
 
     fast = numba.njit(**_COMPILER)(function)
-    # Without a place on disk, every process compiles for itself.
+    # Without a writable folder for the machine code, every process compiles again.
     with contextlib.suppress(RuntimeError):
         fast._cache = MachineCodeCache(function, _COMPILER)
     return cast(F, fast)
@@ -62,10 +63,10 @@ def split_range(start: int, stop: int, size: int) -> list[slice]:
 
 
 def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> list[T]:
-    """Call `work` on blocks of `size` out of `length` entries; return the results in order.
+    """Call `work` on blocks of `size` entries out of `length`; return the results in order.
 
-    `work` runs in several threads. It writes nothing outside its block and does not call
-    `in_blocks` itself.
+    Several threads call `work` at the same time. Therefore it must not write outside its block, nor
+    call `in_blocks`.
     """
     blocks = split_range(0, length, size)
     if len(blocks) < 2 or num_threads() == 1:
@@ -76,7 +77,8 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 def is_finite(values: Tensor) -> bool:
     """Return True if all entries are finite.
 
-    This is usually one pass without a copy, because a finite sum has finite terms.
+    It first tries the sum of the entries: if the sum is finite, all entries are. So the check
+    usually needs one pass and no copy.
     """
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
@@ -86,8 +88,8 @@ def run_compiled(
 ) -> None:
     """Run the compiled `rule` on all entries of the arrays [d], on the CPU, block by block.
 
-    settings: numbers, which are converted to the dtype of the arrays. switches: values passed
-    unchanged.
+    settings: numbers, which are converted to the dtype of the arrays.
+    switches: booleans, which are passed unchanged.
     """
     views = [array.detach().numpy() for array in arrays]
     numbers = [views[0].dtype.type(setting) for setting in settings]

@@ -13,22 +13,23 @@ from raysim.vectors.blocks import in_blocks
 from raysim.vectors.layout import Layout
 from raysim.vectors.tree_sum import weighted_sum
 
-# Inner products of whole updates, or of each tensor of them.
+# "model": inner products of whole updates. "tensor": separate ones for each tensor.
 Granularity: TypeAlias = Literal["model", "tensor"]
 GRANULARITIES = get_args(Granularity)
 
 _PART = 1024  # columns multiplied at once: longer float32 sums lose digits
-_EXACT = 8 * _PART  # fewer columns are multiplied in float64
+_EXACT = 8 * _PART  # columns below this number are multiplied in float64
 _BLOCK = 32 * _PART  # columns gathered at once
-_SHARES = 8  # parts of the columns for threads; each part takes memory of its own
-# Rows in a tile: nothing above the diagonal tiles is computed; so small a product is not packed.
+_SHARES = 8  # parts of the columns that threads compute; each part needs its own memory
+# Rows of a tile. Only tiles on and below the diagonal are computed. The BLAS library multiplies
+# tiles of this size without first copying them.
 _ROWS = 8
 
 
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Return the inner products of m vectors [d] of one dtype: symmetric, float64 [m, m].
 
-    They are computed on the CPU. Parts of float32 vectors are multiplied in float32 and added in
+    The CPU computes them. Parts of float32 vectors are multiplied in float32 and added in
     float64. The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6
     |g_i| |g_j|. Computing everything in float64 takes twice as long. The last entries, fewer than
     8192, are multiplied in float64.
@@ -63,7 +64,7 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 g_1 + w_2 g_2 + ... [d], with the same bits as the server's sum.
+    """Return w_1 g_1 + w_2 g_2 + ... [d], bit-identical to the server's weighted sum.
 
     into: the tensor for the sum, or None for a new one.
     """

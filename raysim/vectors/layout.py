@@ -1,10 +1,10 @@
-"""One flat vector for all trainable tensors and floating buffers; modules see views of it.
+"""Store trainable tensors and floating buffers in one vector; modules use views of it.
 
 The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
-`layout.shared` entries travel between server and clients. The first `layout.trained` of these are
-the shared parameters, which a server step may scale. Integer buffers have a separate vector. Frozen
-parameters (requires_grad False) are not in the vector, because every process builds them from the
-seed.
+`layout.shared` entries travel between server and clients. The first `layout.trained` entries are
+the shared parameters; a step of the server may scale them, but not the buffers. Integer buffers
+have a separate vector. Frozen parameters (requires_grad False) are not in the vector, because every
+process builds the same ones from the seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a network, at `path` in the network and at [start, stop) in the vector."""
+    """A tensor of a network, with its `path` there and its place [start, stop) in the vector."""
 
     network: str
     path: str
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each tensor in the vector; constant in a run and equal in all processes."""
+    """The position of each tensor in the vector; the same in all processes of a run."""
 
     entries: tuple[Entry, ...]  # floating, by position
     counters: tuple[Entry, ...]  # integer buffers, by position
@@ -77,9 +77,9 @@ class Layout:
         return sum(entry.stop - entry.start for entry in self.entries_in((prefix,)))
 
     def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
-        """Return contiguous slices that cover the entries.
+        """Return contiguous slices of the vector that cover the entries.
 
-        None of them crosses the border between shared and personal tensors.
+        No slice contains both shared and personal tensors.
         """
         merged: list[slice] = []
         for entry in entries:
@@ -91,10 +91,11 @@ class Layout:
 
 
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
-    """Return the layout of the networks, in their order.
+    """Return the layout of the networks' tensors, network after network.
 
-    personal: full names of tensors that do not travel; frozen parameters, which never do, have no
-    effect. Raises ValueError for an unknown name.
+    personal: full names of the tensors that stay on the clients. Names of frozen parameters have no
+    effect, because frozen parameters never travel.
+    Raises ValueError for an unknown name.
     """
     stays = frozenset(personal) - _frozen_names(networks)
     parameters: list[tuple[str, str, Tensor]] = []
@@ -109,7 +110,7 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     if unknown := stays - {
         f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)
     }:
-        raise ValueError(f"personal tensors {sorted(unknown)} exist in no network")
+        raise ValueError(f"no network has the personal tensors {sorted(unknown)}. Rename them.")
 
     entries: list[Entry] = []
     marks: list[int] = []
@@ -154,7 +155,7 @@ _Place: TypeAlias = tuple[dict[str, Tensor], str]
 
 
 def _places(networks: Iterable[nn.Module]) -> dict[int, list[_Place]]:
-    """Return the places in modules of each tensor, by the id of the tensor."""
+    """Map the id of each tensor to the places in modules that hold it."""
     places: dict[int, list[_Place]] = {}
     for network in networks:
         for module in network.modules():
@@ -172,7 +173,7 @@ def _put(places: Iterable[_Place], tensor: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class VectorStorage:
-    """Two flat tensors (floats and integers), and the views of them that the modules use."""
+    """Two flat tensors, floats and integers, and the views of them that modules use."""
 
     data: Tensor
     counters: Tensor
@@ -182,8 +183,8 @@ class VectorStorage:
 class Vector:
     """The state of the networks as two flat tensors, `data` and `counters`.
 
-    The constructor copies the values of the modules into them and replaces the modules' tensors by
-    views, so that nothing is copied between a module and the vector afterwards.
+    The constructor copies the values of the modules into the flat tensors and replaces the modules'
+    tensors by views of them. Afterwards nothing is copied between a module and the vector.
     """
 
     def __init__(
@@ -221,14 +222,14 @@ class Vector:
 
     def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
         """Return two flat tensors with the views of them that modules use, for `use_storage`."""
-        # .data: autograd must not mistake a step on its neighbours for one on it
+        # .data: otherwise autograd takes a change of one view for a change of all views
         views = [
             flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)
         ]
         return VectorStorage(data, counters, views)
 
     def use_storage(self, storage: VectorStorage) -> None:
-        """Let the modules see other flat tensors, with the values of those tensors."""
+        """Let the modules use the flat tensors of `storage`, which keep their values."""
         self.data, self.counters = storage.data, storage.counters
         for places, parameter, view in zip(
             self._places, self._parameters, storage.views, strict=True
@@ -241,9 +242,9 @@ class Vector:
     def collect(self) -> None:
         """Copy the modules' tensors back to the vector after code that may have replaced them.
 
-        A module's tensor that is not a view of the flat tensors is copied into them, and gradients
-        are dropped. Raises ValueError for a tensor of another shape; the modules see the flat
-        tensors again in either case.
+        Values of tensors that are not views of the flat tensors are copied, and gradients are
+        deleted. Afterwards the modules use views of the flat tensors again. Raises ValueError if a
+        tensor has another shape than before.
         """
         storage = self.storage(self.data, self.counters)
         entries = [*self.layout.entries, *self.layout.counters]
@@ -271,8 +272,8 @@ class Vector:
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let modules, `data` and `counters` use other tensors inside `with`.
 
-        tensors: one for each entry and counter of the layout. They may be any tensors, such as
-        views of a client's state, whereas `use_storage` changes parameters in place.
+        tensors: one for each entry and counter of the layout. They need not be views of one flat
+        tensor, as `use_storage` needs; views of a client's state are an example.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters
@@ -307,7 +308,7 @@ class Vector:
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
         """Return views of each tensor, by full name.
 
-        flat, counters: laid out like this vector, or like the shared front of it.
+        flat, counters: tensors with the layout of this vector, or of its shared part only.
         """
         views: dict[str, Tensor] = {}
         for entry in self.layout.entries:

@@ -1,4 +1,4 @@
-"""The local optimizer on views or on one flat tensor: SGD, Adam, AdamW, Lion and Muon."""
+"""The optimizers of local training: SGD, Adam, AdamW, Lion and Muon."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OptimizerKind: TypeAlias = Literal["sgd", "adam", "adamw", "lion", "muon"]
 OPTIMIZERS = get_args(OptimizerKind)
 LION_BETAS = 0.9, 0.99
 MUON_MOMENTUM = 0.95
-# Of the iteration of Newton and Schulz that Muon uses, and the number of its steps.
+# Coefficients and number of steps of the Newton-Schulz iteration that Muon uses.
 NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS = (3.4445, -4.775, 2.0315), 5
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the floating dtype of a device that has the most digits."""
+    """Return the floating dtype with the most digits that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -28,9 +28,9 @@ def widest_float(device: torch.device) -> torch.dtype:
 class OptimizerSettings:
     """The settings of the local optimizer; its buffers start at 0 in every job.
 
-    weight_decay: with "sgd" and "adam" it is added to the gradient; the others decay the parameters
-    themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does. "muon" is for tensors
-    of two or more dimensions.
+    kind: the optimizer. "muon" is for tensors of two or more dimensions.
+    weight_decay: with "sgd" and "adam" it is added to the gradient; the other optimizers decay the
+    parameters themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
     """
 
     kind: OptimizerKind = "sgd"
@@ -64,7 +64,8 @@ class OptimizerSettings:
 class LocalOptimizer:
     """The optimizer of one stage.
 
-    It gives the same bits as SGD, Adam, AdamW and Muon of torch.optim and Lion of timm.
+    Its steps are bit-identical to those of SGD, Adam, AdamW and Muon of torch.optim and of Lion of
+    timm.
     """
 
     def __init__(self, settings: OptimizerSettings):
@@ -84,7 +85,10 @@ class LocalOptimizer:
         return {"steps": torch.tensor([self.steps]), **flat}
 
     def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
-        """Load the buffers that `save` returned. like: tensors with the parameters' shapes."""
+        """Load the buffers that `save` returned.
+
+        like: tensors with the parameters' shapes.
+        """
         sizes = [part.numel() for part in like]
         for name, parts in (("first", self.first), ("second", self.second)):
             if name in saved:
@@ -98,7 +102,7 @@ class LocalOptimizer:
         """Move `params` in place, against the gradients `grads`.
 
         rate: the learning rate; a scalar tensor if the step is recorded, for example as a CUDA
-        graph, and the rate may change between replays.
+        graph, because the rate may then change between replays.
         """
         settings = self.settings
         self.steps += 1
@@ -156,7 +160,8 @@ class LocalOptimizer:
     def _muon(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         """Make a step of Muon (Jordan et al. 2024) with Nesterov's momentum.
 
-        Tensors of more than two dimensions are matrices whose rows are the entries of the first.
+        A tensor of more than two dimensions is treated as a matrix; its first dimension counts the
+        rows.
         """
         assert not isinstance(rate, Tensor), "Muon's steps are not recorded"
         if not self.first:
@@ -164,8 +169,8 @@ class LocalOptimizer:
         for param, grad, momentum in zip(params, grads, self.first, strict=True):
             if param.ndim < 2:
                 raise ValueError(
-                    "local.optimizer=muon: it moves matrices, and a method trains one flat vector. "
-                    "Set another optimizer, or leave the method out."
+                    "local.optimizer=muon needs matrices, and a method of this run trains one flat "
+                    "vector. Set another optimizer, or leave the method out."
                 )
             momentum.lerp_(grad, 1 - MUON_MOMENTUM)
             matrix = grad.lerp(momentum, MUON_MOMENTUM).flatten(1)
@@ -178,7 +183,8 @@ class LocalOptimizer:
     ) -> None:
         """Make a step of Adam with tensors instead of Python numbers.
 
-        counts: the number of steps made: a scalar tensor, or a number for each of K rows [K].
+        counts: the number of steps so far: a scalar tensor, or a tensor [K] with a number for each
+        row.
         """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
@@ -199,8 +205,8 @@ class LocalOptimizer:
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return an approximation of the nearest matrix with orthonormal rows or columns, [n, m].
 
-    Five steps of the quintic iteration of Newton and Schulz in bfloat16, as torch.optim.Muon makes
-    them.
+    It makes five steps of the quintic Newton-Schulz iteration in bfloat16, as torch.optim.Muon
+    does.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -216,7 +222,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimizers of K clients on tensors [K, ...]; each row counts its own steps."""
+    """The optimizers of K clients, one per row of tensors [K, ...]; each row counts its steps."""
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
         super().__init__(settings)
@@ -226,7 +232,10 @@ class StackedOptimizer(LocalOptimizer):
     def step_rows(
         self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
     ) -> None:
-        """Move all rows and count a step for `rows`; the values of other rows are not used."""
+        """Make a step of all rows, and count it for `rows` only.
+
+        The values of the other rows are never used.
+        """
         for row in rows:
             self.counts[row] += 1
         self.step(params, grads, rate)
@@ -255,9 +264,9 @@ class StackedOptimizer(LocalOptimizer):
 
 
 class RecordedOptimizer(LocalOptimizer):
-    """The optimizer of recorded steps; its buffers and its count are never replaced.
+    """The optimizer of recorded steps: its buffers and step count stay the same tensors.
 
-    The caller counts `steps`, because a replay runs no Python code.
+    The caller increases `steps`, because a replay of a recording runs no Python code.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -273,7 +282,7 @@ class RecordedOptimizer(LocalOptimizer):
         _refill(self, saved)
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Step as `LocalOptimizer` does, without changing `steps`."""
+        """Make a step as `LocalOptimizer.step` does, without changing `steps`."""
         steps = self.steps
         super().step(params, grads, rate)
         self.steps = steps
@@ -305,10 +314,10 @@ def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _StageOptimizer:
-    """The optimizer of a stage.
+    """The optimizer of a stage, with what it trains.
 
-    shared: the parts of the shared parameters that it moves. rate: the stage's factor on the
-    learning rate.
+    shared: the slices of the shared parameters that the optimizer changes.
+    rate: the stage's factor on the learning rate.
     """
 
     optimizer: LocalOptimizer
@@ -335,9 +344,10 @@ class Optimizers:
     ) -> LocalOptimizer:
         """Return the optimizer of a stage; create it at its first step.
 
-        It continues from the buffers that `resume` received, if there are some. like: the
-        parameters. shared,
-        rate: see `movements`.
+        It continues from the buffers that `resume` received for this stage, if there are any.
+        like: the parameters.
+        shared: the slices of the shared parameters that the optimizer changes.
+        rate: the stage's factor on the learning rate.
         """
         if stage not in self._working:
             optimizer = LocalOptimizer(settings)
@@ -348,7 +358,7 @@ class Optimizers:
         return self._working[stage].optimizer
 
     def saved_buffers(self, stage: str) -> dict[str, Tensor]:
-        """Return the buffers that `resume` received for a stage."""
+        """Return the buffers that `resume` received for a stage; {} if there are none."""
         prefix = f"{stage}/"
         return {
             key.removeprefix(prefix): value
@@ -357,7 +367,7 @@ class Optimizers:
         }
 
     def get(self, stage: str) -> LocalOptimizer | None:
-        """Return the optimizer of a stage, or None."""
+        """Return the optimizer of a stage, or None before its first step."""
         return self._working[stage].optimizer if stage in self._working else None
 
     def put(
@@ -379,7 +389,10 @@ class Optimizers:
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:
-        """Return for each optimizer: part of the shared parameters, steps, factor on the rate."""
+        """Return a tuple for each slice of shared parameters that an optimizer changed.
+
+        The tuple has the slice, the number of steps and the stage's factor on the learning rate.
+        """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():
             earlier_steps = int(self.saved_buffers(name).get("steps", 0))

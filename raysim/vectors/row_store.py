@@ -1,9 +1,10 @@
-"""Caches of clients' vectors on the server: rows on disk or in memory.
+"""Cache one vector per client on the server, as rows of a tensor on disk or in memory.
 
-The space for all rows is reserved at once. A cache is a tensor of the rows in use, and its storage
-is the whole reserved space. It may therefore be an entry of `server.state`: a checkpoint writes the
-rows in use, and `rows_with_room` moves restored rows into a newly reserved space. Rows on disk take
-no memory except the page cache. Their file has no name, so that it vanishes with the process.
+The space for all rows is reserved at the start. A cache is a tensor of the rows in use; its storage
+is the whole reserved space. So a cache can be an entry of `server.state`: a checkpoint saves only
+the rows in use, and after a restart `rows_with_room` moves them into newly reserved space. Rows on
+disk use no memory except the page cache. Their file has no name, so it is deleted when the process
+ends.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ GIB = 2**30
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
     """Return an empty cache [0, ...] with reserved space for `shape`.
 
-    place: "disk" is a file in the folder for temporary files, whose space is taken at once; the
-    space in "memory" is taken when a row is first written. Raises ValueError if the disk is too
-    small.
+    place: "disk" is a file in the folder for temporary files, which has its full size from the
+    start; "memory" is allocated row by row, when a row is first written.
+    Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):
         return torch.empty(shape, dtype=dtype)[:0]
@@ -51,7 +52,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
-    """Return the first `count` rows of the reserved space that `rows` are in.
+    """Return the first `count` rows of the reserved space that contains `rows`.
 
     The added rows are set to zero, because checksums and checkpoints also read rows that were never
     written.
@@ -62,7 +63,7 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
-    """Return the rows, moved into newly reserved space unless theirs has `capacity` rows."""
+    """Return the rows in reserved space for `capacity` rows; copy them only if necessary."""
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
     roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
@@ -74,11 +75,13 @@ def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
 def check_budget(
     key: str, clients: int, size: int, budget: float, what: str = "updates", less: str = ""
 ) -> None:
-    """Raise ValueError for a cache that may become larger than its budget.
+    """Raise ValueError if a cache of one row per client may become larger than its budget.
 
-    key: the key of the method ("method.ace"). size: bytes for each client. budget: in GiB. what:
-    the kind of rows, for the text. less: another setting that would fit ("method.fedcda.memory=2"),
-    or "".
+    key: the key of the method ("method.ace").
+    size: bytes for each client.
+    budget: the limit in GiB.
+    what: the kind of rows, for the error.
+    less: another setting that would fit ("method.fedcda.memory=2"), for the error; "" for none.
     """
     needed = clients * size / GIB
     if needed <= budget:
@@ -97,9 +100,9 @@ def claim_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> list[int]:
-    """Return the rows of clients in `state[cache]`; `state["clients"]` has the owners.
+    """Return the index of each client's row in `state[cache]`; new clients get zeros.
 
-    New clients get zeros.
+    `state["clients"]` lists the client of each row.
     """
     ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}

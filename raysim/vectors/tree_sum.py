@@ -1,10 +1,10 @@
 """Sum vectors in a fixed binary tree over their positions.
 
 Node (level, index) of the tree is the sum of the positions [index * 2**level, (index + 1) *
-2**level): its left half plus its right half, each rounded. A leaf is weight * vector, rounded.
-A missing leaf, and a half without leaves, is left out. So the bits of a sum depend on the vectors,
-their weights and their positions, and not on which process adds up which part of the tree. In
-shapes, d is the length of a vector.
+2**level): the sum of its left half plus the sum of its right half, rounded. A leaf is weight *
+vector, rounded. Missing leaves are left out, and so are parts without leaves. Therefore the bits of
+a sum depend only on the vectors, their weights and their positions; they do not depend on which
+process adds up which part of the tree. In shapes, d is the length of a vector.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TreeLeaf(NamedTuple):
     weight: float
 
 
-# Sums [d] of parts of the tree, by their positions (see `covered_ranges`); None: it has no leaves.
+# Sums [d] of parts of the tree, by the positions of the part; None for a part without leaves.
 RangeSums: TypeAlias = Mapping[range, np.ndarray | None]
 _NO_SUMS: RangeSums = MappingProxyType({})
 
@@ -38,9 +38,9 @@ def num_levels(count: int) -> int:
 
 
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
-    """Return the largest parts of a tree that have only these positions, in order.
+    """Return the fewest parts of a tree that together have exactly these positions, in order.
 
-    count: the number of positions of the tree. A part that ends behind the last position is cut
+    count: the number of positions of the tree. A part that would end after the last position ends
     there.
     """
     ranges: list[range] = []
@@ -59,7 +59,7 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
 
 
 def halves(part: range) -> tuple[range, range]:
-    """Return both halves of a part of a tree, which has at least two positions."""
+    """Return both halves of a part of a tree; the part must have at least two positions."""
     middle = part.start + (1 << (num_levels(len(part)) - 1))
     return range(part.start, middle), range(middle, part.stop)
 
@@ -72,10 +72,11 @@ def _positions(level: int, index: int, count: int) -> range:
 def sum_in_tree(
     leaves: Sequence[TreeLeaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
 ) -> Tensor | None:
-    """Return the sum of all leaves, [d], on the CPU; None if there are none.
+    """Return the sum of all leaves [d] on the CPU; None if there are no leaves.
 
-    leaves: one for each position; None for a missing one, and for positions in `sums`. sums: the
-    parts that are already added up. into: the tensor for the sum, or None for a new one.
+    leaves: a leaf for each position; None if it is missing, or if `sums` contains its position.
+    sums: the sums of parts that are already added up.
+    into: the tensor for the sum, or None for a new one.
     """
     plan = _Plan(leaves, sums)
     root = plan.add(range(len(leaves)), 0)
@@ -116,7 +117,9 @@ def weighted_sum(
 def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
     """Return the sum of parts of a tree that together have all its positions.
 
-    parts: the positions of each sum. It is None if all sums are.
+    parts: the positions of each sum.
+    sums: the vector of each part; None for a part without leaves. The result is None if all sums
+    are None.
     """
     count = max(part.stop for part in parts)
     total = sum_in_tree([None] * count, dict(zip(parts, sums, strict=True)))
@@ -132,7 +135,7 @@ class _Scale(NamedTuple):
 
 
 class _Add(NamedTuple):
-    """The step that writes left + right into a slot; a number is a slot."""
+    """The step that writes left + right into a slot; a number means the content of that slot."""
 
     slot: int
     left: int | np.ndarray
@@ -140,16 +143,19 @@ class _Add(NamedTuple):
 
 
 class _Plan:
-    """The steps of a sum. A slot is the space for one intermediate result; the sum is in slot 0."""
+    """The steps of a sum.
+
+    A slot is the space for one intermediate result; the sum is in slot 0.
+    """
 
     def __init__(self, leaves: Sequence[TreeLeaf | None], sums: RangeSums):
         self._leaves, self._sums = leaves, sums
         self.steps: list[_Scale | _Add] = []
         self.slots = 1
-        self.example = np.empty(0)  # one of the vectors, once there is one
+        self.example = np.empty(0)  # any of the vectors, after one was added
 
     def add(self, part: range, slot: int) -> int | np.ndarray | None:
-        """Add the steps for a part of the tree; return its slot, its vector, or None.
+        """Add the steps for a part of the tree; return where its sum is: a slot, a vector or None.
 
         Slots below `slot` keep their content.
         """
@@ -172,7 +178,7 @@ class _Plan:
         if leaf is None:
             return None
         self.example = leaf.array
-        # NumPy would convert a vector to the type of a weight that is no Python number.
+        # A weight that is a NumPy number would change the dtype of the product.
         self.steps.append(_Scale(self._take(slot), leaf.array, float(leaf.weight)))
         return slot
 

@@ -166,10 +166,7 @@ def test_error_names_missing_package_and_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
-    said = (
-        rf"needs the package {package} .*, of the extra \[{extra}\]: "
-        rf"run uv sync --inexact --extra {extra} in"
-    )
+    said = rf"needs the package {package} .*\[{extra}\].* uv sync --inexact --extra {extra};"
     with pytest.raises(ValueError, match=said):
         observer()
 

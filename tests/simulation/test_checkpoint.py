@@ -107,7 +107,7 @@ def test_many_tensors_go_into_several_files(
     assert same_states(checkpoint.read(path).clients, states)
     assert checkpoint.read(path).server == {}
     (tmp_path / "log/states-00000002.safetensors").unlink()
-    assert "states-00000002.safetensors is no regular file" in checkpoint.find_damage(path)
+    assert "states-00000002.safetensors is not a regular file" in checkpoint.find_damage(path)
 
 
 def test_last_checkpoints_are_kept(tmp_path: Path) -> None:

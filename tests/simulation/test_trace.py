@@ -459,10 +459,10 @@ def test_pipe_as_fedscale_file_does_not_block(
     assert (
         cli.call(["fleet", "convert", str(tmp_path / "capacity"), str(tmp_path / "capacity")]) == 2
     )
-    assert "capacity is no regular file" in capsys.readouterr().err
+    assert "capacity is not a regular file" in capsys.readouterr().err
 
 
 def test_pipe_as_trace_does_not_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "trace.parquet")
     assert cli.call(["fleet", "check", str(tmp_path / "trace.parquet")]) == 2
-    assert "trace.parquet is no regular file" in capsys.readouterr().err
+    assert "trace.parquet is not a regular file" in capsys.readouterr().err
