@@ -69,8 +69,9 @@ class Compressor(Method):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the message for `values`: uint32 [words].
 
-        values: float32 [layout.trained] on the CPU, finite; do not change them. key: a random
-        number below 2^63 for this message. kept: what the sender kept of its last message.
+        values: float32 [layout.trained] on the CPU, finite; do not change them.
+        key: a random number below 2^63 for this message.
+        kept: what the sender kept of its last message.
         """
         raise NotImplementedError
 
@@ -125,8 +126,9 @@ class Compressor(Method):
     ) -> dict[str, Tensor]:
         """Replace values, in place, by what the receiver has; return the sender's next state.
 
-        values: [layout.trained]. state: `memory` and `kept`, if the sender has them. Raise
-        ValueError if the message does not have the declared size.
+        values: [layout.trained].
+        state: `memory` and `kept`, if the sender has them.
+        Raise ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)
         wanted = values

@@ -35,8 +35,9 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], positions in the client's samples, batch after batch. sizes:
-    the number of rows of each batch. samples: the number of the client's training samples.
+    positions: int64 [sum of sizes], positions in the client's samples, batch after batch.
+    sizes: the number of rows of each batch.
+    samples: the number of the client's training samples.
     """
 
     positions: np.ndarray
@@ -81,10 +82,11 @@ class WorkerView(Protocol):
 class Batch:
     """A batch as the model receives it, and its original inputs and targets.
 
-    inputs: [B, ...]. targets: int64 [B], or rows of probabilities [B, C]. raw_inputs, raw_targets:
-    inputs and targets before a method changed them. pair: for Mixup, the tuple (labels, permuted
-    labels, weight of the labels); None without Mixup. rows: additional inputs for the same forward
-    pass, by method; None if no method added rows.
+    inputs: [B, ...].
+    targets: int64 [B], or rows of probabilities [B, C].
+    raw_inputs, raw_targets: inputs and targets before a method changed them.
+    pair: for Mixup, the tuple (labels, permuted labels, weight of the labels); None without Mixup.
+    rows: additional inputs for the same forward pass, by method; None if no method added rows.
     """
 
     # Not frozen: creating a frozen one takes longer, and there is one for each batch.
@@ -104,11 +106,13 @@ class Batch:
 class Stage:
     """One of the optimizer steps that are made on a batch.
 
-    trains: networks or modules to train: "model", "model.head", "fedbr.projector". loss: a function
-    (job, out) that returns this stage's loss; None uses the task loss, to which methods add terms.
-    ascend: True maximises the loss; hooks then see the gradient of the negated loss. rate: factor
-    on the learning rate. modes: networks or modules to put into train mode (True) or eval mode
-    (False) before the step, in this order.
+    trains: networks or modules to train: "model", "model.head", "fedbr.projector".
+    loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
+    methods add terms.
+    ascend: True maximises the loss; hooks then see the gradient of the negated loss.
+    rate: factor on the learning rate.
+    modes: networks or modules to put into train mode (True) or eval mode (False) before the step,
+    in this order.
     """
 
     name: str = "task"
@@ -301,7 +305,8 @@ class Outputs:
 class Contribution:
     """A client before round 0: the argument of the function that `run.gather` calls.
 
-    generator: the client's random generator for this purpose. gather: function that reads samples.
+    generator: the client's random generator for this purpose.
+    gather: function that reads samples.
     """
 
     client: int

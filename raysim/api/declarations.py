@@ -32,17 +32,21 @@ from raysim.vectors.optimizer import OptimizerSettings
 class Task:
     """The learning task: inputs, outputs, loss and metrics.
 
-    shape: the shape of one input; [channels, height, width] for an image. num_classes: the number
-    of classes, or of other outputs of the model. clients: the number of all clients of the run.
-    dtype: the type of all floats. kind: decides the usual loss and metrics. tokens: the number of
-    different tokens if inputs are sequences of token numbers. scored_by: the name of the main
-    metric; None for the first of `scores`, or the usual one. loss: function from outputs [B, C] and
-    labels to a loss for each sample [B]; None for the usual one. unseen: the number of clients that
-    are never trained. scores: the metrics that are computed, names and metrics of the user. lower:
-    the names of metrics for which a lower score is better, in addition to those that say so.
+    shape: the shape of one input; [channels, height, width] for an image.
+    num_classes: the number of classes, or of other outputs of the model.
+    clients: the number of all clients of the run.
+    dtype: the type of all floats.
+    kind: decides the usual loss and metrics.
+    tokens: the number of different tokens if inputs are sequences of token numbers.
+    scored_by: the name of the main metric; None for the first of `scores`, or the usual one.
+    loss: function from outputs [B, C] and labels to a loss for each sample [B]; None for the usual
+    one.
+    unseen: the number of clients that are never trained.
+    scores: the metrics that are computed, names and metrics of the user.
+    lower: the names of metrics for which a lower score is better, in addition to those that say so.
     label_shape: the shape of one label: () for a class, the positions for a class at each.
-    has_unlabelled: True if some samples have no class. targets: the arrays of a target that is a
-    structure, else ().
+    has_unlabelled: True if some samples have no class.
+    targets: the arrays of a target that is a structure, else ().
     """
 
     shape: tuple[int, ...]
@@ -119,8 +123,9 @@ FORWARD = 1 / 3
 class Finetune:
     """Fine-tuning of a client's model on the client's data before a score; then it is discarded.
 
-    epochs: passes with a new local optimizer and the usual loss; 0 for none. head: True trains only
-    the head, with the extractor in eval mode. last: True fine-tunes after the final round only.
+    epochs: passes with a new local optimizer and the usual loss; 0 for none.
+    head: True trains only the head, with the extractor in eval mode.
+    last: True fine-tunes after the final round only.
     samples: "own" uses the client's training samples; "all" also uses the samples that
     `partition.fraction` left out of training.
     """
@@ -139,8 +144,9 @@ class Finetune:
 class Generation:
     """The text that the final model of language data writes: the settings `evaluate.generate.*`.
 
-    tokens: the most tokens of a text; 0 for none. prompts: the texts that are continued; none
-    starts a document. temperature: divides the logits; 0 takes the most probable token.
+    tokens: the most tokens of a text; 0 for none.
+    prompts: the texts that are continued; none starts a document.
+    temperature: divides the logits; 0 takes the most probable token.
     """
 
     tokens: int = 200
@@ -156,16 +162,21 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    Numbers of aggregations between scores: 0 is never. every: for all scores. clients: the number
-    of clients that are drawn for each score. finetune: how client models are adapted before they
-    are scored; these scores have columns of their own. common: True also scores client models on
-    the central test set. probe: for local models before they are averaged, on `probe_rows` images
-    of the central test set. decompose: for the loss decomposition, on at most `decompose_rows`
-    training samples of a client. metrics: names of the metrics that are computed. metric: the main
-    one; None is the first of them, or the usual metric for the data. lower: metrics of the user for
-    which a lower score is better.
+    Numbers of aggregations between scores: 0 is never.
+    every: for all scores.
+    clients: the number of clients that are drawn for each score.
+    finetune: how client models are adapted before they are scored; these scores have columns of
+    their own.
+    common: True also scores client models on the central test set.
+    probe: for local models before they are averaged, on `probe_rows` images of the central test
+    set.
+    decompose: for the loss decomposition, on at most `decompose_rows` training samples of a client.
+    metrics: names of the metrics that are computed.
+    metric: the main one; None is the first of them, or the usual metric for the data.
+    lower: metrics of the user for which a lower score is better.
     unseen: the share of clients that is drawn at the start, never trained, and scored in separate
-    columns. generate: the text that the final model writes, for language data.
+    columns.
+    generate: the text that the final model writes, for language data.
     """
 
     every: int = 1
@@ -191,7 +202,10 @@ class Evaluation:
             at_least("evaluate.clients", self.clients, 1)
 
     def evaluates(self, version: int, rounds: int) -> bool:
-        """Return True if this version is scored. rounds: the number of the last version."""
+        """Return True if this version is scored.
+
+        rounds: the number of the last version.
+        """
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
@@ -211,20 +225,29 @@ class Local:
     """The settings `local.*`: how a client trains.
 
     optimizer: "sgd", "adam", "adamw", "lion", or "muon" for matrices with "adamw" for all other
-    parameters. rates: factors on the learning rate of parts of the model: "head", "body",
-    "adapters", or the full name of a module ("model.extractor.0"). lr: learning rate. lr_decay:
-    factor on the learning rate for each version. schedule: how the learning rate also changes with
-    the version; see `rate`. schedule_rounds: the number T of versions of "cosine" and "linear".
-    final_lr: their learning rate at version T. drop_every, drop_factor: "step" multiplies the rate
-    by drop_factor after each drop_every versions. warmup_rounds: number W of versions in which the
-    rate grows. schedule_over: "steps" lets the schedule run from the first to the last step of each
-    job instead. warmup_steps: number of steps of each job in which the rate grows. clip: largest
-    norm of a gradient; 0 for no limit.
+    parameters.
+    rates: factors on the learning rate of parts of the model: "head", "body", "adapters", or the
+    full name of a module ("model.extractor.0").
+    lr: learning rate.
+    lr_decay: factor on the learning rate for each version.
+    schedule: how the learning rate also changes with the version; see `rate`.
+    schedule_rounds: the number T of versions of "cosine" and "linear".
+    final_lr: their learning rate at version T.
+    drop_every, drop_factor: "step" multiplies the rate by drop_factor after each drop_every
+    versions.
+    warmup_rounds: number W of versions in which the rate grows.
+    schedule_over: "steps" lets the schedule run from the first to the last step of each job
+    instead.
+    warmup_steps: number of steps of each job in which the rate grows.
+    clip: largest norm of a gradient; 0 for no limit.
     epochs, steps: number of passes over the client's samples, or number of batches; one is None.
-    batch: number of samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the
-    smaller last batch; "replacement" draws full batches. phases: number of parts that `steps` are
-    cut into, for methods that select the samples of an epoch. keep_optimizer: True lets a client's
-    optimizer continue, with momentum and step counts, where the client's last job left it.
+    batch: number of samples in a batch.
+    sampling: "shuffle" shuffles for every pass and keeps the smaller last batch; "replacement"
+    draws full batches.
+    phases: number of parts that `steps` are cut into, for methods that select the samples of an
+    epoch.
+    keep_optimizer: True lets a client's optimizer continue, with momentum and step counts, where
+    the client's last job left it.
     """
 
     optimizer: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
@@ -365,7 +388,8 @@ class Labels(NamedTuple):
 class RunFacts:
     """The facts of a run that a method's `cost` and `when` receive.
 
-    local: the settings `local.*`. clients_with_samples: how many clients have training samples.
+    local: the settings `local.*`.
+    clients_with_samples: how many clients have training samples.
     filled_hooks: the hooks that methods of the list override.
     """
 

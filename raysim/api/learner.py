@@ -33,9 +33,11 @@ _SEPARATOR = ":"
 class LearnerUpdate:
     """The result of one client, for a learner whose parameters are bytes.
 
-    parameters: what `fit` returned. weight: the client's share of the aggregation, after methods
-    such as fedbuff changed it; the shares of equal weights add up to 1. samples: the client's
-    training samples. staleness: aggregations since the version that the client started from.
+    parameters: what `fit` returned.
+    weight: the client's share of the aggregation, after methods such as fedbuff changed it; the
+    shares of equal weights add up to 1.
+    samples: the client's training samples.
+    staleness: aggregations since the version that the client started from.
     """
 
     client: int
@@ -81,8 +83,8 @@ class Learner(Method):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the initial parameters: arrays whose shapes never change, or bytes.
 
-        task: gives `task.shape` of one input, `task.num_classes` and `task.kind`. rng: random
-        generator.
+        task: gives `task.shape` of one input, `task.num_classes` and `task.kind`.
+        rng: random generator.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'")
 
@@ -109,7 +111,8 @@ class Learner(Method):
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
         """Return the next version of parameters that are bytes; called on the server.
 
-        parameters: the current version. updates: at least one, in the order of their arrival.
+        parameters: the current version.
+        updates: at least one, in the order of their arrival.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'"

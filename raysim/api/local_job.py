@@ -265,10 +265,12 @@ class LocalJob:
 class PersonalModel:
     """A client's own model before it is scored: the argument of `personalise`.
 
-    task: the learning task. vector: the shared parameters and the client's personal ones; change it
-    in place. state: the client's state after its last aggregated job, or its initial state.
+    task: the learning task.
+    vector: the shared parameters and the client's personal ones; change it in place.
+    state: the client's state after its last aggregated job, or its initial state.
     received: what the method would send to this client. data(): yields (inputs, labels) of the
-    client's training samples. trained: True if a job of the client was aggregated.
+    client's training samples.
+    trained: True if a job of the client was aggregated.
     """
 
     def __init__(
@@ -309,9 +311,11 @@ class PersonalModel:
 class ScoredModel(PersonalModel):
     """A model and the samples that it is scored on: the argument of `run.evaluate`.
 
-    client: -1 for the shared model. rows: the samples, int64 positions in the data set. name: the
-    set of samples: "client", "central", "validation" or the name of a domain. state: empty for the
-    shared model. seed: the seed of the run.
+    client: -1 for the shared model.
+    rows: the samples, int64 positions in the data set.
+    name: the set of samples: "client", "central", "validation" or the name of a domain.
+    state: empty for the shared model.
+    seed: the seed of the run.
     """
 
     def __init__(

@@ -82,7 +82,8 @@ def check_loss(
 ) -> None:
     """Raise ValueError for a loss that does not fit the labels or is not a value for each sample.
 
-    kind: the kind of the task. output_shape, label_shape: the shapes for one sample.
+    kind: the kind of the task.
+    output_shape, label_shape: the shapes for one sample.
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)

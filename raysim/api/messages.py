@@ -179,7 +179,8 @@ class ScoringReport:
     """The scores of one `ScoringTask`, a value for each row.
 
     scores: for each entry of `row_functions` (metrics.py) an array [n, ...], such as whether the
-    predictions are right. losses: the loss of each row [n], in the dtype of the run; or float64
+    predictions are right.
+    losses: the loss of each row [n], in the dtype of the run; or float64
     [n, 2], the sum of the losses of the row's labels and the number of labels (`Objective.parts`).
     """
 
@@ -192,7 +193,8 @@ class ScoringReport:
 class SetReport:
     """The metrics of a set of samples, by a method that scores sets.
 
-    client: -1 for the shared model. name: the name of the task's samples.
+    client: -1 for the shared model.
+    name: the name of the task's samples.
     """
 
     client: int

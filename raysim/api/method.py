@@ -32,9 +32,11 @@ class Method:
     """One part of a federated algorithm, on the client, on the server or both.
 
     name: the name of the method, which is also part of the names of all that it keeps, sends and
-    reports. paper: the source, or "". weighting: "samples" or "uniform", the weights of updates
-    that the method asks for; the setting `weighting` overrides it. pools: True if one model is
-    trained on the data of all clients.
+    reports.
+    paper: the source, or "".
+    weighting: "samples" or "uniform", the weights of updates that the method asks for; the setting
+    `weighting` overrides it.
+    pools: True if one model is trained on the data of all clients.
 
     The constructor checks its arguments and stores them under their own names. This method is
     complete:
@@ -110,8 +112,9 @@ class Method:
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
-        Called in stages with the task loss. loss: the scalar of the task and of the methods before
-        this one. out: features and logits of the batch.
+        Called in stages with the task loss.
+        loss: the scalar of the task and of the methods before this one.
+        out: features and logits of the batch.
         """
         return loss
 

@@ -74,11 +74,12 @@ class Metric:
     """A score of one's own.
 
     function: it gets outputs [n, C] and labels, as the loss does, and returns either a value for
-    each sample [n], whose mean is the score, or the score of all samples as one number. name: its
-    name in columns of the history; None takes the function's name. higher: True if a higher score
-    is better; None reads the function's attribute `higher_is_better`, and takes True if it has
-    none. per: "sample" or "set", which of the two the function returns; None tries it (for targets
-    that are structures it is "sample").
+    each sample [n], whose mean is the score, or the score of all samples as one number.
+    name: its name in columns of the history; None takes the function's name.
+    higher: True if a higher score is better; None reads the function's attribute
+    `higher_is_better`, and takes True if it has none.
+    per: "sample" or "set", which of the two the function returns; None tries it (for targets that
+    are structures it is "sample").
 
     A function per sample is called on the workers with batches of samples. A function per set is
     called on the coordinator, once for each set (the central test set, a client, a domain), with
@@ -226,8 +227,10 @@ def resolve_metrics(
     """Return the metrics of a task, the main one first.
 
     main: `evaluate.metric`, which is added if it is not among the metrics; None takes the first of
-    them, or the usual ones of the task. metrics: names, and metrics of the user. Raise ValueError
-    for a name that does not exist, a function that fails, and two metrics of one name.
+    them, or the usual ones of the task.
+    metrics: names, and metrics of the user.
+    Raise ValueError for a name that does not exist, a function that fails, and two metrics of one
+    name.
     """
     rules = [_resolve(metric, task) for metric in metrics]
     names = [rule.name for rule in rules]

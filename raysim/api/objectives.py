@@ -34,10 +34,12 @@ def mean_loss(losses: np.ndarray) -> float:
 class MetricRule:
     """The two steps that make a score of a set of samples.
 
-    rows: function from outputs [B, C] and labels to a value for each sample [B], or to an array
-    for each sample [B, ...]; None stores outputs and labels themselves, see `SetRows`. It runs on
-    the workers. summarise: function from what `rows` made of n >= 1 samples, in their order, to the
-    score. It runs on the coordinator. higher: True if a higher score is better.
+    rows: function from outputs [B, C] and labels to a value for each sample [B], or to an array for
+    each sample [B, ...]; None stores outputs and labels themselves, see `SetRows`. It runs on the
+    workers.
+    summarise: function from what `rows` made of n >= 1 samples, in their order, to the score. It
+    runs on the coordinator.
+    higher: True if a higher score is better.
     """
 
     name: str
@@ -50,12 +52,14 @@ class MetricRule:
 class Objective:
     """The loss and the metrics of a kind of task.
 
-    loss: function from outputs [B, C] and labels to the mean over the batch. losses: function from
-    the same to a loss for each sample [B]. metrics: the metrics; the first one is the usual one.
+    loss: function from outputs [B, C] and labels to the mean over the batch.
+    losses: function from the same to a loss for each sample [B].
+    metrics: the metrics; the first one is the usual one.
     has_ignored: True if labels may be `IGNORED`; then means are over those that are not.
-    usual_metrics: how many of the metrics are computed by default. parts: function from outputs and
-    labels to the sum of the losses of each sample and the number of labels that count, [B, 2], for
-    a mean over all labels of a set; None if a mean over samples is reported.
+    usual_metrics: how many of the metrics are computed by default.
+    parts: function from outputs and labels to the sum of the losses of each sample and the number
+    of labels that count, [B, 2], for a mean over all labels of a set; None if a mean over samples
+    is reported.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -143,7 +147,8 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the sum of its tokens' cross-entropies and their number, [B, 2].
 
-    outputs: [B, C, T]. labels: [B, T]; ignored ones are in neither.
+    outputs: [B, C, T].
+    labels: [B, T]; ignored ones are in neither.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
     return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)
@@ -174,8 +179,9 @@ def perplexity(parts: np.ndarray) -> float:
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample and class the positions that are right, predicted and labelled.
 
-    outputs: [B, C, ...]. labels: [B, ...]. The result is int64 [B, 3, C]; positions that are
-    ignored are in none of the counts.
+    outputs: [B, C, ...].
+    labels: [B, ...]. The result is int64 [B, 3, C]; positions that are ignored are in none of the
+    counts.
     """
     batch, classes = outputs.shape[:2]
     labels = labels.reshape(batch, -1)

@@ -24,9 +24,12 @@ Report: TypeAlias = Literal["loss", "norm"]
 class ClientFacts:
     """The facts that the server knows of all clients, each [clients]; nan means unknown.
 
-    samples: training samples. participations: jobs so far. accepted: aggregated jobs so far. loss,
+    samples: training samples.
+    participations: jobs so far.
+    accepted: aggregated jobs so far. loss,
     norm: the reports of the last aggregated job; nan for a rule that does not declare them.
-    seconds: virtual seconds of the last job that arrived. staleness: of the last aggregated job.
+    seconds: virtual seconds of the last job that arrived.
+    staleness: of the last aggregated job.
     last_finish: virtual time at which the last job arrived.
     """
 
@@ -53,7 +56,8 @@ def draw_weighted(
     """Draw clients without replacement, int64, in the order of the draw.
 
     Each draw takes one of the remaining clients with a probability in proportion to its weight.
-    Clients of weight 0 come last, in their order. weights: [n], at least 0.
+    Clients of weight 0 come last, in their order.
+    weights: [n], at least 0.
     """
     # The smallest of independent exponential times have the distribution of draws one by one.
     times = generator.standard_exponential(len(clients))
@@ -71,12 +75,16 @@ def draw_weighted(
 class SelectionView:
     """What a rule decides on: the clients that can be dispatched now, and what is known of each.
 
-    count: the number of clients to choose, at most. pool: the pool that they must belong to; -1:
-    all clients. now: virtual seconds. version: the current model version. concurrency: the most
-    clients that the schedule keeps in flight. facts: the facts of all clients, idle or not.
+    count: the number of clients to choose, at most.
+    pool: the pool that they must belong to; -1: all clients.
+    now: virtual seconds.
+    version: the current model version.
+    concurrency: the most clients that the schedule keeps in flight.
+    facts: the facts of all clients, idle or not.
     is_idle: whether each client of the run is idle and available (and belongs to the pool), bool
-    [clients of the run]. state: the rule's own arrays, by name; it may replace and change them, and
-    checkpoints contain them.
+    [clients of the run].
+    state: the rule's own arrays, by name; it may replace and change them, and checkpoints contain
+    them.
 
     Arrays with a value for each client of `clients` are made when they are first read.
     """
@@ -165,9 +173,10 @@ class SelectionView:
     def draw(self, count: int, weights: np.ndarray | None = None) -> Ints:
         """Draw idle, available clients without replacement, int64, in the order of the draw.
 
-        count: if there are fewer, all are returned. weights: [n], at least 0; each draw takes one
-        of the remaining clients with a probability in proportion to its weight. Clients of weight 0
-        come last. None: all have the same probability.
+        count: if there are fewer, all are returned.
+        weights: [n], at least 0; each draw takes one of the remaining clients with a probability in
+        proportion to its weight. Clients of weight 0 come last. None: all have the same
+        probability.
         """
         clients = self.clients
         if weights is None:
@@ -211,7 +220,10 @@ class Selection:
         return not self.reports and not self.measures
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return what the rule remembers, at its start. clients: the number of clients."""
+        """Return what the rule remembers, at its start.
+
+        clients: the number of clients.
+        """
         return {}
 
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:

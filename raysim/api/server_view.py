@@ -25,7 +25,8 @@ class Aggregation:
     updates: the messages of the clients, in the order of acceptance.
     deltas: for each update the change [layout.shared], trained minus received, on the CPU. Empty if
     workers may sum updates: then no method overrides `weigh` or `combine` or declares
-    `read_updates`. weights: a weight for each update, not normalised.
+    `read_updates`.
+    weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
     bases: the versions that updates started from, by number.
     normaliser: function from the weights to the divisor of the weighted sum.
@@ -62,7 +63,10 @@ class Aggregation:
         weights: Sequence[float],
         normaliser: Callable[[Sequence[float]], float] | None = None,
     ) -> Aggregation:
-        """Return the same updates with other weights. normaliser: None keeps the present one."""
+        """Return the same updates with other weights.
+
+        normaliser: None keeps the present one.
+        """
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:

@@ -61,9 +61,10 @@ class Send:
     """A tensor that clients receive in addition to the model.
 
     value: function that returns the tensor, or None if nothing is sent now; without it, the server
-    state of this name is sent. floats: the tensor's size. to: "all" clients with each version, each
-    client "once", or one "client" at a time. when: decides at dispatch whether a job receives the
-    tensor and whether it counts.
+    state of this name is sent.
+    floats: the tensor's size.
+    to: "all" clients with each version, each client "once", or one "client" at a time.
+    when: decides at dispatch whether a job receives the tensor and whether it counts.
     """
 
     name: str
@@ -236,7 +237,10 @@ class Setup:
         self.declared.needs.extend(needs)
 
     def excludes(self, other: str, why: str) -> None:
-        """Refuse a list that contains the method `other`. why: the end of a sentence, "it ..."."""
+        """Refuse a list that contains the method `other`.
+
+        why: the end of a sentence, "it ...".
+        """
         self.declared.excludes[other] = why
 
     def needs_clients(self, why: str) -> None:
@@ -248,7 +252,10 @@ class Setup:
         self.declared.needs_fixed_clients = why
 
     def require(self, condition: object, text: str) -> None:
-        """Raise ValueError unless the condition is true. text: "key: what is wrong. Advice."."""
+        """Raise ValueError unless the condition is true.
+
+        text: "key: what is wrong. Advice.".
+        """
         if not condition:
             raise ValueError(text)
 
@@ -365,10 +372,12 @@ class Setup:
         """Send a tensor to each client with the model; jobs see it as `job.received[name]`.
 
         value(server) returns the tensor, once for each version, or None if nothing is sent now.
-        Without `value`, the server state of this name is sent. floats: the tensor's size, a number
-        or a function of the layout; the default is the size of the shared parameters. once: True
-        sends it with a client's first job only. when(job): decides at dispatch whether a job
-        receives it. varies: True allows any size; virtual time and traffic count `floats`.
+        Without `value`, the server state of this name is sent.
+        floats: the tensor's size, a number or a function of the layout; the default is the size of
+        the shared parameters.
+        once: True sends it with a client's first job only. when(job): decides at dispatch whether a
+        job receives it.
+        varies: True allows any size; virtual time and traffic count `floats`.
         """
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when, varies))

@@ -27,8 +27,9 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 class Mixing(NamedTuple):
     """A mixing matrix as sparse rows.
 
-    starts: int64 [replicas + 1], where each row begins in the other arrays. sources: int64, the
-    replicas with a weight in the row, ascending. weights: float64, greater than 0.
+    starts: int64 [replicas + 1], where each row begins in the other arrays.
+    sources: int64, the replicas with a weight in the row, ascending.
+    weights: float64, greater than 0.
     """
 
     starts: np.ndarray
@@ -49,7 +50,8 @@ class Mixing(NamedTuple):
 class MixingRow(NamedTuple):
     """One weighted mean of an exchange: the next vector of all targets.
 
-    targets, sources: replicas. weights: of the sources; they sum to 1.
+    targets, sources: replicas.
+    weights: of the sources; they sum to 1.
     """
 
     targets: tuple[int, ...]
@@ -61,11 +63,14 @@ class MixingRow(NamedTuple):
 class Federation:
     """The facts of a run that a topology may use.
 
-    seed: the seed of the run. counts: int64 [clients], training samples. weighting: how updates are
-    weighted before methods change the weights, "samples" or "uniform". floats: the size of a
-    replica. label_counts: function that returns the samples of each client and class [clients,
-    classes], or None if labels are no classes. regions: function that returns the number of each
-    client's region [clients], or None if the fleet has no regions.
+    seed: the seed of the run.
+    counts: int64 [clients], training samples.
+    weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
+    floats: the size of a replica.
+    label_counts: function that returns the samples of each client and class [clients, classes], or
+    None if labels are no classes.
+    regions: function that returns the number of each client's region [clients], or None if the
+    fleet has no regions.
     """
 
     seed: int
@@ -92,13 +97,15 @@ class Federation:
 class ClusterView:
     """What a rule sees of a replica and its clients after an aggregation.
 
-    replica: the number of the replica. members: int64 [m], its clients with training samples,
-    ascending. version: the aggregations of the run so far. clients: int64 [n], the members with an
-    update in the aggregation, in the order of acceptance; deltas: their updates, float32 [layout.
-    trained] each. weights: float64 [clients of the run], the weight of each client in an
-    aggregation. free: the replicas without clients, ascending. state: the rule's arrays; the rule
-    may change them in place, and checkpoints contain them. report: columns of the aggregation's row
-    of the history, which the rule may add.
+    replica: the number of the replica.
+    members: int64 [m], its clients with training samples, ascending.
+    version: the aggregations of the run so far.
+    clients: int64 [n], the members with an update in the aggregation, in the order of acceptance;
+    deltas: their updates, float32 [layout. trained] each.
+    weights: float64 [clients of the run], the weight of each client in an aggregation.
+    free: the replicas without clients, ascending.
+    state: the rule's arrays; the rule may change them in place, and checkpoints contain them.
+    report: columns of the aggregation's row of the history, which the rule may add.
     """
 
     replica: int
@@ -119,7 +126,10 @@ class ClusterRule:
     """
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
-        """Return the initial arrays of the rule. floats: the parameters that are trained."""
+        """Return the initial arrays of the rule.
+
+        floats: the parameters that are trained.
+        """
         return {}
 
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
@@ -134,29 +144,32 @@ class ClusterRule:
 class Network:
     """The replicas of a run and their exchanges.
 
-    replica_of: int64 [clients], the replica that serves each client. mixing: the mixing matrix,
-    see `mixing_matrix`; None: no exchange. shares: float64 [replicas], the weight of each replica
-    in their mean; None: equal.
+    replica_of: int64 [clients], the replica that serves each client.
+    mixing: the mixing matrix, see `mixing_matrix`; None: no exchange.
+    shares: float64 [replicas], the weight of each replica in their mean; None: equal.
 
-    every: aggregations of a replica from one exchange to the next. seconds: virtual seconds from
-    one exchange to the next, instead of `every`; 0: not used. link_seconds, link_floats: virtual
-    seconds that an exchange takes, and the floats that all replicas send in it.
+    every: aggregations of a replica from one exchange to the next.
+    seconds: virtual seconds from one exchange to the next, instead of `every`; 0: not used.
+    link_seconds, link_floats: virtual seconds that an exchange takes, and the floats that all
+    replicas send in it.
 
     own_schedules: True if each replica has the schedule for itself and its clients. Otherwise there
     is one schedule for all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client holds its replica itself. Then only the replicas of an
     aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
     pairwise: True if each of these replicas exchanges with one neighbour, drawn by `seed`, and both
-    become their mean. mixes_first: True if replicas exchange before the updates of the aggregation
-    are added to them.
+    become their mean.
+    mixes_first: True if replicas exchange before the updates of the aggregation are added to them.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
     smallest loss on its training samples. All replicas except the first then start from new random
-    parameters. clusters: the rule that moves clients between replicas by their updates; None: they
-    stay. In both cases `replica_of` is where clients are at the start, and a replica may have none.
+    parameters.
+    clusters: the rule that moves clients between replicas by their updates; None: they stay. In
+    both cases `replica_of` is where clients are at the start, and a replica may have none.
 
-    warnings: texts for the user. name: the word for one replica in messages,
-    such as "edge". summary: what the plan of a run says about the exchanges.
+    warnings: texts for the user.
+    name: the word for one replica in messages, such as "edge".
+    summary: what the plan of a run says about the exchanges.
     """
 
     replica_of: np.ndarray
@@ -214,8 +227,8 @@ class Network:
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
         """Yield the exchanges after an aggregation, one after another.
 
-        version: the aggregations of the run so far. replicas: those with updates in the
-        aggregation, ascending.
+        version: the aggregations of the run so far.
+        replicas: those with updates in the aggregation, ascending.
         """
         if self.pairwise:
             yield from self._pairs(version, replicas)
@@ -274,10 +287,12 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 
 
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
-    """Return weights as a sparse matrix. key: the setting that errors name.
+    """Return weights as a sparse matrix.
 
-    Raises ValueError if a weight is negative or not finite, or if those of a replica do not sum
-    to 1.
+    key: the setting that errors name.
+
+    Raises ValueError if a weight is negative or not finite, or if those of a replica do not sum to
+    1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

@@ -42,7 +42,10 @@ _arrays_by_digest: dict[str, StoredArrays] = {}
 
 @dataclass(frozen=True)
 class Arrays(Source):
-    """A source of arrays that `store_arrays` stored. digest: their checksum."""
+    """A source of arrays that `store_arrays` stored.
+
+    digest: their checksum.
+    """
 
     digest: str = ""
 
@@ -157,8 +160,8 @@ def _read_half(
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are some, the users of one half.
 
-    kind: `data.kind`, which decides whether lists of one length are labels or an array. fields: a
-    list, which gets the parts of a row of inputs, () for one input.
+    kind: `data.kind`, which decides whether lists of one length are labels or an array.
+    fields: a list, which gets the parts of a row of inputs, () for one input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors

@@ -28,8 +28,10 @@ class Pipeline:
     augment: any of `resized_crop`, `crop`, `flip`, `rotate`, `jitter` and `grey`. They are applied
     in this order, whatever their order in the tuple.
     crop_area: the smallest and the largest share of the image that `resized_crop` takes.
-    crop_padding: zeros on each side for `crop`. rotate_degrees: the largest angle of `rotate`.
-    jitter: the strength of the four changes of colour. grey: the probability of a grey image.
+    crop_padding: zeros on each side for `crop`.
+    rotate_degrees: the largest angle of `rotate`.
+    jitter: the strength of the four changes of colour.
+    grey: the probability of a grey image.
     """
 
     mean: tuple[float, ...] | None = None

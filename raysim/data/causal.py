@@ -44,8 +44,11 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: how many there are, and which one fills up rows. names: the text of each token. end: the
-    token between documents. encode: function from a text to its tokens. decode: the inverse.
+    tokens: how many there are, and which one fills up rows.
+    names: the text of each token.
+    end: the token between documents.
+    encode: function from a text to its tokens.
+    decode: the inverse.
     """
 
     tokenizer: str
@@ -155,7 +158,10 @@ def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
 
 
 def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
-    """Return the vocabulary of a stored data set. names: the texts of its tokens."""
+    """Return the vocabulary of a stored data set.
+
+    names: the texts of its tokens.
+    """
     if tokenizer == BYTES:
         return byte_vocabulary()
     if tokenizer == CHARACTERS:
@@ -168,7 +174,10 @@ def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
 
 # ---- documents and rows --------------------------------------------------------------------------
 class Document(NamedTuple):
-    """A sequence of tokens. prompt: the number of first tokens that are not learnt."""
+    """A sequence of tokens.
+
+    prompt: the number of first tokens that are not learnt.
+    """
 
     tokens: Ints
     user: str
@@ -251,10 +260,12 @@ def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
 class DocumentSettings:
     """The settings that make documents of a table's rows, and rows of tokens of these.
 
-    columns: `data.columns`, one column of text or token numbers; None if there is only one. prompt:
-    the column of what stands in front of it and is not learnt. tokenizer: see `text_vocabulary`.
-    padding: the token that ends documents of token numbers, without a tokenizer. length: tokens in
-    a row. packing: see `pack`; None joins documents that have no prompts.
+    columns: `data.columns`, one column of text or token numbers; None if there is only one.
+    prompt: the column of what stands in front of it and is not learnt.
+    tokenizer: see `text_vocabulary`.
+    padding: the token that ends documents of token numbers, without a tokenizer.
+    length: tokens in a row.
+    packing: see `pack`; None joins documents that have no prompts.
     """
 
     columns: list[str] | None
@@ -275,8 +286,9 @@ def read_documents(
 ) -> Raw:
     """Return the rows of a table as documents.
 
-    user: the column of users. users: its values; None if there are none. is_test: which rows are
-    for testing.
+    user: the column of users.
+    users: its values; None if there are none.
+    is_test: which rows are for testing.
     """
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     known = (user, settings.prompt, find_column(list(types), LABEL_NAMES))

@@ -75,9 +75,10 @@ def find_inputs(
     """Return the columns that are the input, and the columns that are left out.
 
     columns: `data.columns`; None takes all columns except those of labels, users and domains,
-    columns that number the rows, and columns with a usual name for users. types: the types of all
-    columns. are_separate: True if each column is an input of its own. Raise ValueError if these
-    columns cannot be one input together.
+    columns that number the rows, and columns with a usual name for users.
+    types: the types of all columns.
+    are_separate: True if each column is an input of its own.
+    Raise ValueError if these columns cannot be one input together.
     """
     if columns is not None:
         return columns, []
@@ -133,8 +134,10 @@ def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str
 class TokenSettings:
     """The settings for turning sequences into rows of token numbers.
 
-    length: how many tokens of a row are kept. padding: the number that fills short rows. tokenizer:
-    a folder or name of a Hugging Face tokenizer, for text; with None, text becomes bytes.
+    length: how many tokens of a row are kept.
+    padding: the number that fills short rows.
+    tokenizer: a folder or name of a Hugging Face tokenizer, for text; with None, text becomes
+    bytes.
     """
 
     length: int
@@ -419,7 +422,8 @@ def assemble(
 ) -> Raw:
     """Put training rows first, and number the users, which become domains.
 
-    users: integers or text; None if there are none. domain_order: see `number_domains`.
+    users: integers or text; None if there are none.
+    domain_order: see `number_domains`.
     fields: the parts of a row of inputs, if samples have several inputs.
     """
     order, train_rows = train_first(is_test)
@@ -504,7 +508,8 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
     """Return a column in the plain type of its values.
 
-    key: the name of the column in errors. Raise ValueError if it is missing or cannot be read.
+    key: the name of the column in errors.
+    Raise ValueError if it is missing or cannot be read.
     """
     if name not in table.column_names:
         raise ValueError(

@@ -14,7 +14,10 @@ from raysim.primitives.files import regular_file
 
 
 class _NamedText(NamedTuple):
-    """A text with its user. is_test: True for text of a test file."""
+    """A text with its user.
+
+    is_test: True for text of a test file.
+    """
 
     user: str
     text: str
@@ -25,10 +28,11 @@ class _NamedText(NamedTuple):
 class _Corpus(Source):
     """The settings of sources that read text.
 
-    length: tokens in a row. tokenizer: "characters" of the text, "bytes", or a folder or name of a
-    Hugging Face tokenizer; see `text_vocabulary`. packing: True joins the documents of a user
-    before they are cut into rows; see `pack`. test_fraction: the share at the end of each document
-    that is for testing.
+    length: tokens in a row.
+    tokenizer: "characters" of the text, "bytes", or a folder or name of a Hugging Face tokenizer;
+    see `text_vocabulary`.
+    packing: True joins the documents of a user before they are cut into rows; see `pack`.
+    test_fraction: the share at the end of each document that is for testing.
     """
 
     length: int = 128
@@ -58,8 +62,9 @@ class Text(_Corpus):
 
     Files called test.txt, or in a folder called test, are the central test set; without any, it is
     the last `test_fraction` of each document.
-    separator: the text between two documents of a file, where \\n stands for a new line; None: a
-    file is one document. user: "file" or "document", whatever partition=natural makes a client.
+    separator: the text between two documents of a file, where \n stands for a new line; None: a
+    file is one document.
+    user: "file" or "document", whatever partition=natural makes a client.
     """
 
     root: str | None = None

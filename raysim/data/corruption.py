@@ -28,9 +28,9 @@ class Rotation:
     """The rotation of images by one of the A `angles` (degrees).
 
     per: "client" turns the images of client k by angle k mod A; with "image" each client draws q ~
-    Dir(concentration, ...) over the angles, then each of its images draws an angle from q. test:
-    "all" has the central test set once at every angle; "spread" turns its image j by angle j mod A.
-    FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
+    Dir(concentration, ...) over the angles, then each of its images draws an angle from q.
+    test: "all" has the central test set once at every angle; "spread" turns its image j by angle j
+    mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
     """
 
     per: Literal["none", "client", "image"] = "none"
@@ -55,7 +55,8 @@ def symmetric_label_noise(
 ) -> Ints:
     """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C (classes).
 
-    The first rows of `order` change. shifts: the shift of each label, from 1 to C-1.
+    The first rows of `order` change.
+    shifts: the shift of each label, from 1 to C-1.
     """
     noisy = np.array(labels, dtype=np.int64)
     changed = np.asarray(order)[: fraction_count(total=len(noisy), fraction=ratio)]

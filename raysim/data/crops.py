@@ -19,11 +19,11 @@ ASPECT = (3 / 4, 4 / 3)  # width by height
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return the top, left, height and width of a rectangle per image, int64 [4, B].
 
-    area: the smallest and the largest share of the image. uniforms: draws in [0, 1), [4, TRIES, B].
-    A try draws a share of the area (uniform) and an aspect ratio (log-uniform in 3/4 to 4/3), both
-    rounded to pixels. The first rectangle that fits is placed uniformly. If none fits, the
-    rectangle is the centre: the whole image, cut to the nearest allowed aspect ratio. These are the
-    rules of torchvision's RandomResizedCrop.
+    area: the smallest and the largest share of the image.
+    uniforms: draws in [0, 1), [4, TRIES, B]. A try draws a share of the area (uniform) and an
+    aspect ratio (log-uniform in 3/4 to 4/3), both rounded to pixels. The first rectangle that fits
+    is placed uniformly. If none fits, the rectangle is the centre: the whole image, cut to the
+    nearest allowed aspect ratio. These are the rules of torchvision's RandomResizedCrop.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)
@@ -49,7 +49,8 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
 
-    images: uint8 [B, c, h, w]; the result has the same form. boxes: see `crop_boxes`.
+    images: uint8 [B, c, h, w]; the result has the same form.
+    boxes: see `crop_boxes`.
     """
     height, width = images.shape[2:]
     top, left, tall, wide = boxes

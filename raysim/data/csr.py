@@ -63,11 +63,13 @@ class CSR:
 class Partition:
     """The training, test and validation rows of each client; all parts have the same clients.
 
-    train: rows that clients train on; unseen clients have none. test, validation: rows that are
-    held out from each client's rows. validation: None if nothing is held out. spare: training rows
-    that `partition.fraction` left out; None if it left out none. unseen: clients that are never
-    trained, ascending; None if all are trained. with_unseen: the training rows of all clients, also
-    of unseen ones; None means that these are the same as `train`.
+    train: rows that clients train on; unseen clients have none.
+    test, validation: rows that are held out from each client's rows.
+    validation: None if nothing is held out.
+    spare: training rows that `partition.fraction` left out; None if it left out none.
+    unseen: clients that are never trained, ascending; None if all are trained.
+    with_unseen: the training rows of all clients, also of unseen ones; None means that these are
+    the same as `train`.
     """
 
     train: CSR

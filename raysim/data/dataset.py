@@ -42,11 +42,13 @@ FORMAT = 5  # increase it when the same settings give other bytes
 class Samples:
     """A whole data set in memory: training rows first, then the central test rows.
 
-    inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width). class_names: the
-    names of the model's outputs. tokens: None if inputs are not token sequences. columns: which
-    columns became inputs, labels and users, for the plan of a run. fields: the parts of a row of
-    inputs, if samples have several inputs. targets: the parts of a row of labels, if they are
-    structures. tokenizer: what makes text of the tokens of language data (causal.py), else "".
+    inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
+    class_names: the names of the model's outputs.
+    tokens: None if inputs are not token sequences.
+    columns: which columns became inputs, labels and users, for the plan of a run.
+    fields: the parts of a row of inputs, if samples have several inputs.
+    targets: the parts of a row of labels, if they are structures.
+    tokenizer: what makes text of the tokens of language data (causal.py), else "".
     """
 
     inputs: Inputs

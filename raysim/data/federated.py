@@ -31,9 +31,10 @@ CHANNEL_COUNTS = (1, 3, 4)  # of images
 class FederatedData:
     """The data that a run trains and evaluates on.
 
-    It is pickled as a path and a few integer arrays. central: the rows of the central test set.
-    title: data set and partitioner, for plots. users: the name of each client's user, as text; None
-    if clients are not users.
+    It is pickled as a path and a few integer arrays.
+    central: the rows of the central test set.
+    title: data set and partitioner, for plots.
+    users: the name of each client's user, as text; None if clients are not users.
     """
 
     dataset_path: Path

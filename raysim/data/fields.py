@@ -61,8 +61,8 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
 
     targets: for each sample a dictionary of arrays. All samples have the same names, and the shapes
     of an array may differ in the first axis only, such as boxes [k, 4]. Each part of a row starts
-    with the length of the first axis and is filled up with zeros. Raise ValueError for targets that
-    differ otherwise.
+    with the length of the first axis and is filled up with zeros.
+    Raise ValueError for targets that differ otherwise.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

@@ -28,8 +28,9 @@ def is_table(data: object) -> bool:
 def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parquet:
     """Store tables from Python in the cache of this machine and return their source.
 
-    data: a table, or {"train": ..., "test": ...}. settings: arguments of `Parquet`. The folder's
-    name is the checksum of the tables. Raise ValueError for a table that Parquet cannot store.
+    data: a table, or {"train": ..., "test": ...}.
+    settings: arguments of `Parquet`. The folder's name is the checksum of the tables.
+    Raise ValueError for a table that Parquet cannot store.
     """
     tables = data if isinstance(data, Mapping) else {"train": data}
     files = {

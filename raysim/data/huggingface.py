@@ -44,11 +44,12 @@ from raysim.primitives.files import user_path
 class HuggingFace(Source):
     """The splits `train` and `test` of a data set.
 
-    root: a folder that `save_to_disk` wrote. name, config: instead of `root`, the names on the hub,
-    from which `datasets` downloads. columns: the input columns, one column of images or columns
-    that `read_inputs` reads; None takes all columns but the label and the user. label, user: other
-    names for `label_column` and `domain_column`, as data=csv has them; if none of these is set,
-    columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    root: a folder that `save_to_disk` wrote.
+    name, config: instead of `root`, the names on the hub, from which `datasets` downloads.
+    columns: the input columns, one column of images or columns that `read_inputs` reads; None takes
+    all columns but the label and the user.
+    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
+    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
     separate: True makes each input column an input of its own, see `TextTable`.
     length, padding, tokenizer: see `TokenSettings`.
@@ -126,7 +127,10 @@ class HuggingFace(Source):
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
     ) -> Raw:
-        """Return each row as a document. is_test: None without a split `test`."""
+        """Return each row as a document.
+
+        is_test: None without a split `test`.
+        """
         user = self._find_user(table.column_names, place)
         users = None if user is None else group_values(table, user, place)
         if is_test is None:

@@ -20,7 +20,11 @@ CSV_COLUMNS = ("path", "domain", "class", "split")
 
 
 class PictureFile(NamedTuple):
-    """A picture file. path: relative to the root. split: "train", "test", or "" if unknown."""
+    """A picture file.
+
+    path: relative to the root.
+    split: "train", "test", or "" if unknown.
+    """
 
     path: str
     domain: str

@@ -37,10 +37,13 @@ def read_labels(
     """Return labels in the form in which they are stored.
 
     values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]; or a list of labels
-    for each row. kind: `data.kind`; None uses `infer_kind`. names: the names of the outputs, if the
-    source has them. place: the source in messages. ignore: `data.ignore`, the class that stands for
-    no label; it is stored as `IGNORED`. Raise ValueError for kind="causal", whose labels follow
-    from the inputs (causal.py), and for labels that do not fit the kind.
+    for each row.
+    kind: `data.kind`; None uses `infer_kind`.
+    names: the names of the outputs, if the source has them.
+    place: the source in messages.
+    ignore: `data.ignore`, the class that stands for no label; it is stored as `IGNORED`.
+    Raise ValueError for kind="causal", whose labels follow from the inputs (causal.py), and for
+    labels that do not fit the kind.
     """
     if kind == "causal":
         raise no_streams(place)

@@ -24,8 +24,8 @@ class Strips(Source):
 
     The files are <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json. The splits are
     train and test; other files are not read. meta.json gives the names of the classes (`classes`)
-    and the height of an image in pixels (`height`); without it images are square. root: this
-    folder, or a folder that contains it as `name`.
+    and the height of an image in pixels (`height`); without it images are square.
+    root: this folder, or a folder that contains it as `name`.
     """
 
     root: str | None = None
@@ -131,7 +131,10 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
 
 
 def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
-    """Return the images of one strip. height: the height of an image; None for square images."""
+    """Return the images of one strip.
+
+    height: the height of an image; None for square images.
+    """
     picture = Picture(str(path), path).open()
     is_grey = picture.mode in ("1", "L", "LA")
     pixels = np.asarray(picture.convert("L" if is_grey else "RGB"))

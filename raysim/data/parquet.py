@@ -50,7 +50,8 @@ ROWS_AT_ONCE = 256  # pictures that are read from a file at once
 class ParquetColumns(NamedTuple):
     """The columns of Parquet files that are the input, the label and the user.
 
-    user: this column may be missing in the files. unused: columns that are left out.
+    user: this column may be missing in the files.
+    unused: columns that are left out.
     """
 
     inputs: list[str]
@@ -69,8 +70,9 @@ class Parquet(Source):
     root: one such folder, a list of such folders, or a folder that contains them. Several folders
     are domains with the names of the folders.
     image_column: the picture files, as bytes or in a struct {bytes, path}, as Hugging Face stores
-    them. columns: the input columns, for data without an image column; None takes all columns but
-    the label and the user.
+    them.
+    columns: the input columns, for data without an image column; None takes all columns but the
+    label and the user.
     label, user: the same settings as `label_column` and `domain_column`, under the names that
     data=csv uses; each user is a domain. If none of the four is set, columns with usual names are
     taken (`LABEL_NAMES`, `USER_NAMES`).

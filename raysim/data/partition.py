@@ -71,7 +71,8 @@ class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
     labels, domains: [n], of each row. Data without classes have the label 0 everywhere.
-    proportions: the stream for the shares of clients. orders: the stream for permutations of rows.
+    proportions: the stream for the shares of clients.
+    orders: the stream for permutations of rows.
     """
 
     labels: Ints
@@ -129,8 +130,8 @@ class Partitioner:
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Return each client's part of the central test set, as positions in this set.
 
-        labels, domains: of the central test rows. num_domains: how many domains have training rows;
-        they have the first numbers.
+        labels, domains: of the central test rows.
+        num_domains: how many domains have training rows; they have the first numbers.
         """
         raise NotImplementedError
 
@@ -139,7 +140,8 @@ class Partitioner:
     ) -> Sequence[str] | None:
         """Return the user's name of each client, or None if clients are not users.
 
-        partition: the result of `split`. domains: the domains of the training rows.
+        partition: the result of `split`.
+        domains: the domains of the training rows.
         """
         return None
 

@@ -24,7 +24,10 @@ PICTURE_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An encoded picture: a file or bytes. place: the picture in messages."""
+    """An encoded picture: a file or bytes.
+
+    place: the picture in messages.
+    """
 
     place: str
     content: Path | bytes | None
@@ -61,7 +64,8 @@ def stack_images(
 
     size: the height and width that they are resized to; None if all have one size already.
     channels: the number of channels that they are converted to; None if all have the same number
-    already. Raise ValueError if their shapes differ.
+    already.
+    Raise ValueError if their shapes differ.
     """
     if isinstance(images, np.ndarray):
         height, width = images.shape[2:]

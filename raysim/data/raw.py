@@ -60,12 +60,13 @@ class Raw:
 
     inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
     labels: classes [n], or [n, ...] with a class for each position; or [n, outputs] with values, or
-    with 1 for labels that are present and 0 for others. class_names: the names of the outputs.
-    domains: the domain of each row; None for one domain. tokens: the set of token numbers; with
-    None its size follows from the largest number. fields: the parts of a row of inputs, if samples
-    have several inputs (`pack_fields`). targets: the parts of a row of labels, if
-    they are structures (`pack_targets`). tokenizer: what makes text of the tokens of language data
-    (causal.py), else "".
+    with 1 for labels that are present and 0 for others.
+    class_names: the names of the outputs.
+    domains: the domain of each row; None for one domain.
+    tokens: the set of token numbers; with None its size follows from the largest number.
+    fields: the parts of a row of inputs, if samples have several inputs (`pack_fields`).
+    targets: the parts of a row of labels, if they are structures (`pack_targets`).
+    tokenizer: what makes text of the tokens of language data (causal.py), else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -87,13 +88,16 @@ class Source:
     """The base class of sources of data, with the settings that all share.
 
     only: names of the classes to keep, numbered in this order; None keeps all.
-    size: images are resized to size x size pixels. channels: 1 makes images grey, 3 makes them RGB.
+    size: images are resized to size x size pixels.
+    channels: 1 makes images grey, 3 makes them RGB.
     cache: the folder of built data sets; None uses `cache_folder`.
-    kind: the kind of the task; None lets `labels.infer_kind` decide. ignore: the label of positions
-    and of samples that have none, which count neither in the loss nor in scores.
+    kind: the kind of the task; None lets `labels.infer_kind` decide.
+    ignore: the label of positions and of samples that have none, which count neither in the loss
+    nor in scores.
     label_noise: the share of each client's training labels that become another class.
-    rotation, pool: corruptions of images (corrupted.py). pool: blocks of pool x pool pixels become
-    means. `mean` and the settings after it are those of `Pipeline`.
+    rotation, pool: corruptions of images (corrupted.py).
+    pool: blocks of pool x pool pixels become means. `mean` and the settings after it are those of
+    `Pipeline`.
     """
 
     only: list[str | int] | None = None
@@ -256,7 +260,8 @@ class Source:
 def require_root(root: str | None, option: str, content: str) -> Path:
     """Return the path of `data.root`. Raise ValueError if it is not set.
 
-    option: the user's choice, such as "data=csv". content: what the path must contain.
+    option: the user's choice, such as "data=csv".
+    content: what the path must contain.
     """
     if not root:
         raise ValueError(f"{option} needs data.root: {content}. Set data.root=PATH.")

@@ -40,9 +40,10 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Return labels as numbers 0 to C-1, and the names of the C classes.
 
-    values: integers or text; text is numbered by its position in `names`, or alphabetically. names:
-    with None, integers get as many classes as the largest label needs, but at most `rows` (None: as
-    many as there are labels). place: the source in messages.
+    values: integers or text; text is numbered by its position in `names`, or alphabetically.
+    names: with None, integers get as many classes as the largest label needs, but at most `rows`
+    (None: as many as there are labels).
+    place: the source in messages.
     """
     rows = len(values) if rows is None else rows
     if values.dtype.kind in "OU":
@@ -87,8 +88,8 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return numbers for domains or users; those without training rows come last.
 
-    values: the name of each row's domain. order: all names in the order of their numbers; None uses
-    `natural_order`.
+    values: the name of each row's domain.
+    order: all names in the order of their numbers; None uses `natural_order`.
     """
     names = values.astype(np.str_)
     ordered = natural_order(values) if order is None else order

@@ -21,8 +21,10 @@ class Shapes(Source):
     """Grey images [1, pixels, pixels] with one shape each, and the class of each pixel.
 
     users: how many cameras took the images. Each has its own brightness and prefers one shape. With
-    partition=natural each is a client. samples, test_samples: numbers of images. pixels: the height
-    and width of an image. noise: standard deviation of the noise, in levels of 0 to 255.
+    partition=natural each is a client.
+    samples, test_samples: numbers of images.
+    pixels: the height and width of an image.
+    noise: standard deviation of the noise, in levels of 0 to 255.
     """
 
     samples: int = 600
@@ -62,7 +64,10 @@ class Shapes(Source):
 
 
 def _draw_mask(rng: np.random.Generator, kind: int, pixels: int) -> NDArray[np.bool_]:
-    """Return the pixels of a shape at a random place. kind: its class, from 1 on."""
+    """Return the pixels of a shape at a random place.
+
+    kind: its class, from 1 on.
+    """
     size = rng.uniform(0.12, 0.25) * pixels
     centre_y, centre_x = rng.uniform(size, pixels - size, 2)
     grid: list[Ints] = list(np.indices((pixels, pixels)))

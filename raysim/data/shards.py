@@ -39,7 +39,10 @@ USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
 
 
 class Part(NamedTuple):
-    """One file of a sample: its place in a tar file. name: the file's name there."""
+    """One file of a sample: its place in a tar file.
+
+    name: the file's name there.
+    """
 
     shard: Path
     name: str

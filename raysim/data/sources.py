@@ -101,7 +101,10 @@ class Digits(Source):
 
 @dataclass(frozen=True)
 class Mnist(Source):
-    """MNIST by torchvision. root: contains the folder MNIST/raw, or receives the download."""
+    """MNIST by torchvision.
+
+    root: contains the folder MNIST/raw, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -149,7 +152,10 @@ class Cifar10(Source):
 
 @dataclass(frozen=True)
 class Cifar100(Source):
-    """CIFAR-100 by torchvision. root: contains cifar-100-python, or receives the download."""
+    """CIFAR-100 by torchvision.
+
+    root: contains cifar-100-python, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -180,7 +186,10 @@ class Svhn(Source):
 
 @dataclass(frozen=True)
 class Usps(Source):
-    """USPS by torchvision. root: contains the file usps.bz2, or receives the download."""
+    """USPS by torchvision.
+
+    root: contains the file usps.bz2, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -339,8 +348,9 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """Random points around Gaussian class prototypes, for tests and timing.
 
-    Each domain shifts all points, and each point gets noise. noise, shift: standard deviations, in
-    units of the prototypes' standard deviation. test_samples: the number of central test rows.
+    Each domain shifts all points, and each point gets noise.
+    noise, shift: standard deviations, in units of the prototypes' standard deviation.
+    test_samples: the number of central test rows.
     """
 
     shape: list[int] = field(default_factory=lambda: [1, 8, 8])

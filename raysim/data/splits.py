@@ -48,7 +48,8 @@ def share_counts(total: int, shares: Floats) -> Ints:
 def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
     """Yield for each class how many of its samples each client gets, [N].
 
-    sizes: samples of each class, [C]. proportions: the clients' shares of each class, [C, N].
+    sizes: samples of each class, [C].
+    proportions: the clients' shares of each class, [C, N].
     balance: a client that has n/N samples or more gets nothing of the following classes.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
@@ -82,7 +83,8 @@ def iid_split(*, order: ArrayLike, num_clients: int) -> CSR:
 def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
     """Split shuffled rows over clients: client i gets the share `proportions[i]` of them.
 
-    permutation: the shuffled rows. proportions: the shares of the N clients, [N].
+    permutation: the shuffled rows.
+    proportions: the shares of the N clients, [N].
     """
     indices = np.asarray(order, dtype=np.int64)
     return CSR.from_counts(indices, share_counts(len(indices), np.asarray(proportions)))
@@ -93,8 +95,8 @@ def dirichlet_label_split(
 ) -> CSR:
     """Split the rows of each class, in `order`, over clients.
 
-    proportions: the share of each class that each client gets, [C, N]. balance: see
-    `class_counts_by_client`.
+    proportions: the share of each class that each client gets, [C, N].
+    balance: see `class_counts_by_client`.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -128,9 +130,10 @@ def dirichlet_client_split(
 ) -> CSR:
     """Let clients take single samples in turn, without replacement.
 
-    proportions: each client's class distribution, [N, C]. turns: the client that takes each sample,
-    [n]. uniforms: the draw in [0, 1) of each turn, [n]. order: within a class, samples are taken in
-    this order.
+    proportions: each client's class distribution, [N, C].
+    turns: the client that takes each sample, [n].
+    uniforms: the draw in [0, 1) of each turn, [n].
+    order: within a class, samples are taken in this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -141,8 +144,8 @@ def dirichlet_client_split(
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
     """Return the class that is taken at each turn, by inverse CDF over the classes that are left.
 
-    proportions: each client's class distribution, [N, C]. pools: samples left of each class, [C];
-    taken samples are subtracted in place.
+    proportions: each client's class distribution, [N, C].
+    pools: samples left of each class, [C]; taken samples are subtracted in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)

@@ -19,8 +19,8 @@ from raysim.primitives.files import user_path
 class Stored(Source):
     """A source that reads a folder with strips, Parquet files or folders of pictures.
 
-    root: the folder of the data set, or a folder that contains it. name: the folder inside `root`;
-    case, blanks, hyphens and underscores do not matter.
+    root: the folder of the data set, or a folder that contains it.
+    name: the folder inside `root`; case, blanks, hyphens and underscores do not matter.
     test_fraction: the share of each class of each domain that is for testing, if the files do not
     say which rows are. The columns are those of Parquet files.
     """

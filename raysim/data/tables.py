@@ -150,7 +150,10 @@ class TextTable(Source):
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
     ) -> Raw:
-        """Return each row as a document. is_test: None without a test file."""
+        """Return each row as a document.
+
+        is_test: None without a test file.
+        """
         user = self.user or find_column(table.column_names, USER_NAMES)
         users = None if user is None else group_values(table, user, place, "data.user")
         if is_test is None:

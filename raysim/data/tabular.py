@@ -30,8 +30,8 @@ class Tabular(Source):
     """A table that comes with scikit-learn, scaled to columns of mean 0 and deviation 1.
 
     breast_cancer and wine have classes. diabetes has a value, the progression of the disease, which
-    is scaled like the columns. Means and deviations are those of the training rows. test_fraction:
-    the share of each class that is for testing.
+    is scaled like the columns. Means and deviations are those of the training rows.
+    test_fraction: the share of each class that is for testing.
     """
 
     name: Literal["breast_cancer", "wine", "diabetes"]
@@ -113,8 +113,8 @@ class Npz(Source):
 
     The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has x [n, ...] and y,
     as `NumPy` describes them. The name of a file is the user of its rows; with partition=natural
-    this user is a client. test_fraction: the share of each user's rows that is for testing, without
-    the folder test.
+    this user is a client.
+    test_fraction: the share of each user's rows that is for testing, without the folder test.
     """
 
     root: str | None = None

@@ -39,9 +39,11 @@ class Leaf(Source):
     (Sent140). Labels that are single characters are the 80 of LEAF's Shakespeare.
     kind="causal": a language model of the texts, see causal.py; overlapping texts are joined.
     length: how many characters of a text are kept, the last ones; with kind="causal" those of a
-    row. shape: the shape of inputs that
-    are numbers, such as [1, 28, 28] for FEMNIST; None keeps their shape. images: the folder of the
-    pictures. field: the number of the field with the text, from 0.
+    row.
+    shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
+    shape.
+    images: the folder of the pictures.
+    field: the number of the field with the text, from 0.
     """
 
     root: str | None = None

@@ -21,9 +21,9 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
     """Return a column as an array of booleans, integers, floats or text.
 
     Other types of NumPy, such as dates, stay unchanged, and the caller refuses them. The columns of
-    a table become the columns of one array. place: the column in messages, such as "data: the
-    labels for train". Raise ValueError for missing values, rows of different shapes and mixed
-    types.
+    a table become the columns of one array.
+    place: the column in messages, such as "data: the labels for train".
+    Raise ValueError for missing values, rows of different shapes and mixed types.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)

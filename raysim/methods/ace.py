@@ -85,7 +85,9 @@ def all_client_step(
 ) -> dict[str, Tensor]:
     """Return the result of one arrival: new "params", "cache" and "dispatch_versions".
 
-    params, delta: [D]. cache: [N, D]. dispatch_versions: int64 [N].
+    params, delta: [D].
+    cache: [N, D].
+    dispatch_versions: int64 [N].
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
@@ -106,8 +108,9 @@ def _refresh(
 ) -> None:
     """Put new updates into the cache, and make `total` the sum of the active rows, in place.
 
-    fresh: updates [D] by row. cache: R rows, [R, D]. total: float64 [D], the sum of the rows
-    `counted`.
+    fresh: updates [D] by row.
+    cache: R rows, [R, D].
+    total: float64 [D], the sum of the rows `counted`.
     counted, active: bool [R], the rows in the sum before and after.
     """
     changes = torch.zeros_like(active)
@@ -134,9 +137,11 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
 class ACE(Method):
     """A server rule that steps along the mean of all clients' latest updates.
 
-    server_lr: eta. max_staleness: None for ACE, a number for ACED. initialise: see the module.
-    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. A server optimizer may
-    follow.
+    server_lr: eta.
+    max_staleness: None for ACE, a number for ACED.
+    initialise: see the module.
+    cache: "disk" or "memory".
+    budget: the largest size of the cache, in GiB. A server optimizer may follow.
     """
 
     name = "ace"

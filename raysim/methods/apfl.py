@@ -59,7 +59,8 @@ def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[s
 class APFL(Method):
     """A method whose client models are mixtures of the shared model and a model of the client.
 
-    alpha: the initial weight of the client's model. adaptive: True learns this weight.
+    alpha: the initial weight of the client's model.
+    adaptive: True learns this weight.
     """
 
     name = "apfl"

@@ -59,7 +59,9 @@ def calibrated_step(
 ) -> dict[str, Tensor]:
     """Return the result of one aggregation: new "params", new "cache" and v as "update".
 
-    params: [D]. deltas: [K, D] of the clients, int64 [K]. cache: [N, D].
+    params: [D].
+    deltas: [K, D] of the clients, int64 [K].
+    cache: [N, D].
     """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)
@@ -76,7 +78,9 @@ def _calibrate(
 ) -> Tensor:
     """Return `scale` times v, in the dtype of `deltas`; update the cache and its sum in place.
 
-    cache: R rows, [R, D]. total: float64 [D], the sum of the rows. rows: the row of each update.
+    cache: R rows, [R, D].
+    total: float64 [D], the sum of the rows.
+    rows: the row of each update.
     """
     into = torch.empty_like(deltas[0])
 
@@ -96,8 +100,10 @@ def _calibrate(
 class CA2FL(Method):
     """A server rule that corrects the mean of a buffer by each client's last update.
 
-    server_lr: eta. average: h is the mean over "all" clients or over those "seen". cache: "disk" or
-    "memory". budget: the largest size of the cache, in GiB. A server optimizer may follow.
+    server_lr: eta.
+    average: h is the mean over "all" clients or over those "seen".
+    cache: "disk" or "memory".
+    budget: the largest size of the cache, in GiB. A server optimizer may follow.
     """
 
     name = "ca2fl"

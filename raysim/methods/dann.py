@@ -62,7 +62,8 @@ def generator_loss(
 ) -> Tensor:
     """Return the mean cross-entropy of the classes minus the weighted `discriminator_loss`.
 
-    class_logits: [B, C]. labels: int64 [B], or rows of probabilities [B, C].
+    class_logits: [B, C].
+    labels: int64 [B], or rows of probabilities [B, C].
     """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
 
@@ -96,8 +97,10 @@ class _Reversal(torch.autograd.Function):
 class Dann(Method):
     """A method with a discriminator that guesses the client from features; training opposes it.
 
-    lam: weight of the adversarial term. width: width of the discriminator's three linear layers.
-    discriminator_steps: r, for each generator step. rate: factor on local.lr for the discriminator.
+    lam: weight of the adversarial term.
+    width: width of the discriminator's three linear layers.
+    discriminator_steps: r, for each generator step.
+    rate: factor on local.lr for the discriminator.
     mode: "alternate", or "grl" for one step with gradient reversal.
     """
 

@@ -54,7 +54,9 @@ def delayed_nesterov_step(
 ) -> dict[str, Tensor]:
     """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
 
-    step: t, from 1. every: N. activation: c.
+    step: t, from 1.
+    every: N.
+    activation: c.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -101,8 +103,10 @@ def _delayed_nesterov(
 class DelayedNesterov(Method):
     """A server rule with Nesterov's momentum that changes with every N-th update.
 
-    server_lr: eta. momentum: beta. every: N. activation: c, the share of the momentum in each of
-    the other steps, from 0 to 1 / N.
+    server_lr: eta.
+    momentum: beta.
+    every: N.
+    activation: c, the share of the momentum in each of the other steps, from 0 to 1 / N.
     """
 
     name = "delayed_nesterov"

@@ -55,8 +55,8 @@ def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
 class Ditto(Method):
     """A method in which each client also trains a personal model near the received one.
 
-    lam: the weight of the pull; 0 is local training from the initial model. lr_factor: the learning
-    rate of the personal model v_k is lr_factor * local.lr.
+    lam: the weight of the pull; 0 is local training from the initial model.
+    lr_factor: the learning rate of the personal model v_k is lr_factor * local.lr.
     """
 
     name = "ditto"

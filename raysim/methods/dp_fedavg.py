@@ -72,7 +72,10 @@ def noise_of_sum(noise: float, bit_noise: float) -> float:
 
 
 def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
-    """Return the next bound C. within: the (noisy) share of updates that C did not clip."""
+    """Return the next bound C.
+
+    within: the (noisy) share of updates that C did not clip.
+    """
     return bound * math.exp(-rate * (within - quantile))
 
 
@@ -108,9 +111,11 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: z, in units of how much one client can change the released values of a round. clip: the
-    bound C in the first round. quantile: the share of updates that C should not clip; None keeps C
-    constant. rate: the speed of C's changes. bit_noise: s; None is the larger of m / 20 and z.
+    noise: z, in units of how much one client can change the released values of a round.
+    clip: the bound C in the first round.
+    quantile: the share of updates that C should not clip; None keeps C constant.
+    rate: the speed of C's changes.
+    bit_noise: s; None is the larger of m / 20 and z.
     delta: None is clients^-1.1.
     """
 

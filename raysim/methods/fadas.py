@@ -123,8 +123,10 @@ def _amsgrad(
 class FADAS(Method):
     """A server rule with AMSGrad that takes smaller steps after very stale updates.
 
-    server_lr: eta. threshold: the largest staleness at the full rate; None always uses the full
-    rate. rule: "scale" or "cap". beta1, beta2, eps, bias_correction: settings of AMSGrad.
+    server_lr: eta.
+    threshold: the largest staleness at the full rate; None always uses the full rate.
+    rule: "scale" or "cap".
+    beta1, beta2, eps, bias_correction: settings of AMSGrad.
     """
 
     name = "fadas"

@@ -66,9 +66,11 @@ def mmd_of_classes(
 ) -> Tensor:
     """Return the mean over classes of the squared MMD of their rows, a scalar.
 
-    x: [n, D]. y: [k, D]. x_labels: int64 [n]. y_labels: int64 [k]. The widths of the kernels are
-    those of `mmd` for the rows of each class. Only classes in both sets count; without one the
-    value is 0.
+    x: [n, D].
+    y: [k, D].
+    x_labels: int64 [n].
+    y_labels: int64 [k]. The widths of the kernels are those of `mmd` for the rows of each class.
+    Only classes in both sets count; without one the value is 0.
     """
     labels = torch.cat([x_labels, y_labels])
     squares = _squared_distances(torch.cat([x, y]))
@@ -102,7 +104,8 @@ def feature_distance(
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
     metric: see `METRICS`; "mmd_classes" needs labels, int64 [n] and [k]. y_labels=None: the rows of
-    y have the labels of x. Raises ValueError if labels are missing.
+    y have the labels of x.
+    Raises ValueError if labels are missing.
     """
     if metric != "mmd_classes":
         return DISTANCES[metric](x, y)

@@ -54,7 +54,10 @@ def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
 def updated_weights(
     weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float
 ) -> Tensor:
-    """Return W after one step, in [0, 1]. gradient: of the loss for the mixed parameters."""
+    """Return W after one step, in [0, 1].
+
+    gradient: of the loss for the mixed parameters.
+    """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
 
@@ -89,7 +92,8 @@ def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> Non
 class FedALA(Method):
     """A method in which each client learns how much of the received model to take.
 
-    layers: p, the number of top layers. share: s, the share of the client's samples that is used.
+    layers: p, the number of top layers.
+    share: s, the share of the client's samples that is used.
     rate: eta.
     """
 

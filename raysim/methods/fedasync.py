@@ -73,8 +73,8 @@ def arrival_rates(
 ) -> list[float]:
     """Return the rate a_t of each arrival, in order; 0 if it is staler than `max_staleness`.
 
-    base_versions: int64 [M] for M arrivals. factors: [M], multiply the rates, up to 1; None for no
-    factors.
+    base_versions: int64 [M] for M arrivals.
+    factors: [M], multiply the rates, up to 1; None for no factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
@@ -108,7 +108,9 @@ _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one
 class FedAsync(Method):
     """A server rule that moves the shared model towards each arriving model.
 
-    alpha: the rate at staleness 0. kind, a, b: settings of sigma. max_staleness: None for no limit.
+    alpha: the rate at staleness 0.
+    kind, a, b: settings of sigma.
+    max_staleness: None for no limit.
     alpha_decay: factor on alpha for each version. The schedule decides when to mix.
     """
 

@@ -97,9 +97,9 @@ class FedBN(Method):
     """FedAvg in which every client keeps its own normalisation layers.
 
     layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
-    name_rule: instead of using types, keep tensors whose names contain this text. reestimate: see
-    the module; it costs a pass over the samples of each client that never trained, in every
-    evaluation.
+    name_rule: instead of using types, keep tensors whose names contain this text.
+    reestimate: see the module; it costs a pass over the samples of each client that never trained,
+    in every evaluation.
     """
 
     name = "fedbn"

@@ -99,10 +99,11 @@ def mixture_pseudo_data(
 ) -> dict[str, Tensor]:
     """Mix each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
-    Return "inputs" [R, ...] and "targets" [R, C] for R means. proxy_means: [R, ...], with uniform
-    labels.
-    inputs: [n, ...]. labels: int64 [n] or float [n, C]. indices: int64 [R, K], the samples; K = 0
-    leaves the means unchanged.
+    Return "inputs" [R, ...] and "targets" [R, C] for R means.
+    proxy_means: [R, ...], with uniform labels.
+    inputs: [n, ...].
+    labels: int64 [n] or float [n, C].
+    indices: int64 [R, K], the samples; K = 0 leaves the means unchanged.
     """
     parts = indices.shape[1] + 1
     rows = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -125,16 +126,17 @@ PROJECTOR = "fedbr.projector"
 class FedBR(Method):
     """A method that trains on pseudo-data to reduce the bias of local learning.
 
-    lam: weight of Component 1 (uniform outputs). mu: weight of Component 2 (contrast). 0 switches
-    it off.
+    lam: weight of Component 1 (uniform outputs).
+    mu: weight of Component 2 (contrast). 0 switches it off.
     pseudo: "rsm", means of `samples_per_mean` samples of a client; each client sends
     `means_per_client` (None: B) of them before round 0. "mixture", B means of a public `proxy` set,
-    mixed at every step with `mix_samples` samples of the batch each. pseudo_batch: B, the number of
-    rows.
-    pseudo_refresh: draw B new rows every "round", or "once". fresh: means of raw data every round,
-    which only a simulator can make. sources: which sources are drawn equally often (see the
-    module). projection: the paper's widths (256, 256, 128), the released code's (2F, 2F, F) for F
-    features, or none. max_step=False does not train the projector.
+    mixed at every step with `mix_samples` samples of the batch each.
+    pseudo_batch: B, the number of rows.
+    pseudo_refresh: draw B new rows every "round", or "once".
+    fresh: means of raw data every round, which only a simulator can make.
+    sources: which sources are drawn equally often (see the module).
+    projection: the paper's widths (256, 256, 128), the released code's (2F, 2F, F) for F features,
+    or none. max_step=False does not train the projector.
     """
 
     name = "fedbr"

@@ -47,7 +47,8 @@ KINDS = ("cosine", "linear", "filter", "all")
 class SampleSplit(TypedDict):
     """A client's samples by ascending loss.
 
-    order: int64 [N] positions. num_unbiased: the first so many are the easy ones.
+    order: int64 [N] positions.
+    num_unbiased: the first so many are the easy ones.
     """
 
     order: Tensor
@@ -78,8 +79,9 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSpli
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
     """Return a_e, the share of biased samples in `epoch` (FedBSS: eq. 6, or a variant).
 
-    epoch: from 1 to E = total_epochs. kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0,
-    "all" is 1. Raises ValueError for another kind or an epoch outside 1..E.
+    epoch: from 1 to E = total_epochs.
+    kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0, "all" is 1.
+    Raises ValueError for another kind or an epoch outside 1..E.
     """
     if not 1 <= epoch <= total_epochs:
         raise ValueError(
@@ -124,7 +126,8 @@ def loss_weights(
 class FedBSS(Method):
     """A method that trains on easy samples first and adds hard ones epoch by epoch.
 
-    warmup_rounds: versions before stage 2. kind: the form of a_e, see `inclusion_fraction`.
+    warmup_rounds: versions before stage 2.
+    kind: the form of a_e, see `inclusion_fraction`.
     fraction_of: "samples": the nearest a_e b biased samples take part; "loss": all samples take
     part, the loss is the mean over the batch, and a_e multiplies the loss of biased samples.
     refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,

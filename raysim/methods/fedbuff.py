@@ -74,7 +74,8 @@ def buffered_aggregate(
 ) -> Tensor:
     """Return the direction [D] of a full buffer.
 
-    deltas: [K, D] in the order of arrival. staleness: int64 [K].
+    deltas: [K, D] in the order of arrival.
+    staleness: int64 [K].
     """
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
     return weighted_sum(deltas, weights) / buffer_divisor(
@@ -106,8 +107,9 @@ def buffered_step(
 class FedBuff(Method):
     """A server rule that gives stale updates of a buffer less weight.
 
-    exponent: a. normalization: the divisor, "count", "weights" or "none". The schedule decides when
-    to aggregate (`schedule=buffered`).
+    exponent: a.
+    normalization: the divisor, "count", "weights" or "none". The schedule decides when to aggregate
+    (`schedule=buffered`).
     """
 
     name = "fedbuff"

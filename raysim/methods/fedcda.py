@@ -93,8 +93,8 @@ def select_models(
     """Return the choice int64 [B] that minimises J; of equal ones the lexicographically first.
 
     candidates: [B, K, D], newest first, with candidate_losses [B, K]; the first num_candidates
-    int64 [B] of each client count. fixed_models: [F, D] with fixed_losses [F] are in the set
-    already; F may be 0.
+    int64 [B] of each client count.
+    fixed_models: [F, D] with fixed_losses [F] are in the set already; F may be 0.
     """
     return greedy_selection(
         candidates=candidates,
@@ -246,9 +246,13 @@ _CHANGES_MEAN = "it changes a mean update, and FedCDA sets the model to a mean o
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
-    memory: K, the models per client. batches: B. smoothness: L. warmup: the average in the first
-    rounds, of the participants' models ("fedavg") or of the newest model of every client seen
-    ("selected"). cache: where models are kept. budget: the most memory that they may take, in GiB.
+    memory: K, the models per client.
+    batches: B.
+    smoothness: L.
+    warmup: the average in the first rounds, of the participants' models ("fedavg") or of the newest
+    model of every client seen ("selected").
+    cache: where models are kept.
+    budget: the most memory that they may take, in GiB.
     """
 
     name = "fedcda"

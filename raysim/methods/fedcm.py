@@ -47,7 +47,10 @@ def server_direction(
 ) -> Tensor:
     """Return Delta, the weighted mean over the clients of (x - y_i) / (lr K_i): [d].
 
-    global_params: [d]. client_params: [m, d]. num_steps: [m], above 0. weights: float64
+    global_params: [d].
+    client_params: [m, d].
+    num_steps: [m], above 0.
+    weights: float64
     [m], normalised here.
     """
     factors = weights / weights.sum() / (num_steps.double() * lr)
@@ -60,7 +63,8 @@ def server_direction(
 class FedCM(Method):
     """A method that mixes every local gradient with the last round's mean direction.
 
-    alpha: the share of the new gradient; 1 is FedAvg. warm_start: skip mixing in round 1.
+    alpha: the share of the new gradient; 1 is FedAvg.
+    warm_start: skip mixing in round 1.
     """
 
     name = "fedcm"

@@ -59,7 +59,8 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
 class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
-    beta: the weight of the penalty. variant: the form of the penalty.
+    beta: the weight of the penalty.
+    variant: the form of the penalty.
     """
 
     name = "feddecorr"

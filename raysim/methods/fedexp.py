@@ -68,7 +68,8 @@ def server_step_size(
     """Return eta for updates `deltas` [M, D].
 
     weights: [M], at least 0, normalised here; None means uniform weights. epsilon_scale="count": M
-    times epsilon. Raises ValueError for weights that have no mean.
+    times epsilon.
+    Raises ValueError for weights that have no mean.
     """
     shares = _normalised(deltas, weights)
     factor = len(deltas) if epsilon_scale == "count" else 1
@@ -115,10 +116,10 @@ def squared_norm(values: np.ndarray) -> float:
 class FedExP(Method):
     """A server rule with a longer step if the clients' updates disagree more.
 
-    epsilon: bounds the step size. epsilon_scale: "count" multiplies epsilon by the number of
-    participants.
-    epsilon_decay: factor on epsilon after each version. minimum: the least step size; 0 shows the
-    unbounded ratio.
+    epsilon: bounds the step size.
+    epsilon_scale: "count" multiplies epsilon by the number of participants.
+    epsilon_decay: factor on epsilon after each version.
+    minimum: the least step size; 0 shows the unbounded ratio.
     """
 
     name = "fedexp"

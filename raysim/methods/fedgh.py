@@ -87,7 +87,8 @@ def _harmonize(
 ) -> np.ndarray:
     """Return coefficients float64 [m, m]: row i makes harmonised update i from the original ones.
 
-    products: the Gram matrix [m, m] of the m original updates. pairs: None takes all, in order.
+    products: the Gram matrix [m, m] of the m original updates.
+    pairs: None takes all, in order.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -114,8 +115,8 @@ def harmonized_gradients(
 ) -> Tensor:
     """Return the harmonised rows of `gradients` [m, d]; rows without a conflict keep their bits.
 
-    order: pairs [i, j]; None: (0, 1), (0, 2), ..., (1, 2), ... conflict_test: "original" or
-    "current".
+    order: pairs [i, j]; None: (0, 1), (0, 2), ..., (1, 2), ...
+    conflict_test: "original" or "current".
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
@@ -131,8 +132,9 @@ def harmonized_aggregate(
 ) -> Tensor:
     """Return the weighted mean [d] of `harmonized_gradients` without computing these.
 
-    gradients: [m, d]. weights: [m]. Raises ValueError unless the weights are finite and at least 0,
-    and one of them is positive.
+    gradients: [m, d].
+    weights: [m].
+    Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
@@ -143,7 +145,8 @@ def harmonized_aggregate(
 class FedGH(Method):
     """A server rule that removes conflicts between updates before they are averaged.
 
-    order: the order of the pairs. conflict_test: compare original updates, or the changed ones.
+    order: the order of the pairs.
+    conflict_test: compare original updates, or the changed ones.
     granularity: harmonise whole models, or each tensor separately.
     """
 
@@ -238,7 +241,9 @@ def hierarchical_harmonized_gradient(
 ) -> Tensor:
     """Return FedLD's FedGH of one tensor [d].
 
-    gradients: [m, d]. reference: r [d]. eps: added to divisors.
+    gradients: [m, d].
+    reference: r [d].
+    eps: added to divisors.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))

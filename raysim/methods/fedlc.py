@@ -61,8 +61,9 @@ def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
 def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tensor:
     """Return the printed loss, the mean over the batch, whose sum leaves out the true class.
 
-    calibrated: logits [B, C] minus their shifts. labels: int64 [B]. has_several: bool, whether two
-    margins are finite; otherwise the loss is 0.
+    calibrated: logits [B, C] minus their shifts.
+    labels: int64 [B].
+    has_several: bool, whether two margins are finite; otherwise the loss is 0.
     """
     true_class = labels.unsqueeze(1)
     without_true = calibrated.scatter(1, true_class, -torch.inf).logsumexp(dim=1)
@@ -83,8 +84,9 @@ def calibrated_cross_entropy(
 ) -> Tensor:
     """Return the loss, the mean over the batch.
 
-    logits: [B, C]. labels: int64 [B], of classes with a finite margin. class_counts: [C]. No
-    gradient reaches the logits of classes that are left out.
+    logits: [B, C].
+    labels: int64 [B], of classes with a finite margin.
+    class_counts: [C]. No gradient reaches the logits of classes that are left out.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -96,8 +98,10 @@ def calibrated_cross_entropy(
 class FedLC(Method):
     """A task loss that lowers the logits of the client's rare classes.
 
-    tau: the scale of the margins. denominator: "all" or "others". count_floor: see the module. It
-    replaces the task loss; the terms of other methods see the logits without shifts.
+    tau: the scale of the margins.
+    denominator: "all" or "others".
+    count_floor: see the module. It replaces the task loss; the terms of other methods see the
+    logits without shifts.
     """
 
     name = "fedlc"

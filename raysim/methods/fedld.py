@@ -67,7 +67,8 @@ Normalization: TypeAlias = Literal["l2", "sum", "none"]
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """Return each row's margin: the label's logit minus the largest other logit, [B].
 
-    logits: [B, C], C >= 2. labels: int64 [B].
+    logits: [B, C], C >= 2.
+    labels: int64 [B].
     """
     classes = torch.arange(logits.shape[1], device=logits.device)
     # F.one_hot would wait for the device to know the largest label.
@@ -124,8 +125,9 @@ def _heaviest(targets: Tensor) -> Tensor:
 class MarginControl(Method):
     """A penalty on large logits in the local loss.
 
-    lam: the weight of the penalty. kind: the form of the penalty. threshold: with kind="threshold",
-    the margin up to which there is no penalty.
+    lam: the weight of the penalty.
+    kind: the form of the penalty.
+    threshold: with kind="threshold", the margin up to which there is no penalty.
     """
 
     name = "fedld_margin"
@@ -234,7 +236,9 @@ def principal_gradient_aggregate(
 ) -> Tensor:
     """Return the weighted mean [d] of `revise_gradients`, which are never formed.
 
-    gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
+    gradients: [m, d].
+    weights: [m].
+    Raises ValueError for weights that have no mean.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -245,9 +249,10 @@ def principal_gradient_aggregate(
 class PrincipalGradient(Method):
     """A server rule that rebuilds updates from the principal directions of all updates.
 
-    fraction: L divided by the number of updates. normalization: the form of the weights w. tol: the
-    limit below which values count as zero. granularity: rebuild whole models, or each tensor
-    separately.
+    fraction: L divided by the number of updates.
+    normalization: the form of the weights w.
+    tol: the limit below which values count as zero.
+    granularity: rebuild whole models, or each tensor separately.
     """
 
     name = "fedld_principal"

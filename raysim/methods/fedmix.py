@@ -62,7 +62,9 @@ def mean_pairs(
 ) -> dict[str, Tensor]:
     """Return means of samples and of their one-hot labels: "inputs" [R, ...], "targets" [R, C].
 
-    inputs: [n, ...]. labels: int64 [n]. indices: int64 [R, M], the samples of each mean.
+    inputs: [n, ...].
+    labels: int64 [n].
+    indices: int64 [R, M], the samples of each mean.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}
@@ -73,8 +75,9 @@ def label_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return l1 and l2, means over the batch.
 
-    logits: [B, C]. labels: int64 [B]. mean_targets: [B or 1, at most C]; further outputs have the
-    target 0.
+    logits: [B, C].
+    labels: int64 [B].
+    mean_targets: [B or 1, at most C]; further outputs have the target 0.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -94,7 +97,8 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return l1, l2, l3 and their sum: "local", "mean_target", "taylor" and "total".
 
-    logits: [B, C], f(u) of inputs u [B, ...], which require a gradient. mean_inputs: [B or 1, ...].
+    logits: [B, C], f(u) of inputs u [B, ...], which require a gradient.
+    mean_inputs: [B or 1, ...].
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
@@ -134,9 +138,10 @@ def _clients_with_samples(partition: CSR) -> np.ndarray:
 class FedMix(Method):
     """A method that mixes a client's samples with means of other clients' samples.
 
-    lam: the share of the means; 0 is FedAvg. means: the number of pairs that each client sends
-    before round 0. pairs: a pair for "each" sample of a step, or "one" for all. naive: True is
-    NaiveMix. taylor_scale,
+    lam: the share of the means; 0 is FedAvg.
+    means: the number of pairs that each client sends before round 0.
+    pairs: a pair for "each" sample of a step, or "one" for all.
+    naive: True is NaiveMix. taylor_scale,
     fresh: see the module.
     """
 

@@ -41,7 +41,8 @@ def not_true_distillation_loss(
 ) -> Tensor:
     """Return tau^2 KL(teacher || student) without the true class, the mean over the batch.
 
-    logits: [B, C], the student's. global_logits: [B, C], the teacher's; they get no gradient.
+    logits: [B, C], the student's.
+    global_logits: [B, C], the teacher's; they get no gradient.
     labels: int64 [B]. The loss is 0 for C = 2.
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
@@ -56,7 +57,8 @@ def not_true_distillation_loss(
 class FedNTD(Method):
     """A method that distils the received model's outputs for all classes but the true one.
 
-    beta: the weight of the distillation. temperature: tau.
+    beta: the weight of the distillation.
+    temperature: tau.
     """
 
     name = "fedntd"

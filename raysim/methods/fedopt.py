@@ -134,7 +134,9 @@ def _adapt(
 ) -> None:
     """Write the step into `arrays[0]`; the others are the update and both moments.
 
-    The moments change in place. beta2: None is FedAdagrad. step: None makes no bias correction.
+    The moments change in place.
+    beta2: None is FedAdagrad.
+    step: None makes no bias correction.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
@@ -185,7 +187,9 @@ def _adaptive(
 class FedAvgM(Method):
     """A server rule with momentum.
 
-    server_lr: eta. momentum: beta. nesterov: look ahead by one step of momentum.
+    server_lr: eta.
+    momentum: beta.
+    nesterov: look ahead by one step of momentum.
     """
 
     name = "fedavgm"
@@ -236,12 +240,18 @@ class _Adaptive(Method):
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """Return the arguments of `_adapt`. step: number of the server's step, from 1."""
+        """Return the arguments of `_adapt`.
+
+        step: number of the server's step, from 1.
+        """
         return dict(vars(self))
 
 
 class FedAdagrad(_Adaptive):
-    """A server rule with Adagrad: the second moment is a sum of squares. server_lr: eta."""
+    """A server rule with Adagrad: the second moment is a sum of squares.
+
+    server_lr: eta.
+    """
 
     name = "fedadagrad"
 
@@ -272,7 +282,10 @@ class _Decaying(_Adaptive):
 
 
 class FedAdam(_Decaying):
-    """A server rule with Adam: the second moment averages squares over time. server_lr: eta."""
+    """A server rule with Adam: the second moment averages squares over time.
+
+    server_lr: eta.
+    """
 
     name = "fedadam"
 
@@ -280,7 +293,8 @@ class FedAdam(_Decaying):
 class FedYogi(_Decaying):
     """A server rule with Yogi.
 
-    The second moment moves by at most (1 - beta2) times the square. server_lr: eta.
+    The second moment moves by at most (1 - beta2) times the square.
+    server_lr: eta.
     """
 
     name = "fedyogi"

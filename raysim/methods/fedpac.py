@@ -117,8 +117,8 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
 def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[str, Tensor]:
     """Return "prototypes" [C, D], the means over clients weighted by samples, and "present".
 
-    class_means: [m, C, D]. class_counts: [m, C]. present: bool [C], False for a class without a
-    sample.
+    class_means: [m, C, D].
+    class_counts: [m, C]. present: bool [C], False for a class without a sample.
     """
     counts = class_counts.double()
     total = counts.sum(0)
@@ -153,8 +153,9 @@ def classifier_combination_weights(
 ) -> Tensor:
     """Return a_i, float64 [m], of `client` among m participants.
 
-    variances: V [m]. weighted_means: h [m, C, D]. Weights are at least 0, with sum 1; entries up to
-    `min_weight` are 0, unless all would be.
+    variances: V [m].
+    weighted_means: h [m, C, D]. Weights are at least 0, with sum 1; entries up to `min_weight` are
+    0, unless all would be.
     """
     return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
@@ -240,11 +241,11 @@ def _budget(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of all clients' heads.
 
-    lam: the weight of the alignment R. head_epochs: the part of local.epochs in which the head is
-    trained.
-    head_lr_factor: factor on local.lr in the head phase. min_weight: weights of a client's head up
-    to this value become 0. The server keeps a head for each client that took part: 20 KB each for
-    10 classes of 512 features, 2 GB for 100,000 clients.
+    lam: the weight of the alignment R.
+    head_epochs: the part of local.epochs in which the head is trained.
+    head_lr_factor: factor on local.lr in the head phase.
+    min_weight: weights of a client's head up to this value become 0. The server keeps a head for
+    each client that took part: 20 KB each for 10 classes of 512 features, 2 GB for 100,000 clients.
     """
 
     name = "fedpac"

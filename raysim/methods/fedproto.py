@@ -71,7 +71,10 @@ def class_means(
 def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return the mean of |h(x) - C_y|^2 / d over the batch; 0 for labels without a prototype.
 
-    features: [B, d]. labels: int64 [B]. prototypes: [C, d]. present: bool [C].
+    features: [B, d].
+    labels: int64 [B].
+    prototypes: [C, d].
+    present: bool [C].
     """
     has_prototype = present[labels].unsqueeze(1).to(features.dtype)
     distance = (features - prototypes[labels]) * has_prototype
@@ -97,7 +100,8 @@ def nearest_prototype_head(
 class FedProto(Method):
     """A method that exchanges the mean features of each class instead of parameters.
 
-    lam: the weight of the distance to prototypes. predict: "head" or "prototype".
+    lam: the weight of the distance to prototypes.
+    predict: "head" or "prototype".
     """
 
     name = "fedproto"

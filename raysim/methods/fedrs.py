@@ -59,8 +59,8 @@ def restricted_softmax_cross_entropy(
 class FedRS(Method):
     """A task loss that scales down the logits of classes that the client lacks.
 
-    alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias. kind:
-    "binary" or "relative".
+    alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias.
+    kind: "binary" or "relative".
     """
 
     name = "fedrs"

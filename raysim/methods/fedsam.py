@@ -59,8 +59,8 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 class FedSAM(Method):
     """A method that uses the gradient at a point a little uphill, to find flat minima.
 
-    rho: the length of the step uphill; 0 is FedAvg. adaptive: True uses the step of FedASAM, with
-    eta.
+    rho: the length of the step uphill; 0 is FedAvg.
+    adaptive: True uses the step of FedASAM, with eta.
     """
 
     name = "fedsam"

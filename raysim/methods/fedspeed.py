@@ -54,8 +54,9 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
 class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    lam: a large value makes the proximal term weak. rho: the step uphill. alpha: the share of the
-    gradient uphill.
+    lam: a large value makes the proximal term weak.
+    rho: the step uphill.
+    alpha: the share of the gradient uphill.
     """
 
     name = "fedspeed"

@@ -65,8 +65,11 @@ def conditional_information_penalty(
 ) -> Tensor:
     """Return the module's KL divergence, summed over Z features, as the mean over B.
 
-    mean, std: [B, Z], std > 0. labels: int64 [B]. reference_mean: [C, Z]. reference_std_raw: [C,
-    Z], before its softplus. scale: s, not 0.
+    mean, std: [B, Z], std > 0.
+    labels: int64 [B].
+    reference_mean: [C, Z].
+    reference_std_raw: [C, Z], before its softplus.
+    scale: s, not 0.
     """
     centre = reference_mean[labels]
     spread = F.softplus(reference_std_raw)[labels]
@@ -133,8 +136,10 @@ REFERENCE = "fedsr.reference"
 class FedSR(Method):
     """A method that learns short, noisy features near a common Gaussian of their class.
 
-    alpha_l2r: the weight of the norm. alpha_cmi: the weight of the KL divergence. width: Z, the
-    number of features; None takes as many as the model has. samples: draws of z for a score.
+    alpha_l2r: the weight of the norm.
+    alpha_cmi: the weight of the KL divergence.
+    width: Z, the number of features; None takes as many as the model has.
+    samples: draws of z for a score.
     """
 
     name = "fedsr"

@@ -57,8 +57,9 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n], the best approximation of left @ right.
 
-    left: [m, R], with R >= r. right: [R, n]. Rows of A have length 1 and belong to falling singular
-    values. Rows without a singular value are those of old_a [r, n], with zeros in B.
+    left: [m, R], with R >= r.
+    right: [R, n]. Rows of A have length 1 and belong to falling singular values. Rows without a
+    singular value are those of old_a [r, n], with zeros in B.
     """
     rank = len(old_a)
     if left.shape[1] < min(len(left), right.shape[1]):

@@ -93,7 +93,10 @@ class FLoRA(Method):
 
     @staticmethod
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
-        """Count the floats that FLoRA sends. sizes: the floats of each weight with an adapter."""
+        """Count the floats that FLoRA sends.
+
+        sizes: the floats of each weight with an adapter.
+        """
         mean_rank = float(ranks.of_client.mean())
         stack = 0
         for (_, floats), size in zip(ranks.sizes, sizes, strict=True):

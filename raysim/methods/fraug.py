@@ -91,10 +91,11 @@ def classification_loss(
 ) -> Tensor:
     """Return (1 - weight) real + weight/2 (domain + proto), three mean cross-entropies.
 
-    All logits are [B, C], all labels int64 [B]. real_logits: of the real features. domain_logits:
-    of features generated around the real ones, with the labels of the real ones. proto_logits: of
-    features generated around the class prototypes. weight: the share of the two generated parts
-    together, beta in the paper.
+    All logits are [B, C], all labels int64 [B].
+    real_logits: of the real features.
+    domain_logits: of features generated around the real ones, with the labels of the real ones.
+    proto_logits: of features generated around the class prototypes.
+    weight: the share of the two generated parts together, beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)
@@ -113,7 +114,9 @@ def generator_loss(
 ) -> Tensor:
     """Return the generator's loss for its features e [B, D] and reference features [k, D].
 
-    labels: of e, int64 [B]. reference_labels: int64 [k]; None: those of e. metric: see `METRICS`.
+    labels: of e, int64 [B].
+    reference_labels: int64 [k]; None: those of e.
+    metric: see `METRICS`.
     """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
     distance = feature_distance(metric, fake_embeddings, reference, labels, reference_labels)
@@ -134,8 +137,8 @@ def rtnet_loss(
 ) -> Tensor:
     """Return RTNet's loss for v~ and f(x), v^ and c_y^ (see the module), all [B, D].
 
-    real_labels: of v~ and f(x). proto_labels: of v^ and c_y^. Both are int64 [B], and only
-    metric="mmd_classes" needs them.
+    real_labels: of v~ and f(x).
+    proto_labels: of v^ and c_y^. Both are int64 [B], and only metric="mmd_classes" needs them.
     """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
@@ -156,7 +159,8 @@ def class_prototype_ema(
 ) -> Tensor:
     """Return prototypes [C, D] moved by `momentum` towards the mean features of their class.
 
-    features: [B, D]. labels: int64 [B]. A class without a sample keeps its prototype.
+    features: [B, D].
+    labels: int64 [B]. A class without a sample keeps its prototype.
     """
     # Features may be of a coarser type than prototypes.
     features = features.to(prototypes.dtype)
@@ -222,14 +226,18 @@ def make_rtnet(
 class FRAug(Method):
     """FedBN with two more networks that make features for training: a generator and RTNet.
 
-    rounds: T, the end of the ramps; the configuration sets it to the run's rounds. noise_dim: Z,
-    half of D in the paper. generator_lam, rtnet_lam: lambda_G and lambda_H. generator_metric,
+    rounds: T, the end of the ramps; the configuration sets it to the run's rounds.
+    noise_dim: Z, half of D in the paper.
+    generator_lam, rtnet_lam: lambda_G and lambda_H. generator_metric,
     rtnet_metric: D; with "mse" the generator's reference is the prototypes. generator_lr_factor,
     rtnet_lr_factor: factors on local.lr. generator_norm="local" keeps the generator's BatchNorm on
-    the client. rtnet_norm: RTNet ends with BatchNorm. ramp, gamma: rho, see `rampup_coefficient`.
-    ramp_rounds: the T that gamma is meant for; None takes T itself. weight: the largest beta.
-    residual: the strength of residuals in the classifier's step; None takes rho. prototype_weight:
-    mu.
+    the client.
+    rtnet_norm: RTNet ends with BatchNorm.
+    ramp, gamma: rho, see `rampup_coefficient`.
+    ramp_rounds: the T that gamma is meant for; None takes T itself.
+    weight: the largest beta.
+    residual: the strength of residuals in the classifier's step; None takes rho.
+    prototype_weight: mu.
 
     Table 3 of the paper leaves out one part in each row; these settings do the same:
     use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent;

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
     """Return the weights b [m] of m updates after `steps` steps; after 0 steps a itself.
 
-    products: the Gram matrix of the updates, float64 [m, m]. weights: a [m].
+    products: the Gram matrix of the updates, float64 [m, m].
+    weights: a [m].
     """
     b = weights
     for _ in range(steps):
@@ -49,7 +50,8 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
-    steps: steps of Weiszfeld's algorithm. nu: the least distance; smaller distances count as nu.
+    steps: steps of Weiszfeld's algorithm.
+    nu: the least distance; smaller distances count as nu.
     """
 
     name = "geometric_median"

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """Return the weights q of the N clients after one round, with sum 1: [N].
 
-    weights: q [N], above 0. losses: [M] of the clients `indices`, int64 [M]. The computation is in
-    logarithms, because exp(step_size * loss) may overflow.
+    weights: q [N], above 0.
+    losses: [M] of the clients `indices`, int64 [M]. The computation is in logarithms, because
+    exp(step_size * loss) may overflow.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
     return updated.clamp_min(torch.finfo(updated.dtype).tiny)
@@ -60,7 +61,8 @@ def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 class GroupDRO(Method):
     """A server rule that gives clients with a high loss more weight, growing exponentially.
 
-    step_size: eta_q. batches: the client's loss l_i is that of the first batch or of all batches.
+    step_size: eta_q.
+    batches: the client's loss l_i is that of the first batch or of all batches.
     prior: the weights q before the first round, uniform or by samples.
     """
 

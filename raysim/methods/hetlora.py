@@ -81,8 +81,8 @@ class HetLoRA(Method):
 
     ranks: null, and all clients start with model.lora.rank; a list, from which each client draws
     its rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
-    sparsity: True weighs clients by the norms of their products. lam: the weight of the term that
-    makes the last ranks small; with 0 no client prunes its rank.
+    sparsity: True weighs clients by the norms of their products.
+    lam: the weight of the term that makes the last ranks small; with 0 no client prunes its rank.
     """
 
     name = "hetlora"

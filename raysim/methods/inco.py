@@ -159,8 +159,10 @@ def _candidates(name: str) -> Sequence[str]:
 class InCo(Method):
     """A server rule that mixes the update of a stage's first block into its deeper blocks.
 
-    granularity, align: see the module. clamp_max: the largest theta. value_clip: the largest
-    absolute value of a mixed update; None for no bound. eps: added to divisors.
+    granularity, align: see the module.
+    clamp_max: the largest theta.
+    value_clip: the largest absolute value of a mixed update; None for no bound.
+    eps: added to divisors.
     """
 
     name = "inco"

@@ -57,8 +57,8 @@ def squared_distances(products: Tensor) -> Tensor:
 class Krum(Method):
     """A server rule that averages the updates that are closest to most others.
 
-    byzantine: f, the number of arbitrary updates in an aggregation. selected: the number of updates
-    that are averaged; None is n - f.
+    byzantine: f, the number of arbitrary updates in an aggregation.
+    selected: the number of updates that are averaged; None is n - f.
     """
 
     name = "krum"

@@ -158,7 +158,8 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients]. sizes: for each adapter its rank, and the floats of one rank.
+    of_client: int [clients].
+    sizes: for each adapter its rank, and the floats of one rank.
     """
 
     of_client: np.ndarray

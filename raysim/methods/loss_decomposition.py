@@ -23,7 +23,8 @@ def loss_decomposition(
     """Return the loss and its parts: local_loss + distribution_shift + aggregation = global_loss.
 
     loss_matrix: [m, m], the loss of the local model of a row on the data of a column.
-    global_losses: [m], the losses of the shared model. weights: [m]; they need not sum to 1.
+    global_losses: [m], the losses of the shared model.
+    weights: [m]; they need not sum to 1.
     """
     losses = np.asarray(loss_matrix, dtype=np.float64)
     p = np.asarray(weights, dtype=np.float64)

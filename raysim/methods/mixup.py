@@ -49,8 +49,9 @@ def mixed_batch(
 ) -> dict[str, Tensor]:
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
-    labels: int64 [B] or rows of probabilities [B, C]. lam: from 0 to 1, a number or a scalar
-    tensor. permutation: int64 [B], the partners.
+    labels: int64 [B] or rows of probabilities [B, C].
+    lam: from 0 to 1, a number or a scalar tensor.
+    permutation: int64 [B], the partners.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {
@@ -63,8 +64,8 @@ def mixed_batch(
 def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation: Tensor) -> Tensor:
     """Return lam CE(logits, y) + (1 - lam) CE(logits, y_pi), the mean over the batch.
 
-    logits: [B, C] of the mixed inputs. labels: int64 [B]. It equals the cross-entropy with the
-    mixed targets.
+    logits: [B, C] of the mixed inputs.
+    labels: int64 [B]. It equals the cross-entropy with the mixed targets.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
     first = F.nll_loss(log_probabilities, labels)

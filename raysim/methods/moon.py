@@ -42,7 +42,8 @@ def model_contrastive_loss(
 ) -> Tensor:
     """Return l_con, the mean over the batch; 0 without a previous model.
 
-    z_local, z_global: [B, D]. z_previous: features of P previous models, [P, B, D].
+    z_local, z_global: [B, D].
+    z_previous: features of P previous models, [P, B, D].
     """
     if not len(z_previous):
         return z_local.new_zeros(())
@@ -56,7 +57,8 @@ def model_contrastive_loss(
 class Moon(Method):
     """A method that pulls features to the received model's, away from the client's last model's.
 
-    mu: the weight of the contrast. temperature: tau.
+    mu: the weight of the contrast.
+    temperature: tau.
     head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
     (None: as many as features) and `out` outputs; "none" contrasts the features themselves.
     previous: the number of the client's earlier models in the contrast.

@@ -34,7 +34,10 @@ def clip_factor(update: Tensor, bound: float) -> float:
 
 
 class NormClipping(Method):
-    """A server rule that shortens long updates. bound: the largest norm of an update."""
+    """A server rule that shortens long updates.
+
+    bound: the largest norm of an update.
+    """
 
     name = "norm_clipping"
     paper = "Sun et al., 2019"

@@ -118,7 +118,8 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: which layers are loaded. num_loaded: their number, for bottom_up and top_down.
+    strategy: which layers are loaded.
+    num_loaded: their number, for bottom_up and top_down.
     max_staleness: load all layers after an absence of more versions. For strategy=adaptive:
     policy_steps, policy_lr,
     policy_batch: the steps of Adam in each job, their rate and the samples of each step.

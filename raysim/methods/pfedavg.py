@@ -40,8 +40,8 @@ MODES = ("after_local", "finetune", "finetune_last")
 class PFedAvg(Method):
     """FedAvg with a model for each client that is adapted to the client's data.
 
-    mode: decides which model is the client's own. adapt_epochs, head_only: the epochs of
-    fine-tuning, and True to train only the head.
+    mode: decides which model is the client's own.
+    adapt_epochs, head_only: the epochs of fine-tuning, and True to train only the head.
     """
 
     name = "pfedavg"

@@ -56,7 +56,10 @@ def envelope_shift(
 class PFedMe(Method):
     """A method in which each client's own model minimises its loss plus a pull to the shared one.
 
-    steps: K. lam: the weight of the pull to w. personal_lr: eta_p. beta: the server's rate.
+    steps: K.
+    lam: the weight of the pull to w.
+    personal_lr: eta_p.
+    beta: the server's rate.
     """
 
     name = "pfedme"

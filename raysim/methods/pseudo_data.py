@@ -43,11 +43,14 @@ SOURCES = ("balanced", "unbalanced", "classes")
 class PseudoData:
     """The pseudo-data of a run: B means in each version, which the server sends to clients.
 
-    kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set. rows:
-    B. samples_per_mean: M. means_per_client: how many means each client sends before round 0.
-    refresh: draw B means every "round", or "once". fresh: draw means of clients' raw data in every
-    round; nothing is collected, and jobs make the means. Raises ValueError for settings that do not
-    fit together.
+    kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set.
+    rows: B.
+    samples_per_mean: M.
+    means_per_client: how many means each client sends before round 0.
+    refresh: draw B means every "round", or "once".
+    fresh: draw means of clients' raw data in every round; nothing is collected, and jobs make the
+    means.
+    Raises ValueError for settings that do not fit together.
     """
 
     kind: str
@@ -155,7 +158,8 @@ class PseudoData:
 def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
     """Return means [R, ...]: row r is the mean of the M samples `indices[r]`.
 
-    inputs: [n, ...]. indices: int64 [R, M].
+    inputs: [n, ...].
+    indices: int64 [R, M].
     """
     return inputs[indices].mean(dim=1)
 
@@ -263,8 +267,9 @@ def proxy_means(
 ) -> Tensor:
     """Return means of training samples of a proxy set, normalised with its own constants.
 
-    dataset: what `proxy` builds. size: number of means and of samples in each. sources: classes are
-    drawn equally often unless it is "unbalanced"; a proxy set has no clients.
+    dataset: what `proxy` builds.
+    size: number of means and of samples in each.
+    sources: classes are drawn equally often unless it is "unbalanced"; a proxy set has no clients.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)

@@ -68,9 +68,11 @@ def updated_control_variate(
 ) -> Tensor:
     """Return the next c_i by Option II of SCAFFOLD: c_i - c + (x - y) / (K' lr), all [d].
 
-    global_params: x. local_params: y, which the client trained from x. lr: the mean rate of the
-    steps. K' is the number of steps, corrected for momentum (`effective_steps`). Raises ValueError
-    if there was no step, or if lr is 0.
+    global_params: x.
+    local_params: y, which the client trained from x.
+    lr: the mean rate of the steps. K' is the number of steps, corrected for momentum
+    (`effective_steps`).
+    Raises ValueError if there was no step, or if lr is 0.
     """
     if lr <= 0.0:
         raise ValueError(

@@ -63,8 +63,8 @@ def supervised_contrastive_loss(
 ) -> Tensor:
     """Return the contrastive loss SC (see the module) times temperature / base_temperature.
 
-    features: [n, D], normalised here. labels: int64 [n]. A row without another row of its label
-    adds 0 to the mean over n.
+    features: [n, D], normalised here.
+    labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -86,8 +86,10 @@ def alignment_loss(
 ) -> Tensor:
     """Return gamma SC of all features plus kappa SC of the virtual ones.
 
-    real_features: [n, D] with real_labels int64 [n]. virtual_features: [m, D] with virtual_labels
-    int64 [m], of the same classes; in the first term they are constants. align_weight: gamma.
+    real_features: [n, D] with real_labels int64 [n].
+    virtual_features: [m, D] with virtual_labels int64 [m], of the same classes; in the first term
+    they are constants.
+    align_weight: gamma.
     virtual_weight: kappa.
     """
     features = torch.cat([real_features, virtual_features.detach()])
@@ -102,8 +104,9 @@ def alignment_loss(
 def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int, int]) -> Tensor:
     """Return images [V, c, *size]: a class's mean plus half the noise, enlarged and standardised.
 
-    means: [C, c, k, k]. noise: [V, c, k, k]. labels: int64 [V]. Each channel is standardised over
-    all images.
+    means: [C, c, k, k].
+    noise: [V, c, k, k].
+    labels: int64 [V]. Each channel is standardised over all images.
     """
     images = F.interpolate(means[labels] + 0.5 * noise, size=size, mode="bilinear")
     deviation, mean = torch.std_mean(images, dim=(0, 2, 3), correction=0, keepdim=True)
@@ -113,8 +116,9 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
     """Return images that are padded with zeros, cropped to the old size, and flipped if asked.
 
-    images: [B, c, h, w]. down, right: int64 [B], the crop's corner, from 0 to 2 padding. flip:
-    int64 [B], 1: mirror the image.
+    images: [B, c, h, w].
+    down, right: int64 [B], the crop's corner, from 0 to 2 padding.
+    flip: int64 [B], 1: mirror the image.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -146,10 +150,13 @@ class Doubled(Classifier):
 class Vhl(Method):
     """A method that also trains on labelled noise, and aligns real features with it.
 
-    alpha, gamma, kappa: the weights of the three added terms. temperature: T.
-    virtual: the number of virtual images. virtual_batch: virtual images in a step. label_mode:
-    "extra" or "shared". align_epochs: the first epochs of a job, in which features are aligned;
-    with local.steps, which has no epochs, they are aligned in all steps.
+    alpha, gamma, kappa: the weights of the three added terms.
+    temperature: T.
+    virtual: the number of virtual images.
+    virtual_batch: virtual images in a step.
+    label_mode: "extra" or "shared".
+    align_epochs: the first epochs of a job, in which features are aligned; with local.steps, which
+    has no epochs, they are aligned in all steps.
     """
 
     name = "vhl"

@@ -48,8 +48,11 @@ from raysim.vectors.blocks import in_blocks
 class Attack:
     """The settings `attack.*`.
 
-    kind: the attack. share: the share of the clients that attack. scale: for sign_flip and scaled.
-    sigma: for gaussian. z: for alie; None computes it as in the paper.
+    kind: the attack.
+    share: the share of the clients that attack.
+    scale: for sign_flip and scaled.
+    sigma: for gaussian.
+    z: for alie; None computes it as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -105,8 +108,9 @@ def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
 class Attackers(Method):
     """The attackers of a run, as a method that comes before the user's methods.
 
-    train: the clients' training samples. max_norm: the norm above which an update is a failure;
-    None allows any norm. label: function that returns the name of a client for errors.
+    train: the clients' training samples.
+    max_norm: the norm above which an update is a failure; None allows any norm.
+    label: function that returns the name of a client for errors.
     """
 
     name = "attackers"

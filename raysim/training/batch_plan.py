@@ -89,8 +89,8 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 class BatchPlanner:
     """The object that makes the plans of jobs.
 
-    selector: the method that selects samples; None takes all samples. drop_single: see
-    `cut_batches`.
+    selector: the method that selects samples; None takes all samples.
+    drop_single: see `cut_batches`.
     needs_two_rows: True if the model cannot train on a batch of one row.
     """
 

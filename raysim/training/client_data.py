@@ -76,8 +76,8 @@ class ClientData:
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
         """Yield the batches of a plan; several are gathered and normalised at once.
 
-        rows: the rows of the data set that the plan's positions refer to. purpose, keys: the name
-        of the random stream for augmentation.
+        rows: the rows of the data set that the plan's positions refer to.
+        purpose, keys: the name of the random stream for augmentation.
         """
         rows = rows[plan.positions]
         generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None

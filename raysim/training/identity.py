@@ -63,9 +63,9 @@ class Identity:
 def identify(name: str, packages: Sequence[str] = (), device: str = "", node: str = "") -> Identity:
     """Return the identity of this process.
 
-    packages: packages besides raysim whose code the run uses. device: the device that the process
-    computes on; "" for a process that trains nothing. node: the name of this machine; "" takes the
-    operating system's name.
+    packages: packages besides raysim whose code the run uses.
+    device: the device that the process computes on; "" for a process that trains nothing.
+    node: the name of this machine; "" takes the operating system's name.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
     facts |= {

@@ -31,8 +31,9 @@ class Init:
 
     file: a `.safetensors` file, or a state dict that `torch.save` wrote; None draws all weights.
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
-    None means all. redraw: parts that are drawn although the file has them, such as "head"; None
-    means no part. sha256: the checksum that the file must have; None stores the file's checksum.
+    None means all.
+    redraw: parts that are drawn although the file has them, such as "head"; None means no part.
+    sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
     file: str | None = None

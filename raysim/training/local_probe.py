@@ -20,7 +20,8 @@ PROBE_FEATURES = 200  # rows whose features a probe keeps
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Score the local and the received model of a job in eval mode.
 
-    rows: balanced rows of the data set. score_batch: rows that are scored at once.
+    rows: balanced rows of the data set.
+    score_batch: rows that are scored at once.
     """
     trainer.set_training(False)
     received = cast("Classifier", ctx.frozen()["model"])

@@ -41,7 +41,10 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class LocalTrainingError(HookError):
-    """The error of a method whose own training returned an unusable result. method: its name."""
+    """The error of a method whose own training returned an unusable result.
+
+    method: its name.
+    """
 
     def __init__(self, text: str, method: str):
         super().__init__(text)

@@ -10,7 +10,10 @@ _PART_ORDER = ("body", "head", "adapters")  # later ones win, and names of modul
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
-    """Return the factor on the learning rate of each parameter. rates: see `Local`."""
+    """Return the factor on the learning rate of each parameter.
+
+    rates: see `Local`.
+    """
     names = [name for name in _PART_ORDER if name in rates]
     names += sorted(rates.keys() - set(_PART_ORDER), key=len)
     factors = [1.0] * len(entries)

@@ -146,8 +146,10 @@ class Sizes:
 class RecordedContext(Context):
     """A `Context` that records which values are read, on tensors of this or a later client.
 
-    tables: see `tables_of`. rate: a scalar tensor. frozen_vector: function that returns the vector
-    of another set of networks. iteration: is closed at the end of the iteration.
+    tables: see `tables_of`.
+    rate: a scalar tensor.
+    frozen_vector: function that returns the vector of another set of networks.
+    iteration: is closed at the end of the iteration.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

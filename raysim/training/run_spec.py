@@ -42,8 +42,8 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 class Checkpoint:
     """The settings of checkpoints.
 
-    every: rounds from one checkpoint to the next; 0 for none. keep: the number of checkpoints that
-    are kept.
+    every: rounds from one checkpoint to the next; 0 for none.
+    keep: the number of checkpoints that are kept.
     folder: a folder for this run alone, or a URL that fsspec knows; None is in the run's folder.
     """
 
@@ -65,10 +65,11 @@ class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
     tolerate: the largest share of an aggregation's clients that may fail before the run stops.
-    norm: the largest norm of an update; None allows any. timeout: seconds after which a worker that
-    does not answer a call is replaced; None waits forever. node_timeout: seconds after which a node
-    of a cluster that does not answer counts as lost, so that other workers get its jobs; None waits
-    until Ray declares it dead.
+    norm: the largest norm of an update; None allows any.
+    timeout: seconds after which a worker that does not answer a call is replaced; None waits
+    forever.
+    node_timeout: seconds after which a node of a cluster that does not answer counts as lost, so
+    that other workers get its jobs; None waits until Ray declares it dead.
     """
 
     tolerate: float = 0.1
@@ -90,8 +91,9 @@ class Faults:
 class StateBudget:
     """The limits of memory for client states; states that were idle longest leave first.
 
-    budget: GiB of committed client states in memory; the others are on disk. device: GiB of client
-    states on the GPU of each worker; the others are in ordinary memory. None means no limit.
+    budget: GiB of committed client states in memory; the others are on disk.
+    device: GiB of client states on the GPU of each worker; the others are in ordinary memory. None
+    means no limit.
     """
 
     budget: float | None = None
@@ -117,8 +119,9 @@ class StateBudget:
 class RunSettings:
     """The settings of a run, under the names of the configuration's keys.
 
-    Coordinator and workers read this object. weighting: the weights of updates; None weighs by
-    samples, unless a method asks for uniform weights.
+    Coordinator and workers read this object.
+    weighting: the weights of updates; None weighs by samples, unless a method asks for uniform
+    weights.
     """
 
     seed: int = 0
@@ -148,17 +151,23 @@ class RunSettings:
 class RunSpec:
     """All that a worker or a coordinator is built from, as values that can be pickled.
 
-    device: the device of this process: "cpu", "cuda", "cuda:1" or "mps". threads: the number of
-    torch's threads. lanes: the number of clients that a worker trains at once; bits depend on it.
-    dtype: the type of the vector. score_batch: samples scored at once. profile: True measures how
-    the time is spent. graph: True records and replays steps; bits depend on it. precision: the type
-    of matrix products in a step. loss: replaces the usual loss; see `Task`. own_metrics: metrics of
-    the user by their name in `evaluate.metrics`. weights: saved initial
-    weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
-    updates may start from an earlier version than the current one. packages: packages besides
-    raysim whose code the run uses. selection: the rule that chooses the clients of a dispatch.
-    topology: the models of the server, and how they exchange. devices: the kind of each client's
-    device; None if the fleet is not known.
+    device: the device of this process: "cpu", "cuda", "cuda:1" or "mps".
+    threads: the number of torch's threads.
+    lanes: the number of clients that a worker trains at once; bits depend on it.
+    dtype: the type of the vector.
+    score_batch: samples scored at once.
+    profile: True measures how the time is spent.
+    graph: True records and replays steps; bits depend on it.
+    precision: the type of matrix products in a step.
+    loss: replaces the usual loss; see `Task`.
+    own_metrics: metrics of the user by their name in `evaluate.metrics`.
+    weights: saved initial weights; None draws all.
+    size: the largest number of updates in one aggregation.
+    stale: whether updates may start from an earlier version than the current one.
+    packages: packages besides raysim whose code the run uses.
+    selection: the rule that chooses the clients of a dispatch.
+    topology: the models of the server, and how they exchange.
+    devices: the kind of each client's device; None if the fleet is not known.
     """
 
     model: ModelRecipe

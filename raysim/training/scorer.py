@@ -72,7 +72,8 @@ class Scorer:
         """Return the place of the version with the smallest loss on a client's training samples.
 
         Losses are means over all samples, in eval mode and without augmentation. Of equal losses
-        the first one counts. state: the client state to which the personal parameters belong.
+        the first one counts.
+        state: the client state to which the personal parameters belong.
         """
         self.trainer.set_training(False)
         losses = []

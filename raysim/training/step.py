@@ -27,9 +27,10 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 class OptimizedPart:
     """The parameters of a group that one optimizer moves.
 
-    name: the end of the optimizer's name; "" for the only part of a group. places: positions in the
-    group's parameters. shared: the slices of the shared parameters that they cover. factor: on the
-    learning rate.
+    name: the end of the optimizer's name; "" for the only part of a group.
+    places: positions in the group's parameters.
+    shared: the slices of the shared parameters that they cover.
+    factor: on the learning rate.
     """
 
     name: str
@@ -119,9 +120,11 @@ class _StepHooks:
 class Step:
     """One iteration on one batch, for every method and every stage.
 
-    clip: the largest norm of a stage's gradient; 0 allows any. usual_loss: the task's loss, a mean
-    over the batch, unless a method replaces it. precision: the type of matrix products under
-    autocast, while vector and optimizer keep theirs; None uses no autocast. rates: see `Local`.
+    clip: the largest norm of a stage's gradient; 0 allows any.
+    usual_loss: the task's loss, a mean over the batch, unless a method replaces it.
+    precision: the type of matrix products under autocast, while vector and optimizer keep theirs;
+    None uses no autocast.
+    rates: see `Local`.
     """
 
     def __init__(
@@ -234,7 +237,10 @@ class Step:
     def _optimize(
         self, ctx: Context, stage: Stage, group: ParameterGroup, grads: list[Tensor]
     ) -> None:
-        """Make a step of each optimizer of a group. grads: in the order of its targets."""
+        """Make a step of each optimizer of a group.
+
+        grads: in the order of its targets.
+        """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]
         if not first.name:

@@ -82,7 +82,8 @@ class RunningJob:
 class Trainer:
     """The networks, the data and the step of one worker, which train one job at a time.
 
-    inputs, labels, partition, pipeline: see `ClientData`. precision: see `Step`.
+    inputs, labels, partition, pipeline: see `ClientData`.
+    precision: see `Step`.
     """
 
     def __init__(
@@ -186,8 +187,9 @@ class Trainer:
     ) -> RunningJob:
         """Load a client into the vector, plan its batches, and let the methods begin and prepare.
 
-        base: [layout.shared], the received vector. counters: see `load_vector`. download: the other
-        received tensors, by full name. Errors of hooks propagate.
+        base: [layout.shared], the received vector.
+        counters: see `load_vector`.
+        download: the other received tensors, by full name. Errors of hooks propagate.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)

@@ -48,7 +48,8 @@ def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
 class UpdateBuilder:
     """The object that makes the updates and failures of a worker's jobs.
 
-    copies: copies values from the device; the caller waits for them. worker: the worker's name.
+    copies: copies values from the device; the caller waits for them.
+    worker: the worker's name.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
@@ -70,9 +71,10 @@ class UpdateBuilder:
     ) -> Update:
         """Return the update of a trained job; the vector's shared part is overwritten by the delta.
 
-        base: [layout.shared], the received vector. seconds: wall time of the job. is_summed: True
-        if the worker adds the delta to a sum; then the update contains no delta. Raises
-        NotFiniteError or ValueError for an update that must not be aggregated.
+        base: [layout.shared], the received vector.
+        seconds: wall time of the job.
+        is_summed: True if the worker adds the delta to a sum; then the update contains no delta.
+        Raises NotFiniteError or ValueError for an update that must not be aggregated.
         """
         ctx, plan = running.ctx, running.ctx.plan
         loss_rows = running.loss_rows()

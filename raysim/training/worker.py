@@ -165,9 +165,10 @@ class Worker(SeparateSums):
         Returns a `TrainingResult`; in stateful runs a tuple of it and the client state of each job
         that did not fail.
 
-        groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`. versions:
-        how many published versions the jobs start from. values: these versions; then, in stateful
-        runs, the state from which each job starts, or None if it is resident.
+        groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`.
+        versions: how many published versions the jobs start from.
+        values: these versions; then, in stateful runs, the state from which each job starts, or
+        None if it is resident.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -240,8 +241,9 @@ class _TrainingCall:
 
     They have one learning rate. Their vectors differ if they start from different replicas.
 
-    published: the versions that the jobs start from, by number. sent: for each job the client state
-    that was sent, or None if it is resident; None for all jobs in a run without client state.
+    published: the versions that the jobs start from, by number.
+    sent: for each job the client state that was sent, or None if it is resident; None for all jobs
+    in a run without client state.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from raysim.vectors.layout import Vector
 class WorkerStates:
     """The client states of a worker: initial, resident or sent with a call.
 
-    partition: the training samples of each client. device_bytes: see `ResidentStates`.
+    partition: the training samples of each client.
+    device_bytes: see `ResidentStates`.
     """
 
     def __init__(

@@ -48,7 +48,8 @@ class WorkerSums:
 class GroupSum:
     """The sum of a part of the tree, whose leaves come in any order.
 
-    In order, at most `num_levels(count) + 1` vectors exist at once. count: the number of leaves.
+    In order, at most `num_levels(count) + 1` vectors exist at once.
+    count: the number of leaves.
     total: the sum, after the last leaf; None if all leaves are missing.
     """
 
