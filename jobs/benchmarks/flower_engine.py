@@ -1,9 +1,10 @@
 """Compare the time of a Flower app on raysim and on Flower's own simulation engine.
 
-    python -m venv flower && flower/bin/pip install "flwr[simulation]" torch
+    python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
+Flower's engine needs another version of Ray than raysim, and therefore an environment of its own;
+that Ray needs NumPy below 2, which later versions of pyarrow refuse.
 The app of both is `jobs/benchmarks/flower_app`. They run in turns; each turn gives the median of its
 seconds per round without the first round, in which processes start. What is compared is the median
 of the ratios. Both use two processes of one thread.
@@ -31,6 +32,7 @@ APP = Path(__file__).parent / "flower_app"
 CLIENTS = {"W1": 100, "W2": 1000}
 LIMITS = {"W1": 1.0, "W2": 0.2}  # of raysim's time as a share of the engine's
 PROCESSES = 2
+TIMEOUT_S = 900
 # What `--engine` executes in the app's folder.
 ENGINE = """
 import sys
@@ -38,7 +40,8 @@ from flwr.simulation import run_simulation
 from workload.client_app import app as clients
 from workload.server_app import app as server
 resources = {"num_cpus": 1, "num_gpus": 0.0}
-started = {"num_cpus": int(sys.argv[2]), "include_dashboard": False}
+# Ray keeps the address of a cluster that ended a moment ago, and would wait for it.
+started = {"num_cpus": int(sys.argv[2]), "include_dashboard": False, "address": "local"}
 config = {"client_resources": resources, "init_args": started}
 run_simulation(server, clients, num_supernodes=int(sys.argv[1]), backend_config=config)
 """
@@ -50,11 +53,15 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
         times = Path(folder) / "times.json"
         settings = {"WORKLOAD": name, "ROUNDS": str(rounds), "TIMES": str(times)}
         environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, cwd=APP, env=environment, capture_output=True, text=True)
+        # Flower's server waits forever if its Ray did not start.
+        limited = ["timeout", str(TIMEOUT_S), *command]
+        ended = subprocess.run(limited, cwd=APP, env=environment, capture_output=True, text=True)
         moments: list[float] = json.loads(times.read_text()) if times.is_file() else []
     if ended.returncode != 0 or len(moments) < rounds + 1:
         print(ended.stdout[-4000:], ended.stderr[-4000:], file=sys.stderr)
-        raise RefusedError(f"{command[0]}: it ended with status {ended.returncode}. See above.")
+        raise RefusedError(
+            f"{command[0]}: status {ended.returncode} (124: not done in {TIMEOUT_S} s). See above."
+        )
     # The first is before the first round, in which processes start.
     return statistics.median(later - earlier for earlier, later in pairwise(moments[1:]))
 

@@ -275,7 +275,7 @@ class BareLoop:
 
 
 # --- raysim -------------------------------------------------------------------------------------
-def _time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
+def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
     """Make a block of rounds; return the seconds per round, without the first rounds."""
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
@@ -329,9 +329,9 @@ def measure_workload(
         loops.append(BareLoop(spec, workload, options.workers, is_tuned=True))
     rows = []
     try:
-        _time_rounds(spec, workload, runtime, 1)
+        time_rounds(spec, workload, runtime, 1)
         for block in range(blocks):
-            seconds = [_time_rounds(spec, workload, runtime, workload.rounds)]
+            seconds = [time_rounds(spec, workload, runtime, workload.rounds)]
             seconds += [loop.time_rounds(workload.rounds) for loop in loops]
             rows.append(seconds)
             raysim_time, *bare_times = (f"{value:.4f} s" for value in seconds)

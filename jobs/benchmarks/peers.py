@@ -1,0 +1,229 @@
+"""Compare the time of a round on raysim, on pfl-research and on FedJAX.
+
+    python -m venv pfl && pfl/bin/pip install pfl torch
+    python -m venv fedjax && fedjax/bin/pip install fedjax
+    uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
+
+All train the workloads of `raysim bench` with FedAvg, from the same parameters and samples. raysim
+and pfl-research have two processes of one thread; FedJAX runs in one process with two threads, once
+for each of its ways to use them, and the faster one counts. They run in turns, and each turn gives
+the median of its seconds per round without the first rounds. What is compared is the median of the
+ratios. `jobs.benchmarks.flower_engine` does the same with Flower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import nn
+
+from jobs.benchmarks import arguments
+from jobs.command import run
+from raysim.commands.bench.loops import (
+    WARM_UP_ROUNDS,
+    WORKLOADS,
+    LoopWorkload,
+    source_of,
+    spec_of,
+    time_rounds,
+)
+from raysim.primitives.checks import one_of
+from raysim.primitives.errors import RefusedError
+from raysim.primitives.files import user_path
+from raysim.results.history import write_json
+from raysim.results.tables import format_table, text_columns
+from raysim.runtime import ray as cluster
+from raysim.training.run_spec import RunSpec, declare_run
+from raysim.training.step_mode import default_lanes
+
+APPS = Path(__file__).parent / "peer_apps"
+PROCESSES = 2
+TIMEOUT_S = 900
+# How a peer's network names a layer of raysim's.
+LAYER_NAMES = {
+    nn.Flatten: "flatten",
+    nn.ReLU: "relu",
+    nn.MaxPool2d: "pool",
+    nn.Linear: "linear",
+    nn.Conv2d: "convolution",
+}
+
+
+def write_workload(folder: Path, spec: RunSpec, workload: LoopWorkload) -> None:
+    """Write the samples, the first parameters and the settings of a workload for other programs."""
+    data = spec.data.open()
+    rows = spec.data.partition.train.indices
+    pixels = np.ascontiguousarray(data.inputs[rows])
+    inputs = spec.data.pipeline.normalise(torch.from_numpy(pixels), spec.dtype).numpy()
+    np.save(folder / "inputs.npy", inputs)
+    np.save(folder / "labels.npy", data.labels[rows].astype(np.int64))
+    model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
+    arrays = [param.detach().numpy() for param in model.parameters()]
+    np.savez(folder / "parameters.npz", **{str(place): each for place, each in enumerate(arrays)})
+    layers = [LAYER_NAMES[type(part)] for part in model.modules() if type(part) in LAYER_NAMES]
+    settings = {
+        "layers": layers,
+        "clients": workload.clients,
+        "samples": workload.samples,
+        "cohort": workload.cohort,
+        "batch": workload.batch,
+        "lr": spec.settings.local.lr,
+    }
+    write_json(settings, folder / "settings.json")
+
+
+def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
+    """Run a command once in each environment, at the same time; raise RefusedError if one fails."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environment in environments
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        if process.returncode != 0:
+            print(output[-4000:], file=sys.stderr)
+            raise RefusedError(f"{command[0]}: status {process.returncode}. See above.")
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.socket() as opened:
+        opened.bind(("localhost", 0))
+        port: int = opened.getsockname()[1]
+    return port
+
+
+def time_peer(
+    app: str, python: str, folder: Path, rounds: int, environments: Sequence[dict[str, str]]
+) -> float:
+    """Run an app of `peer_apps`; return its median seconds per round without the first rounds."""
+    times = folder / "times.json"
+    times.unlink(missing_ok=True)
+    command = [python, str(APPS / app), str(folder), str(rounds + WARM_UP_ROUNDS)]
+    run_processes(command, environments)
+    result = json.loads(times.read_text())
+    if not result["change"] > 0.0:
+        raise RefusedError(f"{app}: the parameters did not change. It has trained nothing.")
+    moments: list[float] = result["times"][WARM_UP_ROUNDS - 1 :]
+    return statistics.median(later - earlier for earlier, later in pairwise(moments))
+
+
+def pfl_environments() -> list[dict[str, str]]:
+    """Return the environment of each process of pfl-research."""
+    addresses = ",".join(f"127.0.0.1:{free_port()}" for _ in range(PROCESSES))
+    common = {"PFL_WORKER_ADDRESSES": addresses, "PFL_PYTORCH_DEVICE": "cpu"}
+    common["OMP_NUM_THREADS"] = "1"
+    return [{**common, "PFL_WORKER_RANK": str(rank)} for rank in range(PROCESSES)]
+
+
+def time_fedjax(python: str, folder: Path, rounds: int) -> float:
+    """Return the seconds per round of the faster of FedJAX's two backends."""
+    devices = f"--xla_force_host_platform_device_count={PROCESSES}"
+    jit = {"FEDJAX_BACKEND": "jit", "JAX_PLATFORMS": "cpu"}
+    pmap = {**jit, "FEDJAX_BACKEND": "pmap", "XLA_FLAGS": devices}
+    return min(
+        time_peer("fedjax_app.py", python, folder, rounds, [environment])
+        for environment in (jit, pmap)
+    )
+
+
+def compare(
+    name: str, root: str | None, blocks: int, pfl: str | None, fedjax: str | None
+) -> dict[str, list[float]]:
+    """Return the seconds per round of each simulator in each turn, on a running Ray."""
+    from raysim.runtime.ray import start_workers
+
+    workload = WORKLOADS[name]
+    spec = spec_of(workload, source_of(workload, root))
+    lanes = default_lanes(spec, declare_run(spec), workload.cohort)
+    spec = replace(spec, lanes=lanes)
+    rounds = workload.rounds
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_workload(folder, spec, workload)
+        runtime = start_workers(spec, PROCESSES)
+        timers: dict[str, Callable[[], float]] = {
+            "raysim": lambda: time_rounds(spec, workload, runtime, rounds)
+        }
+        if pfl is not None:
+            timers["pfl-research"] = lambda: time_peer(
+                "pfl_app.py", pfl, folder, rounds, pfl_environments()
+            )
+        if fedjax is not None:
+            timers["FedJAX"] = lambda: time_fedjax(fedjax, folder, rounds)
+        seconds: dict[str, list[float]] = {simulator: [] for simulator in timers}
+        try:
+            time_rounds(spec, workload, runtime, 1)
+            for block in range(blocks):
+                for simulator, timer in timers.items():
+                    seconds[simulator].append(timer())
+                texts = (f"{each} {values[-1]:.4f} s" for each, values in seconds.items())
+                print(f"{name} turn {block + 1}/{blocks}: {', '.join(texts)} a round", flush=True)
+        finally:
+            runtime.stop()
+    return seconds
+
+
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """Return the median seconds of all simulators, and raysim's share of the others' time."""
+    rows = []
+    for name, seconds in results.items():
+        ours = seconds["raysim"]
+        for simulator, theirs in seconds.items():
+            ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+            numbers = [statistics.median(theirs), statistics.median(ratios)]
+            numbers += [min(ratios), max(ratios)]
+            rows.append([name, simulator, *(f"{number:.3f}" for number in numbers)])
+    head = ["workload", "simulator", "s a round", "raysim / it", "lowest", "highest"]
+    return format_table(text_columns(head, rows), 100)
+
+
+def main() -> None:
+    """Compare the workloads of the command line, and write the results."""
+    parser = arguments.parser(__doc__)
+    parser.add_argument("workloads", nargs="*", help="of W1, W2 and W3 (all)")
+    parser.add_argument("--pfl", help="Python that has pfl and torch")
+    parser.add_argument("--fedjax", help="Python that has fedjax")
+    parser.add_argument(
+        "--data", help="folder with Fashion-MNIST; '' takes random pictures", default=""
+    )
+    parser.set_defaults(blocks=3)
+    options = arguments.read(parser)
+    for name in options.workloads:
+        one_of("workload", name, tuple(WORKLOADS))
+    pfl, fedjax = (
+        None if path is None else str(user_path(path).absolute())
+        for path in (options.pfl, options.fedjax)
+    )
+    cluster.connect(cluster.RayOptions())
+    try:
+        results = {
+            name: compare(name, options.data, options.blocks, pfl, fedjax)
+            for name in options.workloads or WORKLOADS
+        }
+    finally:
+        cluster.disconnect()
+    print(table(results))
+    write_json(results, options.out)
+
+
+if __name__ == "__main__":
+    run(main)
