@@ -183,7 +183,7 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
                     f"job.upload['{name}'] is missing, and method '{declared.method}' declares it. "
                     "Fill it in `end`."
                 )
-            varies = name in declared.varying_uploads
+            varies = name in declared.planned_uploads
             if tensor.numel() != expected and not varies:
                 raise HookError(
                     f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "

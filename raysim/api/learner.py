@@ -7,6 +7,7 @@ and saved like the parameters of a network.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.models.split import WholeNetwork
+from raysim.primitives.checks import at_least
 
 Parameters: TypeAlias = Any  # an array, or a mapping or sequence of `Parameters`
 _SEPARATOR = ":"
@@ -118,13 +120,14 @@ class Learner(Method):
             f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'"
         )
 
-    def message_bytes(self, task: Task) -> int:
-        """Return the planned size of a message, for parameters that are bytes.
+    def upload_bytes(self, task: Task, received: int) -> int:
+        """Return how many bytes a job is expected to send, for parameters that are bytes.
 
-        Traffic and virtual time count this size, since the real one is unknown before training.
-        The default is the size of the initial parameters.
+        Virtual time counts this size, because the real one is unknown before training; traffic
+        counts the real one. The default is `received`.
+        received: the bytes of the version that the job starts from, rounded up to a multiple of 4.
         """
-        return 0
+        return received
 
     # --- what raysim calls ----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
@@ -154,13 +157,21 @@ class Learner(Method):
             "'aggregate'. Add one, or use arrays.",
         )
         initial = _encode(network.content)
-        planned = self.message_bytes(run.task) or len(network.content)
-        floats = math.ceil(planned / 4)
         run.without_parameters()
         run.server_state("model", lambda server: initial)
-        run.send("model", floats=floats, varies=True)
-        run.upload("model", floats, varies=True)
+        run.send("model", floats=initial.numel(), varies=True)
+        planned = functools.partial(self._planned_words, run.task)
+        run.upload("model", planned(initial.numel()), planned=planned)
         run.load_model(_load_content)
+
+    def _planned_words(self, task: Task, received: int) -> int:
+        """Return the words that `_encode` is expected to make of a job's parameters.
+
+        received: the words that `_encode` made of the version.
+        """
+        name = f"upload_bytes of {type(self).__name__}"
+        size = at_least(name, self.upload_bytes(task, 4 * (received - 1)), 0)
+        return 1 + math.ceil(size / 4)
 
     def fit_client(self, job: LocalJob) -> LocalResult | None:
         """Pass a client's parameters and samples to `fit`, and store what it returns."""

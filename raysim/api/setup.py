@@ -38,6 +38,7 @@ Cycle: TypeAlias = Sequence[Sequence[Stage]]
 Contributed: TypeAlias = Mapping[str, np.ndarray]
 Pooled: TypeAlias = Mapping[str, Sequence[np.ndarray]]
 JobCondition: TypeAlias = Callable[[Participation], bool]
+PlannedUpload: TypeAlias = Callable[[int], int]  # floats that a client sends, from those received
 Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
@@ -65,6 +66,7 @@ class Send:
     floats: the tensor's size.
     to: "all" clients with each version, each client "once", or one "client" at a time.
     when: decides at dispatch whether a job receives the tensor and whether it counts.
+    varies: True if the size may change from version to version; `floats` is that of version 0.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Send:
     floats: Floats
     to: Literal["all", "once", "client"]
     when: JobCondition
-    varies: bool = False  # True: the size is the planned one, and may differ
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class MethodDeclaration:
     sends: list[Send] = field(default_factory=list)
     omissions: list[Omission] = field(default_factory=list)
     uploads: dict[str, Floats] = field(default_factory=dict)
-    varying_uploads: set[str] = field(default_factory=set)
+    planned_uploads: dict[str, PlannedUpload] = field(default_factory=dict)
     stages: Callable[[Plan], Cycle] | None = None
     select: Callable[[LocalJob, int, int], np.ndarray | None] | None = None
     draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]] = field(
@@ -377,8 +379,15 @@ class Setup:
         the shared parameters.
         once: True sends it with a client's first job only. when(job): decides at dispatch whether a
         job receives it.
-        varies: True allows any size; virtual time and traffic count `floats`.
+        varies: True allows another size in each version, and `floats` is that of version 0. Virtual
+        time and traffic count the size of the version that is sent, so that jobs are planned only
+        when it exists.
         """
+        if varies and (once or when is not always):
+            raise ValueError(
+                f"method '{self.method}': run.send('{name}', varies=True) goes to every job, with "
+                "every version. Leave out once and when."
+            )
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when, varies))
 
@@ -403,15 +412,25 @@ class Setup:
         """
         self.declared.omissions.append(Omission(down, up))
 
-    def upload(self, name: str, floats: Floats = num_parameters, *, varies: bool = False) -> None:
+    def upload(
+        self,
+        name: str,
+        floats: Floats = num_parameters,
+        *,
+        planned: PlannedUpload | None = None,
+    ) -> None:
         """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
 
-        floats, varies: the tensor's size, as in `send`. The server reads it with
-        `aggregation.uploads(name)`.
+        The server reads it with `aggregation.uploads(name)`.
+        floats: the tensor's size, as in `send`.
+        planned: allows any size, which is unknown before training. Virtual time counts
+        `planned(received)` floats, where the client receives `received` floats in this method's
+        tensors that vary, and `floats` in jobs of version 0. Traffic counts the real size once the
+        update is aggregated.
         """
         self.declared.uploads[name] = floats
-        if varies:
-            self.declared.varying_uploads.add(name)
+        if planned is not None:
+            self.declared.planned_uploads[name] = planned
 
     def gather(
         self,

@@ -7,9 +7,9 @@
     def test_part_passes_all_checks(check):
         check()
 
-`checks` takes a method, a model, a source of data, a partition, a schedule, a selection, a
-topology, a fleet or an observer. Each check makes a few tiny runs in this process, which take a
-fraction of a second each. It raises AssertionError with one sentence if the part fails. raysim's
+`checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a
+selection, a topology, a fleet or an observer. Each check makes a few tiny runs in this process,
+which take a fraction of a second each. It raises AssertionError with one sentence if the part fails. raysim's
 own parts pass the same checks.
 """
 
@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from raysim.api.learner import Learner
 from raysim.api.method import Method
-from raysim.conformance import methods, parts
+from raysim.conformance import learners, methods, parts
 from raysim.conformance.study import Study
 from raysim.data.raw import Source
 from raysim.experiment.objects import OBJECT, object_node
@@ -58,6 +59,8 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         yield "a file can hold it", lambda: _check_storable(part)
     if isinstance(part, Method):
         yield from methods.checks(part, study)
+        if isinstance(part, Learner):
+            yield from learners.checks(part, study)
     elif isinstance(part, Observer):
         yield from parts.of_observer(part, study)
     elif isinstance(part, Source):
@@ -74,8 +77,8 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         kinds_of_part = [make for function, make in kinds.items() if hasattr(part, function)]
         if len(kinds_of_part) != 1:
             raise TypeError(
-                f"{part!r} is not a part of a run. Give a method, a model, data, a partition, a "
-                "schedule, a selection, a topology, a fleet or an observer."
+                f"{part!r} is not a part of a run. Give a method, a learner, a model, data, a "
+                "partition, a schedule, a selection, a topology, a fleet or an observer."
             )
         yield from kinds_of_part[0](part, study)
 

@@ -24,7 +24,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.load import StepMessages
+from raysim.simulation.load import StepMessages, varying_tensors
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
 
@@ -220,14 +220,22 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
         "receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values())
     )
     shared = seen.run.coordinator.declarations.floats_up
+    varies = bool(varying_tensors(seen.run.coordinator.declarations))
+    unplanned = 0  # floats that aggregated updates have more than planned
+    aggregated = {
+        job.number for aggregation in seen.run.aggregations for job in aggregation.aggregated
+    }
     for update in spy.updates:
         job = planned[update.job]
         sent = shared + update.floats - _omitted(seen, job, "up")
-        _check_floats("sends", update.job, job.up, sent)
+        if not varies:
+            _check_floats("sends", update.job, job.up, sent)
+        elif update.job in aggregated:
+            unplanned += sent - job.up
     running = seen.run.coordinator.planner.running
     before = sum(array.size for part in spy.contributed for array in part.values())
     up = sum(job.up for job in planned.values() if job.number not in running)
-    _check_floats("send", -1, int(row["floats_up"] or 0), before + up)
+    _check_floats("send", -1, int(row["floats_up"] or 0), before + up + unplanned)
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:

@@ -52,6 +52,7 @@ from raysim.primitives.errors import RefusedError, errors_as_refusals, suggest
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.observers import Observer
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.load import varying_tensors
 from raysim.simulation.network import make_network
 from raysim.simulation.schedule import Schedule, check_concurrency, check_sites
 from raysim.simulation.server import default_weighting
@@ -257,7 +258,17 @@ def _build_experiment(
         (*changes, *user_objects.notes()),
         tuple(round_warnings),
         network,
+        _late_planning(spec, declarations),
     )
+
+
+def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
+    """Return why aggregations are planned one at a time; "" if they are planned ahead."""
+    if not spec.selection.plans_ahead:
+        return "the selection needs reports"
+    if varying_tensors(declarations):
+        return "messages change in size"
+    return ""
 
 
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:

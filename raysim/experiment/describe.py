@@ -92,8 +92,12 @@ def _model(experiment: Experiment, declarations: Declarations) -> str:
             option = method.name
     for declared in declarations.methods:
         if not declared.has_parameters:
-            sizes = [number_of_floats(size, layout) for size in declared.uploads.values()]
-            return f"{option}: bytes; a message counts as {sum(sizes):,} floats"
+            sent = sum(number_of_floats(send.floats, layout) for send in declared.sends)
+            planned = sum(number_of_floats(size, layout) for size in declared.uploads.values())
+            return (
+                f"{option}: bytes; at first, a client receives {sent:,} floats and is expected to "
+                f"send {planned:,}"
+            )
     travels = f"{layout.shared:,} floats travel in each direction"
     if declarations.compressor is not None:
         travels = f"a client sends {declarations.floats_up:,} of {layout.shared:,} floats"
@@ -198,10 +202,11 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     if runtime.workers:
         busy = f"{expected.workers_busy:.0%}"
         texts.append(f"{_count(workers, 'worker')} busy for {busy} of the time")
-        if not spec.selection.plans_ahead:
-            texts[-1] += (
-                f", and for {expected.workers_busy_ahead:.0%} if the selection needed no reports"
-            )
+        if experiment.late_planning:
+            condition = "the selection needed no reports"
+            if spec.selection.plans_ahead:
+                condition = "messages did not change in size"
+            texts[-1] += f", and for {expected.workers_busy_ahead:.0%} if {condition}"
     else:
         busy_workers = max(1, concurrency // CLIENTS_PER_BUSY_WORKER)
         texts.append(f"enough for {_count(busy_workers, 'busy worker')}")

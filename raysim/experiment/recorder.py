@@ -217,8 +217,8 @@ def run_observers(
     def show_activity(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
-    needs_reports = not experiment.spec.selection.plans_ahead
-    idleness = [IdleWorkers(print_unless_quiet)] if needs_reports else []
+    reason = experiment.late_planning
+    idleness = [IdleWorkers(print_unless_quiet, reason)] if reason else []
     texts = [] if is_trial else [TextSamples(experiment.spec)]
     pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)

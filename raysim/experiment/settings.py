@@ -87,6 +87,7 @@ class Experiment:
     example, has already changed its data and its local steps. observers: the observers of the
     configuration. changes: a sentence for each setting that methods changed. round_warnings: checks
     of methods, made after each round. network: the models of the server, and who uses them.
+    late_planning: why aggregations are planned one at a time; "" if they are planned ahead.
     """
 
     config: Node
@@ -99,6 +100,7 @@ class Experiment:
     changes: tuple[str, ...] = ()
     round_warnings: tuple[RoundWarning, ...] = ()
     network: Network = field(default_factory=functools.partial(one_replica, 1))
+    late_planning: str = ""
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds

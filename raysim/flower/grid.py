@@ -89,7 +89,7 @@ class VirtualGrid(SimpleGrid):
         self._free_workers = list(range(runtime.workers))
         self._is_free = threading.Condition()
         self._batch_end: float | None = None  # latest arrival in an open batch
-        self._batch_times: dict[str, tuple[float, int]] = {}
+        self._batch_times: dict[int, tuple[float, int]] = {}  # by node
         self.replay_error: ReplayError | None = None
 
     def is_owner(self) -> bool:
@@ -226,10 +226,10 @@ class VirtualGrid(SimpleGrid):
                 self._batch_end = self.clock.now
                 self._batch_times.clear()
 
-    def end_batch(self) -> dict[str, tuple[float, int]]:
+    def end_batch(self) -> dict[int, tuple[float, int]]:
         """Advance the clock to the last arrival in the batch.
 
-        Return the time of each node's last reply and the client, by the node's id as a text. Raises
+        Return the time of each node's last reply and the client, by the node's id. Raises
         ReplayError if a message of the batch differed from the stored run.
         """
         with self._lock:
@@ -258,7 +258,7 @@ class VirtualGrid(SimpleGrid):
             last = max(pending.arrival.time for pending in sent)
             for pending in sent:
                 client = pending.request.client
-                self._batch_times[str(node_id(client))] = (pending.arrival.time, client)
+                self._batch_times[node_id(client)] = (pending.arrival.time, client)
             if self._batch_end is None:
                 self.clock.now = max(self.clock.now, last)
             else:

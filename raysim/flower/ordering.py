@@ -57,7 +57,7 @@ def order_results(strategy: Any, grid: VirtualGrid) -> None:
 def _with_order(usual: Callable[..., Any], strategy: Any, grid: VirtualGrid) -> Callable[..., Any]:
     def aggregate(server_round: int, results: list[Any], failures: list[Any]) -> Any:
         times = grid.end_batch()
-        ordered = sorted(results, key=lambda result: times.get(result[0].cid, (0.0, 0)))
+        ordered = sorted(results, key=lambda result: times.get(result[0].node_id, (0.0, 0)))
         return usual(strategy, server_round, ordered, sorted(failures, key=str))
 
     return aggregate

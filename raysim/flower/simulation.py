@@ -18,9 +18,11 @@ from flwr.server import (
     ServerConfig,
     SimpleClientManager,
 )
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg, Strategy
 
 from raysim.experiment.settings import RuntimeOptions
+from raysim.flower.messages import client_number
 from raysim.flower.project import inspect_client_app
 from raysim.flower.session import AppRun, run_app, warn_on_stderr
 from raysim.primitives.errors import RefusedError
@@ -52,6 +54,8 @@ def start_simulation(
 ) -> History:
     """Run rounds of federated learning with simulated clients; return Flower's history.
 
+    Clients have the cids "0" to "N-1", as in Flower before version 1.9.
+
     The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker. ray_init_args,
     keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used, because raysim
@@ -80,15 +84,24 @@ def start_simulation(
         manager = client_manager or SimpleClientManager()
         server = Server(client_manager=manager, strategy=strategy or FedAvg())
     histories: list[History] = []
-    usual_fit = server.fit
+    usual_fit: Callable[..., Any] = server.fit
+    manager = server.client_manager()
+    usual_register = manager.register
 
     def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Fit as the server does, and keep the history."""
-        history, seconds = usual_fit(num_rounds=num_rounds, timeout=timeout)
+        """Fit as the server does, and keep the history; older servers return nothing else."""
+        returned = usual_fit(num_rounds=num_rounds, timeout=timeout)
+        history, seconds = (returned, 0.0) if isinstance(returned, History) else returned
         histories.append(history)
         return history, seconds
 
+    def register(client: ClientProxy) -> bool:
+        """Register a client under its number."""
+        client.cid = str(client_number(int(client.cid)))
+        return usual_register(client)
+
     server.fit = fit
+    manager.register = register
 
     def server_fn(context: Context) -> ServerAppComponents:
         return ServerAppComponents(server=server, config=settings)
@@ -110,6 +123,7 @@ def start_simulation(
         run_app(run, warn_on_stderr)
     finally:
         server.fit = usual_fit
+        manager.register = usual_register
     return histories[0]
 
 

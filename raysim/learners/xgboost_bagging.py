@@ -76,7 +76,7 @@ class XGBoostBagging(Learner):
         samples = xgboost.DMatrix(rows, label=np.arange(2), nthread=1)
         return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
 
-    def message_bytes(self, task: Task) -> int:
+    def upload_bytes(self, task: Task, received: int) -> int:
         """Return the planned size of the trees of a job, if all of them are full."""
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)

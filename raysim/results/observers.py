@@ -275,21 +275,22 @@ class AbsentClients(Observer):
 
 
 class IdleWorkers(Observer):
-    """An observer that prints how long workers waited, for a selection that needs reports.
+    """An observer that prints how long workers waited in a run that is not planned ahead.
 
-    Such a selection is planned one aggregation at a time, so that workers may have nothing to do.
+    Such a run is planned one aggregation at a time, so that workers may have nothing to do. reason:
+    why it is, as a sentence without its full stop.
     """
 
-    def __init__(self, say: PrintLine):
-        self._say = say
+    def __init__(self, say: PrintLine, reason: str):
+        self._say, self._reason = say, reason
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Print the share of wall time in which workers worked and waited."""
         busy = mean_worker_busy(run.rows)
         if busy is not None:
             self._say(
-                f"workers were busy for {busy:.0%} and idle for {1 - busy:.0%} of the time; the "
-                "selection needs reports, so one aggregation is planned at a time"
+                f"workers were busy for {busy:.0%} and idle for {1 - busy:.0%} of the time; "
+                f"{self._reason}, so one aggregation is planned at a time"
             )
 
 

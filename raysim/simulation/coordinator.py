@@ -7,6 +7,7 @@ Jobs that are lost or discarded are never trained.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ from raysim.simulation.failures import check_failures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobTable
-from raysim.simulation.load import make_planner
+from raysim.simulation.load import make_planner, varying_tensors
 from raysim.simulation.network import make_network, make_replicas
 from raysim.simulation.network_bytes import CountingRuntime
 from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation
@@ -77,8 +78,9 @@ class Coordinator:
         network = make_network(spec, declarations, fleet)
         self.replicas = make_replicas(spec, declarations, self.initial, schedule.size, network)
         self.client_states = make_client_states(spec, declarations, runtime, folder)
-        self.planner = make_planner(spec, declarations, schedule, fleet, network)
         self.versions = Versions(runtime)
+        self.planner = make_planner(spec, declarations, schedule, fleet, network, self._sent_floats)
+        self._varying = varying_tensors(declarations)
         self.calls = WorkerCalls(runtime, self.client_states, settings.faults.timeout or math.inf)
         self.dispatcher = Dispatcher(
             self.calls,
@@ -190,6 +192,27 @@ class Coordinator:
         refs = [self.versions.refs[number] for number in numbers]
         return self.evaluator.losses(clients, samples, replicas.version, refs)
 
+    def _sent_floats(self, client: int, name: str) -> int:
+        """Return the floats of a tensor that a client receives with its current version."""
+        number = self.replicas.numbers[self.replicas.replica_of(client)]
+        return self.versions.extra_floats(number, name)
+
+    def _count_unplanned(
+        self,
+        aggregation: PlannedAggregation,
+        jobs: Sequence[Job],
+        results: Sequence[Update | Failure],
+    ) -> None:
+        """Correct the traffic if updates are larger or smaller than planned."""
+        floats = 0
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, Update):
+                floats_of = functools.partial(self.versions.extra_floats, job.base)
+                floats += sum(
+                    varying.unplanned_floats(result, floats_of) for varying in self._varying
+                )
+        self.planner.count_unplanned(aggregation, floats)
+
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
         """Collect the updates of these jobs, and make the next versions from them."""
         result_floats = self.dispatcher.pending_floats
@@ -207,6 +230,8 @@ class Coordinator:
         self.replicas.step(aggregation, jobs, places, sums, self.versions)
         self.client_states.accept(jobs)
         self.planner.report(updates)
+        if self._varying:
+            self._count_unplanned(aggregation, jobs, results)
         scorings = []
         if updates and self.settings.evaluate.decomposes(self.replicas.version):
             scorings.append(

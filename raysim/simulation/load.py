@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from raysim.api.declarations import FORWARD, Participation, RunFacts
 from raysim.api.declare import Declarations
-from raysim.api.setup import MethodDeclaration, number_of_floats
+from raysim.api.messages import Update
+from raysim.api.setup import MethodDeclaration, PlannedUpload, number_of_floats
 from raysim.api.topology import Network
 from raysim.simulation.costs import Costs
 from raysim.simulation.fleet import Fleet
@@ -19,6 +21,9 @@ from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import RunSpec, sample_flops
 from raysim.vectors.layout import Layout
+
+FloatsOf: TypeAlias = Callable[[str], int]  # the floats of a tensor, by its full name
+SentFloats: TypeAlias = Callable[[int, str], int]  # by client and full name
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,74 @@ class _Traffic:
     when: Callable[[Participation], bool]
 
 
+@dataclass(frozen=True)
+class VaryingTensors:
+    """The tensors of a method whose sizes change from version to version.
+
+    sent, uploaded: the floats in version 0, by full name. planned: for each upload, the function of
+    `Setup.upload`, by full name.
+    """
+
+    sent: Mapping[str, int]
+    uploaded: Mapping[str, int]
+    planned: Mapping[str, PlannedUpload]
+
+    def received_floats(self, floats_of: FloatsOf) -> int:
+        """Return the floats that a client receives; floats_of: returns those of a tensor."""
+        return sum(map(floats_of, self.sent))
+
+    def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
+        """Return by how many floats a job receives and sends more than one of version 0.
+
+        floats_of: returns the floats of a tensor in the job's base version.
+        """
+        received = self.received_floats(floats_of)
+        down = received - sum(self.sent.values())
+        up = sum(planned(received) for planned in self.planned.values())
+        return down, up - sum(self.uploaded.values())
+
+    def unplanned_floats(self, update: Update, floats_of: FloatsOf) -> int:
+        """Return by how many floats an update is larger than planned; negative if smaller."""
+        planned = sum(self.uploaded.values())
+        if update.version:
+            planned += self.growth(floats_of)[1]
+        return sum(update.extras[name].size for name in self.planned) - planned
+
+
+def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
+    """Return the tensors whose sizes change, for each method that has some."""
+    layout = declarations.layout
+    varying = []
+    for declared in declarations.methods:
+        sends = [send for send in declared.sends if send.varies]
+        if not sends and not declared.planned_uploads:
+            continue
+        prefix = f"{declared.method}."
+        sent = {prefix + send.name: number_of_floats(send.floats, layout) for send in sends}
+        uploaded = {
+            prefix + name: number_of_floats(declared.uploads[name], layout)
+            for name in declared.planned_uploads
+        }
+        planned = {prefix + name: plan for name, plan in declared.planned_uploads.items()}
+        varying.append(VaryingTensors(sent, uploaded, planned))
+    return varying
+
+
 class Loads:
     """A function that returns the load of a job: samples to process, floats received and sent.
 
     A forward pass without a backward pass counts as a part of a sample (`FORWARD`). counts: int64
-    [clients], the training samples of each client.
+    [clients], the training samples of each client. sent_floats: returns the floats of a tensor that
+    a client receives with the current version; None counts all tensors as in version 0.
     """
 
-    def __init__(self, spec: RunSpec, declarations: Declarations, counts: np.ndarray):
+    def __init__(
+        self,
+        spec: RunSpec,
+        declarations: Declarations,
+        counts: np.ndarray,
+        sent_floats: SentFloats | None = None,
+    ):
         layout = declarations.layout
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.hooks_of("cost")]
@@ -54,11 +119,14 @@ class Loads:
         clients = int(np.count_nonzero(counts))
         self._run = RunFacts(spec.task, spec.settings.local, layout, clients, hooks)
         self._plain: dict[int, Load] = {}  # by samples, where no method adds anything
+        self._sent_floats = sent_floats
+        self._varying = varying_tensors(declarations)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job, which starts from this version.
 
-        earlier, accepted: the client's earlier jobs, and those of them that were accepted.
+        version: the current one, or 0 for an estimate. earlier, accepted: the client's earlier
+        jobs, and those of them that were accepted.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -73,8 +141,12 @@ class Loads:
         for omission in self._omissions:
             down -= omission.down(job)
             up -= omission.up(job)
+        if self._sent_floats is not None and version:
+            for varying in self._varying:
+                more = varying.growth(functools.partial(self._sent_floats, client))
+                down, up = down + more[0], up + more[1]
         load = Load(passed, down, up)
-        if not (self._costs or self._down or self._omissions):
+        if not (self._costs or self._down or self._omissions or self._varying):
             self._plain[samples] = load
         return load
 
@@ -164,13 +236,17 @@ def make_planner(
     schedule: Schedule,
     fleet: Fleet,
     network: Network | None = None,
+    sent_floats: SentFloats | None = None,
 ) -> Planner:
-    """Return the planner of a run, at its start. network: None makes the one of the topology."""
+    """Return the planner of a run, at its start.
+
+    network: None makes the one of the topology. sent_floats: see `Loads`.
+    """
     if network is None:
         network = make_network(spec, declarations, fleet)
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
-    loads = Loads(spec, declarations, counts)
+    loads = Loads(spec, declarations, counts, sent_floats)
     load: Loads | PeerLoads | ChoiceLoads = loads
     if network.on_clients:
         load = PeerLoads(loads, network, declarations.layout.shared)
@@ -201,4 +277,5 @@ def make_planner(
         network,
         costs,
         messages,
+        loads_vary=bool(varying_tensors(declarations)),
     )

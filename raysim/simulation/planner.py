@@ -1,9 +1,9 @@
 """The run on virtual time: dispatches, base versions, and how each job ends.
 
 The plan is a function of configuration and seed and does not depend on training. It can therefore
-be made before the training, and the end of every job is known before a worker gets the job. Only a
-selection that needs reports is planned one aggregation ahead: it also depends on the updates of the
-aggregations before, and on nothing else.
+be made before the training, and the end of every job is known before a worker gets the job. If the
+selection needs reports, or messages change in size, the plan also depends on the aggregations
+before, and on nothing else: such a run is planned one aggregation ahead.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class Planner:
     to wait at most for a first client. selection: the rule that chooses the clients. network: the
     replicas of the run; None: there is one. If each replica has its own schedule, every one of them
     is a site. costs: adds up what jobs cost; None if nothing costs anything. messages: the
-    compressed steps that clients receive; None if they receive the parameters.
+    compressed steps that clients receive; None if they receive the parameters. loads_vary: True if
+    the load of a job is known only when its base version exists.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Planner:
         network: Network | None = None,
         costs: Costs | None = None,
         messages: Messages | None = None,
+        loads_vary: bool = False,
     ):
         self._network = network or one_replica(len(counts))
         check_sites(schedule, counts, self._network)
@@ -183,6 +185,7 @@ class Planner:
         self._load = load
         self._patience = patience
         self._costs, self._messages = costs, messages
+        self._loads_vary = loads_vary
         self.eligible = np.flatnonzero(counts)
         self._members = self._divide_into_pools(counts)
         self._sites = [Site(-1, len(self.eligible), max(0, schedule.pools))]
@@ -227,6 +230,8 @@ class Planner:
     @property
     def plans_ahead(self) -> bool:
         """True if the plan does not depend on training."""
+        if self._loads_vary:
+            return False
         return self._selector is None or self._selector.rule.plans_ahead
 
     def cost_of(self, job: Job) -> JobCost:
@@ -257,6 +262,13 @@ class Planner:
 
     def count_contributions(self, floats: int) -> None:
         """Count the floats that clients sent before the first aggregation."""
+        self._next.up += floats
+
+    def count_unplanned(self, aggregation: PlannedAggregation, floats: int) -> None:
+        """Count floats that the updates of the last aggregation have more than planned."""
+        aggregation.up += floats
+        aggregation.site_up += floats
+        self._sites[aggregation.site].up += floats
         self._next.up += floats
 
     @property

@@ -24,6 +24,7 @@ class Versions(Mapping[int, PublishedVersion]):
         self._holders: Counter[int] = Counter()  # by version: jobs that start from it
         self._read: dict[int, PublishedVersion] = {}
         self._sizes: dict[int, int] = {}
+        self._extra_floats: dict[int, dict[str, int]] = {}  # by version and full name
 
     def publish(self, replica: int, version: int, make: Callable[[], PublishedVersion]) -> None:
         """Store a replica's current version unless it is stored; drop the previous one if not held.
@@ -55,6 +56,8 @@ class Versions(Mapping[int, PublishedVersion]):
     def _store(self, published: PublishedVersion) -> None:
         self.refs[published.number] = self._runtime.put(published)
         self._sizes[published.number] = published.nbytes
+        sizes = {name: array.size for name, array in published.extras.items()}
+        self._extra_floats[published.number] = sizes
 
     def _drop_unless_needed(self, version: int) -> None:
         if self._replicas[version] > 0 or self._holders[version] > 0:
@@ -62,8 +65,13 @@ class Versions(Mapping[int, PublishedVersion]):
         self._holders.pop(version, None)
         self._replicas.pop(version, None)
         self._sizes.pop(version, None)
+        self._extra_floats.pop(version, None)
         self._read.pop(version, None)
         self.refs.pop(version, None)
+
+    def extra_floats(self, version: int, name: str) -> int:
+        """Return the floats of a tensor that travels with a version, by its full name."""
+        return self._extra_floats[version].get(name, 0)
 
     @property
     def held_versions(self) -> list[int]:

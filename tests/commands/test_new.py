@@ -21,6 +21,7 @@ GROUPS = (
     "method", "model", "data", "partition", "schedule", "selection", "topology", "fleet",
     "observer",
 )  # fmt: skip
+OPTIONS = (*GROUPS, "learner")  # the learner takes the place of method and model
 OVERRIDES = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
 RUN = ["run", "--quiet", "--allow", "mine"]
 
@@ -51,7 +52,7 @@ def test_package_is_the_template_under_its_name(mine: Path) -> None:
     for name, text in files_below(TEMPLATE).items():
         expected[name.replace(NAME, "mine")] = text.replace(NAME, "mine")
     assert written == expected
-    assert {f"mine/conf/{group}/mine.yaml" for group in GROUPS} < written.keys()
+    assert {f"mine/conf/{group}/mine.yaml" for group in OPTIONS} < written.keys()
     assert not [name for name, text in written.items() if NAME in name or NAME in text]
 
 
@@ -91,14 +92,24 @@ def test_parts_run_in_process_and_continue(mine: Path) -> None:
     assert cli.call([*RUN, "out=run", "resume=latest", "rounds=4"]) == 0
 
 
-def test_printed_command_learns(mine: Path) -> None:
-    line = next(line for line in next_steps(mine).splitlines() if "raysim run" in line)
+def scores_of_printed_command(option: str, folder: Path) -> list[float]:
+    """Run the command with an option that `raysim new` prints; return the accuracies."""
+    lines = next_steps(folder).splitlines()
+    line = next(line for line in lines if "raysim run" in line and option in line)
     end = line.index("rounds=10") + len("rounds=10")
     words = line[:end].split()[1:]
     assert cli.call([*words, "runtime=inprocess", "tracking=none", "out=run"]) == 0
-    scores = [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
+    return [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
+
+
+def test_printed_command_learns(mine: Path) -> None:
+    scores = scores_of_printed_command("method=mine", mine)
     assert min(scores) < 0.7 < max(scores)
     assert json.loads(Path("run/summary.json").read_text())["accuracy_worst"] > 0.4
+
+
+def test_printed_command_of_the_learner_learns(mine: Path) -> None:
+    assert min(scores_of_printed_command("learner=mine", mine)) > 0.9
 
 
 @pytest.mark.slow

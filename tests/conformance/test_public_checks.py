@@ -24,9 +24,14 @@ from raysim import (
     SelectionView,
     Source,
 )  # fmt: skip
+from raysim.api.declarations import Task
+from raysim.api.learner import Parameters
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
 from raysim.conformance import Study, checks
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
+from raysim.learners import SklearnLinear
 from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
@@ -51,6 +56,7 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     "part",
     [
         Scaffold(),
+        SklearnLinear(),
         Mlp((6,)),
         Synthetic(samples=60, test_samples=5),
         IID(clients=5),
@@ -311,6 +317,32 @@ def test_unstable_or_unnamed_data_are_caught() -> None:
 
 
 @dataclass(frozen=True)
+class Normalising(SklearnLinear):
+    """Learner whose initial values are not seeded, and whose outputs depend on the batch."""
+
+    name = "normalising"
+
+    def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
+        values = super().initial(task, rng)
+        return {**values, "drawn": np.random.rand(3)}  # noqa: NPY002
+
+    def fit(
+        self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[Parameters, LocalResult]:
+        returned, result = super().fit(parameters, inputs, labels, job)
+        return {**returned, "drawn": parameters["drawn"]}, result
+
+    def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
+        return super().predict(parameters, inputs - inputs.mean(axis=0))
+
+
+def test_unseeded_learner_and_outputs_of_a_batch_are_caught() -> None:
+    assert {
+        "its initial parameters depend on the given generator only",
+        "its outputs for a sample do not depend on the other samples",
+    } <= failed_checks(Normalising()).keys()
+
+
 class Doubling(Partitioner):
     """Give every client the same rows, in an order without a seed."""
 

@@ -46,6 +46,23 @@ def test_start_simulation_takes_a_server_of_ones_own():
     assert "fit" not in vars(server) or server.fit.__name__ == "fit"
 
 
+class OlderServer(Server):
+    """A server that returns a history alone, and remembers the names of its clients."""
+
+    def fit(self, num_rounds, timeout):
+        history, _ = super().fit(num_rounds, timeout)
+        self.cids = set(self.client_manager().all())
+        return history
+
+
+def test_start_simulation_numbers_the_clients():
+    server = OlderServer(client_manager=SimpleClientManager(), strategy=FedAvg())
+    history = start(server=server, strategy=None)
+    assert server.cids == {"0", "1", "2", "3", "4", "5"}
+    usual = Server(client_manager=SimpleClientManager(), strategy=FedAvg())
+    assert history.losses_distributed == start(server=usual, strategy=None).losses_distributed
+
+
 def test_start_simulation_continues(tmp_path):
     straight = start(fleet=Lognormal(dropout=0.2))
     out = tmp_path / "run"

@@ -12,23 +12,29 @@ import pytest
 from tiny_runs import BUFFER, ROUNDS, FinishedRun, run, run_spec, several_workers
 
 import raysim
-from raysim.api.declarations import Task
+from raysim.api.declarations import Local, Task
 from raysim.api.learner import EvaluationData, Learner, LearnerUpdate, Parameters
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
+from raysim.api.setup import Setup
+from raysim.conformance import Check, checks
 from raysim.experiment.describe import overview
 from raysim.methods.dp_fedavg import DPFedAvg
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.krum import Krum
 from raysim.primitives.errors import RefusedError
-from raysim.simulation.schedule import Schedule
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Oversample, Schedule, Synchronous
 
 QUICK = (
     "data=synthetic data.samples=200 data.test_samples=40 model=mlp partition.clients=4 "
     "schedule.cohort=2 runtime=inprocess tracking=none"
 )
+
+
+ON_THE_CLOCK = ("virtual_seconds", "floats_down", "floats_up", "staleness", "lost")
 
 
 class Means(Learner):
@@ -101,7 +107,8 @@ def test_bytes_give_the_same_bits_on_two_workers(schedule: Schedule) -> None:
     two = run(spec, schedule, runtime=several_workers(spec, 2), rounds=4)
     contents = [each.coordinator.server.state["means.model"].tolist() for each in (one, two)]
     assert contents[0] == contents[1] and len(contents[0]) > 100
-    assert [row["accuracy"] for row in one.rows] == [row["accuracy"] for row in two.rows]
+    for column in ("accuracy", *ON_THE_CLOCK):
+        assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
 def test_bytes_are_resumed_and_survive_lost_jobs(tmp_path: Path) -> None:
@@ -118,6 +125,8 @@ def test_bytes_are_resumed_and_survive_lost_jobs(tmp_path: Path) -> None:
     assert sum(row["lost"] or 0 for row in straight.rows) > 0
     assert straight.parameters() == resumed.parameters()
     assert straight.summary["state_sha256"] == resumed.summary["state_sha256"]
+    for column in ON_THE_CLOCK:
+        assert [row[column] for row in straight.rows] == [row[column] for row in resumed.rows]
     assert straight.rows[-1]["means.bytes_down"] > straight.rows[0]["means.bytes_down"]
     assert len(straight.predictions().classes) == 40
 
@@ -200,14 +209,94 @@ def test_bytes_have_no_module(tmp_path: Path) -> None:
 def test_plan_describes_a_learner() -> None:
     experiment = raysim.build(QUICK, learner=Means())
     lines = dict(line.split(maxsplit=1) for line in overview(experiment, Path("x")).splitlines())
-    assert lines["model"].startswith("means: bytes; a message counts as ")
+    assert lines["model"].startswith("means: bytes; at first, a client receives ")
     assert "'means'" in lines["rounds"] and "lr" not in lines["rounds"]
 
 
-def test_planned_size_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Means, "message_bytes", lambda self, task: 4001)
-    rows = run(run_spec(Means()), ROUNDS, rounds=1).rows
-    assert rows[0]["floats_up"] == 1001 * rows[0]["clients"]
+class Growing(Weights):
+    """Parameters whose size is known: 400 bytes more with each update; a client sends 96 bytes."""
+
+    name = "growing"
+
+    def initial(self, task: Task, rng: np.random.Generator) -> bytes:
+        return bytes(400)
+
+    def fit(
+        self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[bytes, None]:
+        return bytes(96), None
+
+    def upload_bytes(self, task: Task, received: int) -> int:
+        return received + 100
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        return parameters + bytes(400 * len(updates))
+
+
+def _words(size: int) -> int:
+    """Return the floats of a message with so many bytes: a length, and the bytes."""
+    return 1 + -(-size // 4)
+
+
+def test_bytes_take_the_time_of_their_size() -> None:
+    fleet = Lognormal(100.0, 0.0, 1000.0, 500.0, 0.0)  # samples, bytes down and up per second
+    spec = run_spec(Growing(), local=Local(lr=0.1, batch=8, epochs=2))
+    result = run(spec, Synchronous(2), fleet, rounds=4)
+    now = down = up = 0.0
+    for version, row in enumerate(result.rows):
+        size = 400 + version * 2 * 400
+        samples = max(
+            result.coordinator.counts[job.client] for job in result.jobs if job.version == version
+        )
+        received, sent = 4 * _words(size) / 1000, 4 * _words(size + 100) / 500
+        now += received + 2 * samples / 100 + sent
+        down += 2 * _words(size)
+        up += 2 * _words(96)
+        assert row["virtual_seconds"] == pytest.approx(now)
+        assert (row["floats_down"], row["floats_up"]) == (down, up)
+
+
+def test_bytes_of_unused_updates_count_as_planned() -> None:
+    fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
+    result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
+    planned, now = 0, result.rows[-1]["virtual_seconds"]
+    for job in result.finished.jobs + tuple(result.jobs):
+        if job.fate == "discarded" and job.finish <= now:
+            planned += _words(400 + job.version * 2 * 400 + 100)
+    assert result.rows[-1]["floats_up"] == 8 * _words(96) + planned
+    assert planned > 0
+
+
+@pytest.mark.parametrize("check", checks(Means()), ids=str)
+def test_bytes_pass_all_checks(check: Check) -> None:
+    check()
+
+
+@pytest.mark.parametrize("wrong", [-1, "many"])
+def test_planned_size_is_checked(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    monkeypatch.setattr(Means, "upload_bytes", lambda self, task, received: wrong)
+    with pytest.raises(RefusedError, match="upload_bytes of Means"):
+        raysim.build(QUICK, learner=Means())
+
+
+def test_plan_says_that_sizes_change() -> None:
+    words = QUICK.replace("schedule.cohort=2 runtime=inprocess", "schedule=buffered")
+    words += " schedule.concurrency=3 schedule.size=2 runtime=local runtime.workers=2"
+    experiment = raysim.build(words, learner=Means())
+    lines = dict(line.split(maxsplit=1) for line in overview(experiment, Path("x")).splitlines())
+    assert lines["schedule"].endswith("if messages did not change in size")
+
+
+def test_varying_tensor_goes_to_every_job() -> None:
+    class Once(Means):
+        name = "once"
+
+        def setup(self, run: Setup) -> None:
+            super().setup(run)
+            run.send("more", floats=1, once=True, varies=True)
+
+    with pytest.raises(ValueError, match=r"'once'.*varies"):
+        run(run_spec(Once()), rounds=1)
 
 
 def test_evaluate_gives_the_usual_scores() -> None:

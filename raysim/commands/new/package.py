@@ -64,6 +64,9 @@ def next_steps(folder: Path) -> str:
     steps = {
         f"cd {folder} && python -m pytest": "run its tests, without installing anything",
         f"raysim run --allow {name} {parts} rounds=10": "train with its parts, in that folder",
+        f"raysim run --allow {name} learner={name} data={name} rounds=10": (
+            "train with its learner instead of method and model, in that folder"
+        ),
         f"raysim submit --with {name} run --allow {name} method={name} out=/shared/runs/{name}": (
             "train on a cluster, in that folder"
         ),
@@ -72,7 +75,7 @@ def next_steps(folder: Path) -> str:
     width = max(len(command) for command in steps)
     lines = [f"  {command:<{width}}  {text}" for command, text in steps.items()]
     kinds = (
-        "a method, a model, data, a partition, a schedule, a selection, a topology, a fleet and an "
-        "observer of your own"
+        "a method, a model, a learner, data, a partition, a schedule, a selection, a topology, a "
+        "fleet and an observer of your own"
     )
     return "\n".join([f"{folder} holds {kinds}:", *lines])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mypackage.data import MyData
 from mypackage.fleet import MyFleet
+from mypackage.learner import MyLearner
 from mypackage.method import MyMethod
 from mypackage.model import MyModel
 from mypackage.observer import MyObserver
@@ -19,13 +20,10 @@ import raysim
 from raysim.conformance import Check, checks
 
 PARTS = [
-    MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MySelection(), MyTopology(),
-    MyFleet(), MyObserver(),
+    MyMethod(), MyModel(), MyLearner(), MyData(), MyPartition(), MySchedule(), MySelection(),
+    MyTopology(), MyFleet(), MyObserver(),
 ]  # fmt: skip
-GROUPS = (
-    "method", "model", "data", "partition", "schedule", "selection", "topology", "fleet",
-    "observer",
-)  # fmt: skip
+GROUPS = ["data", "partition", "schedule", "selection", "topology", "fleet", "observer"]
 
 
 @pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)
@@ -33,8 +31,10 @@ def test_part_passes_check(check: Check) -> None:
     check()
 
 
-def test_parts_run_together(tmp_path: Path) -> None:
-    overrides = [f"{group}=mypackage" for group in GROUPS]
+# The learner has its own model and training, so that it takes the place of model and method.
+@pytest.mark.parametrize("trained", [["method", "model"], ["learner"]], ids="+".join)
+def test_parts_run_together(trained: list[str], tmp_path: Path) -> None:
+    overrides = [f"{group}=mypackage" for group in [*trained, *GROUPS]]
     result = raysim.run(
         [*overrides, f"out={tmp_path / 'run'}"],
         rounds=8,

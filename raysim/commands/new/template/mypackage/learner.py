@@ -1,0 +1,44 @@
+"""A learner: a model without PyTorch, the mean image of each class."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raysim import Learner, LocalResult
+from raysim.api.declarations import Task
+from raysim.api.learner import Parameters
+from raysim.api.local_job import LocalJob
+from raysim.primitives.checks import in_range
+
+
+class MyLearner(Learner):
+    """A learner that predicts the class whose mean image is nearest.
+
+    share: how far a job moves a mean towards the client's own mean of the class. The server
+    averages the means that clients return.
+    """
+
+    name = "mypackage"
+
+    def __init__(self, share: float = 0.5):
+        self.share = in_range("learner.share", share, above=0, most=1)
+
+    def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
+        """Return the first means: a dictionary of arrays whose shapes never change."""
+        return {"means": np.zeros((task.num_classes, int(np.prod(task.shape))))}
+
+    def fit(
+        self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[Parameters, LocalResult]:
+        """Return the parameters after a job on a client's inputs [n, ...] and labels [n]."""
+        means = parameters["means"]
+        rows = inputs.reshape(len(inputs), -1)
+        for label in np.unique(labels):
+            means[label] += self.share * (rows[labels == label].mean(axis=0) - means[label])
+        return {"means": means}, LocalResult(samples=len(rows))
+
+    def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
+        """Return outputs [n, C] for inputs [n, ...]; the largest one is the predicted class."""
+        rows = inputs.reshape(len(inputs), 1, -1)
+        distances = ((rows - parameters["means"]) ** 2).sum(axis=2)
+        return -distances
