@@ -9,8 +9,8 @@
 
 `checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a
 selection, a topology, a fleet or an observer. Each check makes a few tiny runs in this process,
-which take a fraction of a second each. It raises AssertionError with one sentence if the part fails. raysim's
-own parts pass the same checks.
+which take a fraction of a second each. It raises AssertionError with one sentence if the part
+fails. raysim's own parts pass the same checks.
 """
 
 from __future__ import annotations

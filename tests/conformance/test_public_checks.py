@@ -73,7 +73,7 @@ def test_parts_of_raysim_pass(part: object) -> None:
 
 
 def test_object_that_is_no_part_is_refused() -> None:
-    with pytest.raises(TypeError, match="3 is no part"):
+    with pytest.raises(TypeError, match="3 is not a part"):
         checks(3)
 
 
