@@ -1,8 +1,8 @@
 """Checkpoints: the complete state of a run, written atomically and verified when read.
 
 There is no pickle. A checkpoint is a folder `round-000050` with `run.json` (numbers),
-`server.safetensors` (named tensors; several files if there are many), `index.safetensors` and
-`manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
+`server.safetensors` (named tensors; several files if they are many or large), `index.safetensors`
+and `manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
 `states-00000017.safetensors` (the index says which file has which client, see `state_log.py`), and
 rows of a long history in `rows-00000009.json`. The manifest has the SHA-256 of every file that the
 checkpoint needs, and of the manifest's own content. It is written last; a folder without it is not
@@ -49,6 +49,7 @@ _REQUIRED = {_RUN, "server.safetensors", _INDEX}
 FORMAT = 3  # of run.json; a checkpoint with another one cannot be continued
 _LOG_FILE = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
+SERVER_FILE_BYTES = 2**28  # of tensors in a file of the server, about; all of them are read at once
 
 
 @dataclass(frozen=True)
@@ -324,10 +325,16 @@ def _write_bytes(place: Store, name: str, content: bytes) -> str:
 
 def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
     """Yield groups of contiguous arrays, each small enough for one file; at least one group."""
-    keys = list(arrays)
-    for start in range(0, max(1, len(keys)), MAX_TENSORS):
-        part = keys[start : start + MAX_TENSORS]
-        yield {key: np.asarray(arrays[key], order="C") for key in part}
+    part: dict[str, np.ndarray] = {}
+    size = 0
+    for key in arrays:
+        array = np.asarray(arrays[key], order="C")
+        if part and (size + array.nbytes > SERVER_FILE_BYTES or len(part) == MAX_TENSORS):
+            yield part
+            part, size = {}, 0
+        part[key] = array
+        size += array.nbytes
+    yield part
 
 
 # --- reading --------------------------------------------------------------------------------------

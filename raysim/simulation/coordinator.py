@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,7 +77,9 @@ class Coordinator:
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         network = make_network(spec, declarations, fleet)
-        self.replicas = make_replicas(spec, declarations, self.initial, schedule.size, network)
+        self.replicas = make_replicas(
+            spec, declarations, self.initial, schedule.size, network, folder
+        )
         self.client_states = make_client_states(spec, declarations, runtime, folder)
         self.versions = Versions(runtime)
         self.planner = make_planner(spec, declarations, schedule, fleet, network, self._sent_floats)
@@ -189,8 +192,9 @@ class Coordinator:
             smallest: np.ndarray = losses.min(axis=0)
             return smallest
         numbers = [replicas.numbers[replicas.replica_of(client)] for client in clients]
-        refs = [self.versions.refs[number] for number in numbers]
-        return self.evaluator.losses(clients, samples, replicas.version, refs)
+        source_of = {number: partial(self.versions.ref, number) for number in numbers}
+        sources = [source_of[number] for number in numbers]
+        return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
         """Return the floats of a tensor that a client receives with its current version."""
@@ -248,8 +252,9 @@ class Coordinator:
             return
         vector, counters = pending.scored = replicas.scored()
         number = replicas.numbers[0]
-        ref = self.versions.refs[number]
-        if vector is not self.server.vector:
+        if vector is self.server.vector:
+            ref = self.versions.ref(number)
+        else:
             published = PublishedVersion(
                 version, vector.numpy(), counters.numpy(), mark="scored", number=number
             )

@@ -244,10 +244,11 @@ class Dispatcher:
         # A job sends less than its delta where clients have replicas of their own.
         floats = sum(max(job.up, self._floats) for job in jobs)
         floats -= self._floats * (sum(map(len, groups)) - len(groups))
+        refs = [self._versions.ref(version) for version in versions]
         call = TrainCall(
             worker,
             method,
-            (jobs, groups, len(versions), *(self._versions.refs[version] for version in versions)),
+            (jobs, groups, len(versions), *refs),
             uses,
             remote_values=len(groups) if method == "train_apart" else 0,
             jobs=jobs,

@@ -8,8 +8,9 @@ loss decomposition of the FedLD paper works with any method.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
@@ -35,6 +36,9 @@ from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets", "mean"]
+# A function that returns a published version in the runtime's store. Tasks with one version have
+# the same function. It is called when tasks are sent: versions on disk are read one by one.
+Source: TypeAlias = Callable[[], Ref]
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -180,36 +184,50 @@ class Evaluator:
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
         replica_of = self._replicas_of(clients, replicas, versions)
         scored = set(replica_of.values()) or {0}
-        refs = {
-            replica: self._scored_ref(replicas, replica, versions) for replica in sorted(scored)
+        sources = {
+            replica: partial(self._scored_ref, replicas, replica, versions)
+            for replica in sorted(scored)
         }
         tasks = [
             self._client_task(client, replicas.servers[replica_of[client]]) for client in clients
         ]
-        task_refs = [refs[replica_of[client]] for client in clients]
+        task_sources = [sources[replica_of[client]] for client in clients]
         if replicas.network.moves_clients:
             served = np.array([replica_of[client] for client in clients], np.float64)
             scoring.client_scores["replica"] = [(np.array(clients, np.int64), served)]
         own_tasks = tasks if self.best is None else [self._with_validation(task) for task in tasks]
-        scoring.reports["own"] = self._start_each(own_tasks, task_refs)
+        scoring.reports["own"] = self._start_each(own_tasks, task_sources)
         if self._has_finetuning(replicas.version):
             tuned = [
-                (replace(task, finetune=self.evaluation.finetune), ref)
-                for task, ref in zip(tasks, task_refs, strict=True)
+                (replace(task, finetune=self.evaluation.finetune), source)
+                for task, source in zip(tasks, task_sources, strict=True)
                 if len(task.rows)
             ]
-            tuned_tasks, tuned_refs = [task for task, _ in tuned], [ref for _, ref in tuned]
-            scoring.reports["finetuned"] = self._start_each(tuned_tasks, tuned_refs)
+            tuned_tasks = [task for task, _ in tuned]
+            tuned_sources = [source for _, source in tuned]
+            scoring.reports["finetuned"] = self._start_each(tuned_tasks, tuned_sources)
         if self.evaluation.common:
             common = [replace(task, rows=self.spec.data.central) for task in tasks]
-            scoring.reports["common"] = self._start_each(common, task_refs)
+            scoring.reports["common"] = self._start_each(common, task_sources)
         if self.complete and len(self.spec.data.central):
             central = self._batches(self.spec.data.central)
             scoring.reports["mean"] = self._start(central, mean)
-            for place, ref in enumerate(refs.values()):
-                worker = self.calls.active[place % len(self.calls.active)]
-                scoring.replicas.append([self.calls.call(worker, "evaluate", central, ref)])
+            scoring.replicas = self._score_centrally(central, list(sources.values()), replicas)
         return scoring
+
+    def _score_centrally(
+        self, central: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
+    ) -> list[list[Call]]:
+        """Start scoring several versions on the central test set."""
+        calls: list[list[Call]] = []
+        workers = self.calls.active
+        for place, source in enumerate(sources):
+            if replicas.bytes_on_disk and place >= len(workers):
+                # Versions on disk are read only after those before are scored.
+                self.calls.wait(calls[place - len(workers)][0])
+            worker = workers[place % len(workers)]
+            calls.append([self.calls.call(worker, "evaluate", central, source())])
+        return calls
 
     def _replicas_of(
         self, clients: Sequence[int], replicas: Replicas, versions: Versions
@@ -229,12 +247,10 @@ class Evaluator:
         self, clients: Sequence[int], samples: int | None, replicas: Replicas, versions: Versions
     ) -> np.ndarray:
         """Return the loss of every replica for each client, [replicas, clients]; see `losses`."""
-        calls = [
-            self._start_losses(
-                clients, samples, replicas.version, [versions.refs[number]] * len(clients)
-            )
-            for number in replicas.numbers
-        ]
+        calls: list[list[Call]] = []
+        for number in replicas.numbers:
+            sources = [partial(versions.ref, number)] * len(clients)
+            calls.append(self._start_losses(clients, samples, replicas.version, sources))
         return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
@@ -242,7 +258,7 @@ class Evaluator:
         server, number = replicas.servers[replica], replicas.numbers[replica]
         scored = server.scored()
         if scored is server.vector:
-            return versions.refs[number]
+            return versions.ref(number)
         version, counters = server.version, server.counters.numpy()
         mark = f"scored {replica}"
         published = PublishedVersion(version, scored.numpy(), counters, mark=mark, number=number)
@@ -300,21 +316,21 @@ class Evaluator:
 
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
         """Send tasks to the workers that have the clients' states, and other tasks evenly."""
-        return self._start_each(tasks, [published] * len(tasks))
+        return self._start_each(tasks, [lambda: published] * len(tasks))
 
-    def _start_each(self, tasks: Sequence[ScoringTask], refs: Sequence[Ref]) -> list[Call]:
+    def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
         """Send tasks, each with its published version, to the workers as `_start` does."""
         # By worker: consecutive tasks with one version.
-        tasks_of_worker: dict[int, list[tuple[Ref, list[ScoringTask]]]] = {}
+        tasks_of_worker: dict[int, list[tuple[Source, list[ScoringTask]]]] = {}
         workers = self.calls.active
-        for index, (task, ref) in enumerate(zip(tasks, refs, strict=True)):
+        for index, (task, source) in enumerate(zip(tasks, sources, strict=True)):
             place = self.client_states.place(task.client)
             worker = workers[index * len(workers) // len(tasks)]
             if place is not None and place[0] in workers:
                 worker = place[0]
             parts = tasks_of_worker.setdefault(worker, [])
-            if not parts or parts[-1][0] is not ref:
-                parts.append((ref, []))
+            if not parts or parts[-1][0] is not source:
+                parts.append((source, []))
             parts[-1][1].append(task)
         has_states = self.client_states.stateful and any(task.client >= 0 for task in tasks)
         chunks = [
@@ -328,40 +344,40 @@ class Evaluator:
             for chunk in wave:
                 if chunk is None:
                     continue
-                worker, members, published = chunk
+                worker, members, source = chunk
                 states = []
                 if has_states:
                     states = [StateUse(task.client, task.state) for task in members]
-                call = self.calls.call(worker, "evaluate", members, published, states=states)
+                call = self.calls.call(worker, "evaluate", members, source(), states=states)
                 calls.append(call)
         return calls
 
     def _chunks(
-        self, worker: int, parts: Sequence[tuple[Ref, Sequence[ScoringTask]]]
-    ) -> list[tuple[int, Sequence[ScoringTask], Ref]]:
+        self, worker: int, parts: Sequence[tuple[Source, Sequence[ScoringTask]]]
+    ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
         """Split the tasks of a worker into calls with a limited number of bytes read from disk."""
-        chunks: list[tuple[int, Sequence[ScoringTask], Ref]] = []
-        for ref, tasks in parts:
+        chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
+        for source, tasks in parts:
             reads = self.client_states.split_reads([task.client for task in tasks])
-            chunks += [(worker, tasks[read], ref) for read in reads]
+            chunks += [(worker, tasks[read], source) for read in reads]
         return chunks
 
     def losses(
-        self, clients: Sequence[int], samples: int | None, version: int, published: Sequence[Ref]
+        self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
     ) -> np.ndarray:
         """Return the mean loss of a model on the training samples of each client.
 
         float64 [clients]; waits. samples: the most samples of each client, drawn by client and
-        version; None uses all. published: the published version for each client.
+        version; None uses all. sources: the published version for each client.
         """
-        calls = self._start_losses(clients, samples, version, published)
+        calls = self._start_losses(clients, samples, version, sources)
         return self._collect_losses(clients, calls)
 
     def _start_losses(
-        self, clients: Sequence[int], samples: int | None, version: int, published: Sequence[Ref]
+        self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
     ) -> list[Call]:
         tasks = [self._loss_task(client, samples, version) for client in clients]
-        return self._start_each(tasks, published)
+        return self._start_each(tasks, sources)
 
     def _collect_losses(self, clients: Sequence[int], calls: Sequence[Call]) -> np.ndarray:
         reports = self._collect(calls)

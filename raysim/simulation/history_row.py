@@ -88,7 +88,7 @@ class RowWriter:
             "worker_seconds": sum(update.seconds for update in updates),
             **self._busy(),
             "store_bytes": store_bytes,
-            "spilled_bytes": self.client_states.spilled_bytes,
+            "spilled_bytes": self.client_states.spilled_bytes + replicas.bytes_on_disk,
             **self._network_columns(),
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),

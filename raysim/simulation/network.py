@@ -163,9 +163,17 @@ def server_part(declared: MethodDeclaration) -> str:
 
 
 def make_replicas(
-    spec: RunSpec, declarations: Declarations, initial: Vector, size: int, network: Network
+    spec: RunSpec,
+    declarations: Declarations,
+    initial: Vector,
+    size: int,
+    network: Network,
+    folder: str,
 ) -> Replicas:
-    """Return the servers of a run at its start. size: the most updates in one aggregation."""
+    """Return the servers of a run at its start.
+
+    size: the most updates in one aggregation. folder: the run's folder.
+    """
     first = make_server(spec, declarations, initial, size)
     if network.replicas == 1:
         return Replicas(network, [first], declarations)
@@ -181,7 +189,8 @@ def make_replicas(
         if network.chosen_by_loss:
             server.vector = _drawn_vector(spec, declarations, server.vector, server.replica)
     set_clients = functools.partial(_set_clients, spec) if network.moves_clients else None
-    return Replicas(network, servers, declarations, set_clients)
+    budget = spec.settings.state.bytes
+    return Replicas(network, servers, declarations, set_clients, budget, folder)
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:

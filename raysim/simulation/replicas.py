@@ -17,9 +17,12 @@ from raysim.api.messages import Failure, GroupSums, Job, PublishedVersion, Updat
 from raysim.api.setup import MethodDeclaration
 from raysim.api.topology import ClusterView, MixingRow, Network
 from raysim.simulation.planner import PlannedAggregation
+from raysim.simulation.replica_memory import ReplicaMemory
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
-from raysim.vectors.tree_sum import weighted_sum
+from raysim.vectors.tree_sum import add_up, weighted_sum
+
+MEAN_REPLICAS = 64  # that are read at once for a mean if replicas are on disk; a power of 2
 
 Arrival: TypeAlias = Update | Failure
 
@@ -34,6 +37,7 @@ class Replicas:
     trained last. cluster_state: the arrays of the rule that moves clients.
 
     set_clients: tells a server which clients it has, from `clients_of`; None if they never change.
+    budget: bytes of replicas in memory; those that are idle longest are on disk, in `folder`.
     """
 
     def __init__(
@@ -42,8 +46,11 @@ class Replicas:
         servers: Sequence[Server],
         declarations: Declarations,
         set_clients: Callable[[np.ndarray, Server], None] | None = None,
+        budget: float = math.inf,
+        folder: str = "",
     ):
         self.network, self.servers = network, servers
+        self._memory = ReplicaMemory(servers, budget, folder, not network.on_clients)
         self.version = 0
         self.report: dict[str, float] = {}
         self.numbers = [0] * len(servers)
@@ -79,6 +86,19 @@ class Replicas:
         """True if workers may sum the updates of a replica."""
         return self.first.summable and not self.network.moves_clients
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """The bytes of replicas on disk."""
+        return self._memory.bytes_on_disk
+
+    def read(self, replica: int) -> Server:
+        """Return the server of a replica whose tensors are read next.
+
+        A loop over all replicas calls it, so that few of those on disk are in memory at once.
+        """
+        self._memory.note_read(replica)
+        return self.servers[replica]
+
     def replica_of(self, client: int) -> int:
         """Return the replica that serves a client."""
         return 0 if self.is_single else self.clients_of.item(client)
@@ -101,14 +121,24 @@ class Replicas:
 
     # --- versions ---------------------------------------------------------------------------------
     def publish(self, versions: Versions) -> None:
-        """Store the versions of all replicas that changed since the last call."""
+        """Store the versions of all replicas that changed since the last call.
+
+        If replicas need more memory than the budget, move idle ones to disk.
+        """
+        moved: set[int] = set()
+        if not self.is_single:
+            moved = self._memory.keep_within_budget(
+                self._changed, lambda replica: versions.is_held(self.numbers[replica])
+            )
         for replica in self._changed:
-            number = self.numbers[replica]
-            versions.publish(replica, number, functools.partial(self._published, replica))
+            number, make = self.numbers[replica], functools.partial(self._published, replica)
+            versions.publish(replica, number, make, replica in moved)
+        for replica in moved:
+            versions.unload(self.numbers[replica])
         self._changed = []
 
     def _published(self, replica: int) -> PublishedVersion:
-        return replace(self.servers[replica].published(), number=self.numbers[replica])
+        return replace(self.read(replica).published(), number=self.numbers[replica])
 
     # --- clients that move ------------------------------------------------------------------------
     def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
@@ -252,7 +282,7 @@ class Replicas:
         reports: dict[str, list[float]] = {}
         by_replica = _places_by_replica(jobs)
         for replica, places in by_replica.items():
-            server = self.servers[replica]
+            server = self.read(replica)
             server.version = aggregation.site_version
             server.has_moved = mixes_first
             bases = _Bases(versions, {jobs[place].version: jobs[place].base for place in places})
@@ -293,7 +323,7 @@ class Replicas:
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of some replicas, and the maximum of their counters."""
-        sources = [self.servers[source] for source in row.sources]
+        sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
         counters = np.max([server.counters.numpy() for server in sources], axis=0)
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
@@ -327,18 +357,35 @@ class Replicas:
     def _mean_of(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         if all(vector is vectors[0] for vector in vectors):  # as after a meeting
             return vectors[0], self.first.counters
-        weights = self._mean_weights()
         counters = np.max([server.counters.numpy() for server in self.servers], axis=0)
+        return self._weighted_mean(vectors), torch.from_numpy(counters)
+
+    def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the weighted mean of one vector of each replica."""
+        weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
-        return weighted_sum(arrays, weights), torch.from_numpy(counters)
+        if not self.bytes_on_disk:
+            return weighted_sum(arrays, weights)
+        # Few are in memory at once. Each sum is one part of the tree, so the bits are the same.
+        sums: dict[range, np.ndarray] = {}
+        for start in range(0, len(arrays), MEAN_REPLICAS):
+            part = range(start, min(start + MEAN_REPLICAS, len(arrays)))
+            for replica in part:
+                self.read(replica)
+            members = slice(part.start, part.stop)
+            sums[part] = weighted_sum(arrays[members], weights[members]).numpy()
+        total = add_up(list(sums), *sums.values())
+        assert total is not None, "there are replicas"
+        return torch.from_numpy(total)
 
     def consensus_distance(self) -> float:
         """Return the root mean square distance of the replicas' parameters to their mean."""
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
         total = 0.0
-        for server, weight in zip(self.servers, self._mean_weights(), strict=True):
-            distance = torch.linalg.vector_norm(server.vector[:trained] - mean, dtype=torch.float64)
+        for replica, weight in enumerate(self._mean_weights()):
+            vector = self.read(replica).vector[:trained]
+            distance = torch.linalg.vector_norm(vector - mean, dtype=torch.float64)
             total += weight * float(distance) ** 2
         return math.sqrt(total)
 

@@ -7,7 +7,7 @@ again from their base versions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,33 @@ from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.replicas import Replicas
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
+
+
+class _ServerArrays(Mapping[str, np.ndarray]):
+    """The arrays of a snapshot, by name.
+
+    replica_of: the replicas whose arrays follow these names. note_read: function that is called
+    with a replica before its arrays are read.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        replica_of: Mapping[str, int],
+        note_read: Callable[[int], Server],
+    ):
+        self._arrays, self._replica_of, self._note_read = arrays, replica_of, note_read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._replica_of:
+            self._note_read(self._replica_of[name])
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,7 @@ def take(run: RunState) -> Snapshot:
     }
     if planner.received is not None:
         arrays["received"] = planner.received
+    replica_of: dict[str, int] = {}  # by name of a vector
     for replica, server in enumerate(replicas.servers):
         prefix = _prefix(replica)
         arrays |= {
@@ -63,6 +91,7 @@ def take(run: RunState) -> Snapshot:
             f"{prefix}counters": server.counters.numpy(),
             **{f"{prefix}state/{name}": tensor.numpy() for name, tensor in server.state.items()},
         }
+        replica_of[f"{prefix}vector"] = replica
     for row in run.jobs.rows:
         arrays |= {f"job/{row.job.number}/{key}": array for key, array in row.job.extras.items()}
     for version in versions.held_versions:
@@ -85,7 +114,10 @@ def take(run: RunState) -> Snapshot:
         "rows": history.rows,
     }
     return Snapshot(
-        numbers, arrays, run.client_states.named_tensors(), run.client_states.accepted_jobs
+        numbers,
+        _ServerArrays(arrays, replica_of, replicas.read),
+        run.client_states.named_tensors(),
+        run.client_states.accepted_jobs,
     )
 
 
@@ -149,7 +181,8 @@ def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 def model_sha256(replicas: Replicas) -> str:
     """Return the checksum of the shared model, or of all replicas."""
     digest = hashlib.sha256()
-    for server in replicas.servers:
+    for replica in range(len(replicas.servers)):
+        server = replicas.read(replica)
         digest.update(server.vector.numpy().tobytes() + server.counters.numpy().tobytes())
     return digest.hexdigest()
 
@@ -162,8 +195,8 @@ def state_sha256(replicas: Replicas, client_states: ClientStates) -> str:
     ):  # one at a time: some lie on disk
         for key, array in sorted(to_flat_arrays(client_states.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
-    for server in replicas.servers:
-        for name, tensor in sorted(server.state.items()):
+    for replica in range(len(replicas.servers)):
+        for name, tensor in sorted(replicas.read(replica).state.items()):
             digest.update(name.encode())
             # Without a copy: a cache may be larger than memory.
             digest.update(tensor.contiguous().numpy().data)

@@ -1,15 +1,24 @@
-"""Arrays on disk instead of in memory: one unnamed file with a region for every client."""
+"""Arrays on disk instead of in memory, in unnamed files.
+
+`SpillFile` has a region for every client and returns copies. `MappedFile` returns arrays that are
+mapped from the file, for those that are used in place.
+"""
 
 from __future__ import annotations
 
+import mmap
 import tempfile
+import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 _ALIGNMENT_BYTES = 64
+SEGMENT_BYTES = 2**28  # of a file that are mapped at once; a longer array has a segment of its own
 
 
 @dataclass(frozen=True)
@@ -31,13 +40,7 @@ class SpillFile:
     """
 
     def __init__(self, folder: Path | str = ""):
-        self._folder: str | None = None
-        if str(folder):
-            # A run's folder may be made after the states of its checkpoint are restored.
-            candidates = (Path(folder), *Path(folder).absolute().parents)
-            self._folder = str(next(path for path in candidates if path.is_dir()))
-        # It stays open as long as this object.
-        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        self._file = _UnnamedFile(folder, "client states")
         self._places: dict[int, tuple[int, int]] = {}  # by client: start and bytes of its place
         self._pieces: dict[int, list[_Piece]] = {}  # by client
         self._end = 0
@@ -51,17 +54,10 @@ class SpillFile:
             self._places[client] = start, needed
             self._end = start + needed
         pieces = []
-        try:
-            for key, array in arrays.items():
-                self._file.seek(start)
-                self._file.write(np.ascontiguousarray(array).data)
-                pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
-                start += _aligned_bytes(array)
-            self._file.flush()
-        except OSError as error:
-            where = self._folder or tempfile.gettempdir()
-            text = f"{error.strerror}: {self._end} bytes of client states"
-            raise OSError(error.errno, text, where) from None
+        for key, array in arrays.items():
+            self._file.write(start, array, self._end)
+            pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
+            start += _aligned_bytes(array)
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
@@ -75,8 +71,7 @@ class SpillFile:
         start = pieces[0].start
         end = pieces[-1].start + pieces[-1].size
         content = np.empty(end - start, np.uint8)
-        self._file.seek(start)
-        self._file.readinto(content.data)
+        self._file.read(start, content)
         content.flags.writeable = False
         arrays: dict[str, np.ndarray] = {}
         for piece in pieces:
@@ -84,6 +79,112 @@ class SpillFile:
             part = content[offset : offset + piece.size]
             arrays[piece.key] = part.view(piece.dtype).reshape(piece.shape)
         return arrays
+
+
+class MappedFile:
+    """A file whose arrays are used like those in memory, and may be changed in place.
+
+    The pages of an array are in memory only while they are used: the system removes them if memory
+    is short, and `note_read` removes them all when more than `resident` bytes were read. The space
+    of an array is used again when the array and all its views are gone. The file is removed when
+    the process ends in any way.
+
+    folder: on the disk to use; "" is the system's folder for temporary files. what: the kind of
+    arrays, for errors.
+    """
+
+    def __init__(self, folder: Path | str, what: str, resident: float):
+        self._file = _UnnamedFile(folder, what)
+        self._resident = resident
+        self._segments: list[mmap.mmap] = []
+        self._addresses: list[range] = []  # of each segment
+        self._starts: list[int] = []  # of each segment in the file
+        self._end = self._limit = 0  # of the space that was ever used, and of the last segment
+        # By bytes: segments and offsets of the space that is free again.
+        self._free: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._read = 0  # bytes since pages were removed
+        self.used = 0  # bytes of the arrays in the file
+
+    def move(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy of an array that is in the file. Raises OSError with the folder's name."""
+        size = _aligned_bytes(array)
+        segment, offset = self._take(size)
+        self._file.write(self._starts[segment] + offset, array, self._end)
+        region = np.frombuffer(self._segments[segment], np.uint8, array.nbytes, offset)
+        self.used += size
+        weakref.finalize(region, self._release, size, segment, offset).atexit = False
+        return region.view(array.dtype).reshape(array.shape)
+
+    def contains(self, array: np.ndarray) -> bool:
+        """Return True if an array is in this file."""
+        address = array.ctypes.data
+        return any(address in addresses for addresses in self._addresses)
+
+    def note_read(self, size: int) -> None:
+        """Record that so many bytes are read next; first remove pages if there are too many."""
+        if self._read + size > self._resident:
+            for segment in self._segments:
+                segment.madvise(mmap.MADV_DONTNEED)
+            self._read = 0
+        self._read += size
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Return the segment and the offset of free space."""
+        if self._free[size]:
+            return self._free[size].pop()
+        if self._end + size > self._limit:
+            self._add_segment(max(size, SEGMENT_BYTES))
+        offset = self._end - self._starts[-1]
+        self._end += size
+        return len(self._segments) - 1, offset
+
+    def _add_segment(self, size: int) -> None:
+        self._end = -(-self._limit // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._limit = self._end + size
+        segment = self._file.map(self._end, size)
+        address = np.frombuffer(segment, np.uint8).ctypes.data
+        self._segments.append(segment)
+        self._addresses.append(range(address, address + size))
+        self._starts.append(self._end)
+
+    def _release(self, size: int, segment: int, offset: int) -> None:
+        self._free[size].append((segment, offset))
+        self.used -= size
+
+
+class _UnnamedFile:
+    """A temporary file. folder, what: see `MappedFile`."""
+
+    def __init__(self, folder: Path | str, what: str):
+        self._folder: str | None = None
+        self._what = what
+        if str(folder):
+            # A run's folder may be made after its checkpoint is restored.
+            candidates = (Path(folder), *Path(folder).absolute().parents)
+            self._folder = str(next(path for path in candidates if path.is_dir()))
+        # It stays open as long as this object.
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+
+    def write(self, start: int, array: np.ndarray, total: int) -> None:
+        """Write an array. total: bytes of the file, for errors. Raises OSError with the folder."""
+        try:
+            self._file.seek(start)
+            self._file.write(np.ascontiguousarray(array).data)
+            self._file.flush()
+        except OSError as error:
+            where = self._folder or tempfile.gettempdir()
+            text = f"{error.strerror}: {total} bytes of {self._what}"
+            raise OSError(error.errno, text, where) from None
+
+    def read(self, start: int, content: np.ndarray) -> None:
+        """Fill `content`, uint8 [n], with the bytes from `start`."""
+        self._file.seek(start)
+        self._file.readinto(content.data)  # type: ignore[attr-defined]
+
+    def map(self, start: int, size: int) -> mmap.mmap:
+        """Extend the file to `start` + `size` bytes, and return these as shared memory."""
+        self._file.truncate(start + size)
+        return mmap.mmap(self._file.fileno(), size, offset=start)
 
 
 def _aligned_bytes(array: np.ndarray) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from raysim.api.messages import PublishedVersion
@@ -10,34 +10,64 @@ from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, PublishedVersion]):
-    """The published versions by number. They are only in the runtime's store.
+    """The published versions by number. They are in the runtime's store.
 
     The coordinator reads a version from the store, without a copy, if the server or a checkpoint
     needs it. A version is dropped when no replica has it as its current one and no job holds it.
+    The current version of a replica on disk is in the store only while a job holds it.
     """
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        self.refs: dict[int, Ref] = {}  # where workers find them
+        self._refs: dict[int, Ref] = {}  # where workers find them
+        # By replica: function that makes its current version.
+        self._makers: dict[int, Callable[[], PublishedVersion]] = {}
+        self._on_disk: set[int] = set()  # current versions of replicas on disk
         self._current: dict[int, int] = {}  # by replica: its current version
-        self._replicas: Counter[int] = Counter()  # by version: replicas whose current one it is
+        # By version: the replicas whose current one it is.
+        self._replicas: defaultdict[int, set[int]] = defaultdict(set)
         self._holders: Counter[int] = Counter()  # by version: jobs that start from it
         self._read: dict[int, PublishedVersion] = {}
         self._sizes: dict[int, int] = {}
         self._extra_floats: dict[int, dict[str, int]] = {}  # by version and full name
 
-    def publish(self, replica: int, version: int, make: Callable[[], PublishedVersion]) -> None:
+    def publish(
+        self,
+        replica: int,
+        version: int,
+        make: Callable[[], PublishedVersion],
+        is_on_disk: bool = False,
+    ) -> None:
         """Store a replica's current version unless it is stored; drop the previous one if not held.
 
-        version: its number.
+        version: its number. make: function that returns the version, as long as it is current.
+        is_on_disk: True stores the version only when it is needed.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version
-        self._replicas[version] += 1
-        self._replicas[before] -= 1
-        if version not in self.refs:
+        self._replicas[before].discard(replica)
+        self._replicas[version].add(replica)
+        self._makers[replica] = make
+        if is_on_disk:
+            self.unload(version)
+        elif version not in self._refs:
             self._store(make())
         self._drop_unless_needed(before)
+
+    def unload(self, version: int) -> None:
+        """Record that a current version is on disk: remove it from the store if no job holds it."""
+        self._on_disk.add(version)
+        self._drop_unless_needed(version)
+
+    def ref(self, version: int) -> Ref:
+        """Return where workers find a version."""
+        if version in self._refs:
+            return self._refs[version]
+        return self._runtime.put(self._make(version))
+
+    def _make(self, version: int) -> PublishedVersion:
+        """Return a current version that is not in the store."""
+        return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
         """Store the base versions of a checkpoint's jobs in flight; these jobs hold them."""
@@ -47,6 +77,8 @@ class Versions(Mapping[int, PublishedVersion]):
     def hold(self, version: int) -> None:
         """Record that a job starts from this version."""
         self._holders[version] += 1
+        if version not in self._refs:
+            self._store(self._make(version))
 
     def release(self, version: int) -> None:
         """Record that a job does not need its base version any more."""
@@ -54,20 +86,29 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(version)
 
     def _store(self, published: PublishedVersion) -> None:
-        self.refs[published.number] = self._runtime.put(published)
+        self._refs[published.number] = self._runtime.put(published)
         self._sizes[published.number] = published.nbytes
         sizes = {name: array.size for name, array in published.extras.items()}
         self._extra_floats[published.number] = sizes
 
     def _drop_unless_needed(self, version: int) -> None:
-        if self._replicas[version] > 0 or self._holders[version] > 0:
+        if self._holders[version] > 0:
+            return
+        is_current = bool(self._replicas.get(version))
+        if is_current and version not in self._on_disk:
             return
         self._holders.pop(version, None)
-        self._replicas.pop(version, None)
         self._sizes.pop(version, None)
         self._extra_floats.pop(version, None)
         self._read.pop(version, None)
-        self.refs.pop(version, None)
+        self._refs.pop(version, None)
+        if not is_current:
+            self._replicas.pop(version, None)
+            self._on_disk.discard(version)
+
+    def is_held(self, version: int) -> bool:
+        """Return True if a job starts from this version."""
+        return self._holders[version] > 0
 
     def extra_floats(self, version: int, name: str) -> int:
         """Return the floats of a tensor that travels with a version, by its full name."""
@@ -85,11 +126,11 @@ class Versions(Mapping[int, PublishedVersion]):
 
     def __getitem__(self, version: int) -> PublishedVersion:
         if version not in self._read:
-            self._read[version] = self._runtime.get(self.refs[version])
+            self._read[version] = self._runtime.get(self._refs[version])
         return self._read[version]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.refs)
+        return iter(self._refs)
 
     def __len__(self) -> int:
-        return len(self.refs)
+        return len(self._refs)

@@ -89,9 +89,10 @@ class Faults:
 
 @dataclass(frozen=True)
 class StateBudget:
-    """The limits of memory for client states; states that were idle longest leave first.
+    """The limits of memory for client states and replicas; those idle longest leave first.
 
-    budget: GiB of committed client states in memory; the others are on disk.
+    budget: GiB of committed client states in memory, and as many GiB of replicas (models of a
+    topology, with their server state); the others are on disk.
     device: GiB of client states on the GPU of each worker; the others are in ordinary memory. None
     means no limit.
     """

@@ -225,8 +225,8 @@ def test_spilled_state_is_replaced_in_place(tmp_path: Path) -> None:
 
 def test_full_disk_names_the_folder() -> None:
     spill = SpillFile()
-    spill._file.close()
-    spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+    spill._file._file.close()
+    spill._file._file = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left .* of client states"):
         spill.write(0, {"x": np.ones(4, np.float32)})
 

@@ -1,0 +1,120 @@
+"""The vectors and the server state of replicas: in memory, or on disk if a replica is idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from raysim.simulation.server import Server
+from raysim.simulation.spill import MappedFile
+
+MIN_RESIDENT_BYTES = 2**26  # of the replicas on disk: so much is read before pages are removed
+
+
+class ReplicaMemory:
+    """The object that moves replicas to disk, those that have been idle longest first.
+
+    Their vectors and server state are then tensors in a memory-mapped file, with the same values.
+
+    budget: bytes of replicas in memory; infinite if there is no limit. folder: see `MappedFile`.
+    moves_state: False if all replicas share their server state, which stays in memory.
+    """
+
+    def __init__(self, servers: Sequence[Server], budget: float, folder: str, moves_state: bool):
+        self._servers, self._budget, self._folder = servers, budget, folder
+        self._moves_state = moves_state
+        # By replica: bytes of its arrays in memory; the replica that changed last comes last.
+        self._in_memory: dict[int, int] = {}
+        self._total = 0  # sum of them
+        self._file: MappedFile | None = None
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of the arrays on disk."""
+        return 0 if self._file is None else self._file.used
+
+    def note_read(self, replica: int) -> None:
+        """Record that a replica is read next, so that others leave memory if they are on disk."""
+        if self._file is not None and replica not in self._in_memory:
+            self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
+
+    def keep_within_budget(
+        self, changed: Iterable[int], is_busy: Callable[[int], bool]
+    ) -> set[int]:
+        """Record that some replicas changed; move idle ones until the others are within the budget.
+
+        is_busy: function that returns True for a replica that a job in flight started from. Return
+        the moved replicas.
+        """
+        if self._budget == math.inf:
+            return set()
+        for replica in changed:
+            self._total -= self._in_memory.pop(replica, 0)
+            size = sum(tensor.nbytes for tensor in self._tensors_in_memory(replica))
+            self._in_memory[replica] = size
+            self._total += size
+        if self._total <= self._budget:
+            return set()
+        return self._move_idle(is_busy)
+
+    def _move_idle(self, is_busy: Callable[[int], bool]) -> set[int]:
+        # Replicas may share a vector, as after a meeting. They move together, and it counts once.
+        groups: dict[int, list[int]] = {}
+        for replica in self._in_memory:
+            groups.setdefault(id(self._servers[replica].vector), []).append(replica)
+        total = self._total
+        for group in groups.values():
+            total -= (len(group) - 1) * self._servers[group[0]].vector.nbytes
+        moved: set[int] = set()
+        for group in groups.values():
+            if total <= self._budget:
+                break
+            if any(map(is_busy, group)):
+                continue
+            total -= sum(self._in_memory[replica] for replica in group)
+            total += (len(group) - 1) * self._servers[group[0]].vector.nbytes
+            self._move(group)
+            moved.update(group)
+        return moved
+
+    def _move(self, group: Sequence[int]) -> None:
+        """Move the replicas that share a vector."""
+        if self._file is None:
+            resident = max(self._budget, MIN_RESIDENT_BYTES)
+            self._file = MappedFile(self._folder, "replicas", resident)
+        vector = self._to_disk(self._servers[group[0]].vector)
+        for replica in group:
+            server = self._servers[replica]
+            server.vector = vector
+            if self._moves_state:
+                server.state = {
+                    name: self._to_disk(tensor) if _is_movable(tensor) else tensor
+                    for name, tensor in server.state.items()
+                }
+            self._total -= self._in_memory.pop(replica)
+
+    def _to_disk(self, tensor: Tensor) -> Tensor:
+        assert self._file is not None
+        array = tensor.numpy()
+        return tensor if self._file.contains(array) else torch.from_numpy(self._file.move(array))
+
+    def _tensors(self, replica: int) -> list[Tensor]:
+        """Return the tensors of a replica that may be on disk."""
+        server = self._servers[replica]
+        if not self._moves_state:
+            return [server.vector]
+        return [server.vector, *filter(_is_movable, server.state.values())]
+
+    def _tensors_in_memory(self, replica: int) -> list[Tensor]:
+        tensors = self._tensors(replica)
+        if self._file is None:
+            return tensors
+        return [tensor for tensor in tensors if not self._file.contains(tensor.numpy())]
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    """Return False for an empty tensor and for one in reserved space, such as a cache's rows."""
+    return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
