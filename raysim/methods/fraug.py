@@ -50,7 +50,6 @@ Departures from the paper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -64,8 +63,10 @@ from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
 from raysim.methods.feature_distances import METRICS, Metric, feature_distance, mmd as mmd
+from raysim.methods.feature_networks import make_generator, make_rtnet
 from raysim.methods.fedbn import batchnorm_names
 from raysim.methods.mixup import soft_targets
+from raysim.methods.ramps import RAMPS, RampForm, rampup_coefficient as rampup_coefficient
 from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
-RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
 # Generated features this many times as long as real ones: no setting of the paper comes near it.
 MAX_NORM_RATIO = 10.0
 
@@ -153,7 +153,7 @@ def _entropy(logits: Tensor) -> Tensor:
     return -(logs.exp() * logs).sum(1).mean()
 
 
-# --- prototypes, ramps, labels ------------------------------------------------------------------
+# --- prototypes and labels ----------------------------------------------------------------------
 def class_prototype_ema(
     prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float
 ) -> Tensor:
@@ -170,57 +170,9 @@ def class_prototype_ema(
     return torch.where(counts > 0, (1 - momentum) * prototypes + momentum * means, prototypes)
 
 
-def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
-    """Return the height of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
-
-    "exp": e^(gamma (s - T)), as in the paper. "laine_aila": e^(-gamma (1 - min(s/T, 1))^2).
-    "reciprocal": 1 - 1/(gamma s + 1). "constant": 1/2.
-    """
-    if form == "exp":
-        return math.exp(gamma * (step - total_steps))
-    if form == "laine_aila":
-        return math.exp(-gamma * (1.0 - min(step / total_steps, 1.0)) ** 2)
-    if form == "reciprocal":
-        return 1.0 - 1.0 / (gamma * step + 1.0)
-    return 0.5
-
-
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
     """Return all classes in turn, int64 [B]; each step continues after the step before."""
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
-
-
-# --- the two networks ---------------------------------------------------------------------------
-class Conditional(nn.Module):
-    """Layers whose input is rows [B, n] joined with their one-hot labels [B, C]."""
-
-    def __init__(self, num_classes: int, *layers: nn.Module):
-        super().__init__()
-        self.num_classes = num_classes
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
-        one_hot = soft_targets(labels, self.num_classes, rows.dtype)
-        return cast(Tensor, self.layers(torch.cat([rows, one_hot], dim=1)))
-
-
-def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
-    """Return the generator G from noise [B, Z] to non-negative features [B, D]."""
-    first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
-    layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
-    return Conditional(num_classes, *layers)
-
-
-def make_rtnet(
-    source: int, features: int, hidden: int, num_classes: int, norm: bool
-) -> Conditional:
-    """Return RTNet H from G's features [B, source] to residuals [B, D].
-
-    norm: True ends with a BatchNorm.
-    """
-    first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
-    last = (nn.BatchNorm1d(features),) if norm else ()
-    return Conditional(num_classes, first, nn.BatchNorm1d(hidden), nn.ReLU(), second, *last)
 
 
 class FRAug(Method):
@@ -262,7 +214,7 @@ class FRAug(Method):
         rtnet_metric: Metric = "mmd",
         rtnet_lr_factor: float = 2.5,
         rtnet_norm: bool = True,
-        ramp: Literal["exp", "laine_aila", "reciprocal", "constant"] = "exp",
+        ramp: RampForm = "exp",
         gamma: float = 0.01,
         ramp_rounds: int | None = None,
         weight: float = 0.5,
@@ -274,7 +226,7 @@ class FRAug(Method):
         keep_optimizer: bool = True,
     ):
         key = "method.fraug"
-        self.rounds = None if rounds is None else int(at_least(f"{key}.rounds", rounds, 1))
+        self.rounds = _optional_count(f"{key}.rounds", rounds)
         self.noise_dim = int(at_least(f"{key}.noise_dim", noise_dim, 1))
         self.noise = one_of(f"{key}.noise", noise, ("normal", "uniform"))
         self.generator_lam = at_least(f"{key}.generator_lam", generator_lam, 0.0)
@@ -287,13 +239,9 @@ class FRAug(Method):
         self.rtnet_norm = rtnet_norm
         self.ramp = one_of(f"{key}.ramp", ramp, RAMPS)
         self.gamma = at_least(f"{key}.gamma", gamma, 0.0)
-        self.ramp_rounds = ramp_rounds
-        if ramp_rounds is not None:
-            self.ramp_rounds = int(at_least(f"{key}.ramp_rounds", ramp_rounds, 1))
+        self.ramp_rounds = _optional_count(f"{key}.ramp_rounds", ramp_rounds)
         self.weight = between(f"{key}.weight", weight, 0.0, 1.0)
-        self.residual = residual
-        if residual is not None:
-            self.residual = at_least(f"{key}.residual", residual, 0.0)
+        self.residual = None if residual is None else at_least(f"{key}.residual", residual, 0.0)
         self.prototype_weight = between(f"{key}.prototype_weight", prototype_weight, 0.0, 1.0)
         self.prototype_ramp = prototype_ramp
         self.use_generator = use_generator
@@ -514,6 +462,10 @@ class FRAug(Method):
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
+
+
+def _optional_count(key: str, value: int | None) -> int | None:
+    return None if value is None else int(at_least(key, value, 1))
 
 
 # --- what a step needs --------------------------------------------------------------------------

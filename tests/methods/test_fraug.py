@@ -32,7 +32,7 @@ from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
-from raysim.methods import fraug
+from raysim.methods import feature_networks
 from raysim.methods.feature_distances import METRICS, mmd, mmd_of_classes
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
@@ -90,13 +90,13 @@ def test_mmd_of_classes_has_finite_gradients() -> None:
 
 def test_networks_have_sizes_of_paper() -> None:
     generator, rtnet = (
-        fraug.make_generator(512, 256, 65),
-        fraug.make_rtnet(512, 512, 256, 65, norm=True),
+        feature_networks.make_generator(512, 256, 65),
+        feature_networks.make_rtnet(512, 512, 256, 65, norm=True),
     )
     assert sum(p.numel() for p in generator.parameters()) == 429_568
     assert sum(b.numel() for b in generator.buffers() if b.is_floating_point()) == 2_048
     assert sum(p.numel() for p in rtnet.parameters()) == 281_088
-    plain_end = fraug.make_rtnet(512, 512, 256, 65, norm=False)
+    plain_end = feature_networks.make_rtnet(512, 512, 256, 65, norm=False)
     assert sum(p.numel() for p in plain_end.parameters()) == 281_088 - 2 * 512
     noise, labels = torch.randn(65, 256), torch.arange(65)
     embeddings = generator(noise, labels)

@@ -1,0 +1,46 @@
+"""The two networks of FRAug that make features for given labels: the generator and RTNet.
+
+Source: Chen et al., "FRAug: Tackling Federated Learning with Non-IID Features via Representation
+Augmentation" (ICCV 2023). In shapes, B is the number of rows, C of classes, D of features.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from raysim.methods.mixup import soft_targets
+
+
+class Conditional(nn.Module):
+    """Layers whose input is rows [B, n] joined with their one-hot labels [B, C]."""
+
+    def __init__(self, num_classes: int, *layers: nn.Module):
+        super().__init__()
+        self.num_classes = num_classes
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        one_hot = soft_targets(labels, self.num_classes, rows.dtype)
+        return cast(Tensor, self.layers(torch.cat([rows, one_hot], dim=1)))
+
+
+def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
+    """Return the generator G from noise [B, Z] to non-negative features [B, D]."""
+    first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
+    layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
+    return Conditional(num_classes, *layers)
+
+
+def make_rtnet(
+    source: int, features: int, hidden: int, num_classes: int, norm: bool
+) -> Conditional:
+    """Return RTNet H from G's features [B, source] to residuals [B, D].
+
+    norm: True ends with a BatchNorm.
+    """
+    first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
+    last = (nn.BatchNorm1d(features),) if norm else ()
+    return Conditional(num_classes, first, nn.BatchNorm1d(hidden), nn.ReLU(), second, *last)

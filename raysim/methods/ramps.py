@@ -1,0 +1,28 @@
+"""Ramps: weights that grow from 0 to 1 over the rounds of a run.
+
+Sources: "exp" is that of FRAug (Chen et al., ICCV 2023); "laine_aila" is that of Laine and Aila,
+"Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_args
+
+RampForm: TypeAlias = Literal["exp", "laine_aila", "reciprocal", "constant"]
+RAMPS = get_args(RampForm)
+
+
+def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
+    """Return the height of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
+
+    "exp": e^(gamma (s - T)). "laine_aila": e^(-gamma (1 - min(s/T, 1))^2). "reciprocal":
+    1 - 1/(gamma s + 1). "constant": 1/2.
+    """
+    if form == "exp":
+        return math.exp(gamma * (step - total_steps))
+    if form == "laine_aila":
+        return math.exp(-gamma * (1.0 - min(step / total_steps, 1.0)) ** 2)
+    if form == "reciprocal":
+        return 1.0 - 1.0 / (gamma * step + 1.0)
+    return 0.5
