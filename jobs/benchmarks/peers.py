@@ -71,7 +71,7 @@ def write_workload(folder: Path, spec: RunSpec, workload: LoopWorkload) -> None:
     np.save(folder / "labels.npy", data.labels[rows].astype(np.int64))
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     arrays = [param.detach().numpy() for param in model.parameters()]
-    np.savez(folder / "parameters.npz", **{str(place): each for place, each in enumerate(arrays)})
+    np.savez(folder / "parameters.npz", *arrays)  # named arr_0, arr_1, ...
     layers = [LAYER_NAMES[type(part)] for part in model.modules() if type(part) in LAYER_NAMES]
     settings = {
         "layers": layers,

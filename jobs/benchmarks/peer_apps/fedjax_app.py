@@ -43,7 +43,7 @@ def main(folder: Path, rounds: int) -> None:
     inputs = np.load(folder / "inputs.npy")
     labels = np.load(folder / "labels.npy")
     with np.load(folder / "parameters.npz") as stored:
-        initial = [jnp.asarray(stored[str(index)]) for index in range(len(stored))]
+        initial = [jnp.asarray(stored[f"arr_{index}"]) for index in range(len(stored))]
 
     def loss(params: list[Any], batch: dict[str, Any]) -> Any:
         values, place = batch["x"], 0

@@ -85,7 +85,7 @@ def main(folder: Path, rounds: int) -> None:
     inputs = torch.from_numpy(np.load(folder / "inputs.npy"))
     labels = torch.from_numpy(np.load(folder / "labels.npy"))
     with np.load(folder / "parameters.npz") as stored:
-        initial = [torch.from_numpy(stored[str(index)]) for index in range(len(stored))]
+        initial = [torch.from_numpy(stored[f"arr_{index}"]) for index in range(len(stored))]
     network = Network(settings["layers"], initial)
     model = PyTorchModel(
         network,
