@@ -204,7 +204,7 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     if isinstance(target, type) and issubclass(target, Client | NumPyClient):
         target = _client_fn_of(target, setting)
     if inspect.isroutine(target) or isinstance(target, functools.partial):
-        target = ClientApp(client_fn=target)
+        target = ClientApp(client_fn=with_one_argument(target, setting))
     if not isinstance(target, ClientApp):
         raise RefusedError(
             f"{setting}: is a {type(target).__name__}. Give a ClientApp, a client_fn, "
@@ -216,6 +216,30 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
         return LoadedClientApp(target, True, True, True)
     can_train, can_evaluate = _is_registered(target.train), _is_registered(target.evaluate)
     return LoadedClientApp(target, False, can_train, can_evaluate)
+
+
+def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
+    """Return a client_fn without its optional arguments, which Flower does not accept.
+
+    setting: what an error names. Raise `RefusedError` if more than one argument is required.
+    """
+    parameters = list(inspect.signature(client_fn).parameters.values())
+    if len(parameters) < 2:
+        return client_fn
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        other
+        for other in parameters[1:]
+        if other.default is other.empty and other.kind not in optional
+    ]
+    if required:
+        raise RefusedError(
+            f"{setting}: the client_fn also needs '{required[0].name}'. Give it a default, or use "
+            "functools.partial."
+        )
+    if parameters[0].name == "cid" or parameters[0].annotation in (str, "str"):
+        return lambda cid: client_fn(cid)  # Flower knows an older client_fn by this name
+    return lambda context: client_fn(context)
 
 
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:

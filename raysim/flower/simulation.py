@@ -23,7 +23,7 @@ from flwr.server.strategy import FedAvg, Strategy
 
 from raysim.experiment.settings import RuntimeOptions
 from raysim.flower.messages import client_number
-from raysim.flower.project import inspect_client_app
+from raysim.flower.project import inspect_client_app, with_one_argument
 from raysim.flower.session import AppRun, run_app, warn_on_stderr
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.fleet import Fleet, Ideal
@@ -107,7 +107,9 @@ def start_simulation(
         return ServerAppComponents(server=server, config=settings)
 
     run = AppRun(
-        client_app=inspect_client_app(ClientApp(client_fn=client_fn), "client_fn"),
+        client_app=inspect_client_app(
+            ClientApp(client_fn=with_one_argument(client_fn, "client_fn")), "client_fn"
+        ),
         server_app=ServerApp(server_fn=server_fn),
         folder=_main_folder(),
         clients=num_clients,

@@ -46,6 +46,17 @@ def test_start_simulation_takes_a_server_of_ones_own():
     assert "fit" not in vars(server) or server.fit.__name__ == "fit"
 
 
+def test_start_simulation_takes_a_client_fn_with_defaults():
+    from tiny_flower_app.numpy_client import client_fn, old_client_fn
+
+    usual = start().losses_distributed
+    older = start(client_fn=lambda cid, dataset="mnist": old_client_fn(cid))
+    newer = start(client_fn=lambda context, dataset="mnist": client_fn(context))
+    assert older.losses_distributed == newer.losses_distributed == usual
+    with pytest.raises(RefusedError, match=r"client_fn.*'dataset'"):
+        start(client_fn=lambda cid, dataset: old_client_fn(cid))
+
+
 class OlderServer(Server):
     """A server that returns a history alone, and remembers the names of its clients."""
 
