@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from raysim.primitives.errors import RefusedError, errors_as_refusals, on_one_line, suggest
-from raysim.primitives.files import is_disk_full, make_folder, user_path
+from raysim.primitives.files import is_disk_full, make_folder, user_path, without_password
 from raysim.primitives.output import lossy_output, terminal_width
 
 RUN = """\
@@ -73,6 +73,7 @@ examples:
   raysim fetch raysubmit_Ab12Cd34     the results of this job, into a folder of the same name
   raysim fetch raysubmit_Ab12Cd34 runs/first --address http://HEAD:8265
   raysim fetch raysubmit_Ab12Cd34 --checkpoints --limit 2000
+  raysim fetch s3://BUCKET/first      the results of a run with out=s3://BUCKET/first
 
 Works while the job runs, too. Nodes and this machine need no shared disk: the files travel through
 the job server's address. Files that exist here are replaced."""
@@ -510,7 +511,7 @@ def _add_submit(commands: Commands) -> None:
 
 def _add_fetch(commands: Commands) -> None:
     fetch = commands.add("fetch", "bring the results of a submitted job to this machine", FETCH)
-    fetch.add_argument("job", metavar="JOB", help="the id that `raysim submit` printed")
+    fetch.add_argument("job", metavar="JOB", help="the id that `raysim submit` printed, or a URL")
     fetch.add_argument(
         "target", nargs="?", metavar="DIR", help="where to (the name of the job's folder)"
     )
@@ -586,7 +587,7 @@ def _add_report(commands: Commands) -> None:
         "report", "compare runs: one table, overlaid curves, one HTML page", REPORT
     )
     report.add_argument(
-        "runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote"
+        "runs", nargs="*", metavar="RUN", help="folders or URLs that runs, studies and sweeps wrote"
     )
     report.add_argument(
         "--out", metavar="DIR", help="where the page, tables and figures go (report)"
@@ -750,29 +751,33 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if config["resume"] == "latest":
         folder_to_resume(config["out"])
-    if isinstance(config["out"], str) and "://" not in config["out"]:
+    if isinstance(config["out"], str):
         with errors_as_refusals():
-            _check_folder(user_path(config["out"]), config["resume"], arguments)
+            _check_folder(config["out"], config["resume"], arguments)
     from raysim.experiment.execute import run
 
     run(config, quiet=arguments.quiet, allow=arguments.allow)
     return 0
 
 
-def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -> None:
+def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
     """Raise `RefusedError` for a new run in a used folder, and for `resume` without a run.
 
     Resuming without a run would start one with the default configuration, which was not requested.
     """
     from raysim.experiment.many_runs import check_free
+    from raysim.primitives.stores import is_url, open_store
 
-    if resume is None:
-        check_free(folder)
+    if resume is None and not is_url(out):
+        check_free(user_path(out))
     keys = {override.partition("=")[0] for override in arguments.overrides} - {"runtime"}
     is_bare = not (arguments.auto_resume or arguments.config or keys > {"out", "resume"})
-    if resume == "latest" and is_bare and not folder.exists():
+    if resume != "latest" or not is_bare:
+        return
+    exists = bool(open_store(out).names()) if is_url(out) else user_path(out).exists()
+    if not exists:
         raise RefusedError(
-            f"out={folder} does not exist, and no override says what to train. "
+            f"out={without_password(out)} does not exist, and no override says what to train. "
             "Give those of the run, or another folder"
         )
 

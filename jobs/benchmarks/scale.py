@@ -157,6 +157,7 @@ class ManyWorkers:
         self.add_up, self.node_name = workers_inside.add_up, workers_inside.node_name
         self.find_lost_workers = workers_inside.find_lost_workers
         self.silent_node_timeout = workers_inside.silent_node_timeout
+        self.stacks = workers_inside.stacks
         self.release = workers_inside.release
         self.take_new_workers = workers_inside.take_new_workers
         self.take_notices = workers_inside.take_notices

@@ -45,7 +45,7 @@ from raysim.experiment.run_overrides import (
 )
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
-from raysim.primitives.stores import is_remote, open_store, split_address
+from raysim.primitives.stores import is_remote, is_url, open_store, split_address
 
 CONFIG_FILE = "config.yaml"
 
@@ -233,9 +233,12 @@ def _load_stored(path: str | Path | None) -> Node | None:
     if path is None:
         return None
     advice = "Give the config.yaml of a run, or the best.yaml of a search."
-    if not user_path(path).is_file():
+    folder, name = split_address(str(path) if is_url(path) else user_path(path))
+    store = open_store(folder)
+    if name not in store.names():
         raise RefusedError(f"{path} is no file. {advice}")
-    node = load_yaml(user_path(path))
+    with store.local(name) as copy:
+        node = load_yaml(copy)
     if not _is_complete(node):
         raise RefusedError(f"{path} is no complete configuration. {advice}")
     return node | {"out": None, "resume": None}

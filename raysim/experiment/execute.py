@@ -23,7 +23,7 @@ from raysim.experiment.describe import overview
 from raysim.experiment.failures import explain_errors
 from raysim.experiment.many_runs import new_folder
 from raysim.experiment.recorder import OnRound, load_finished, record, say, warn, wrap_observers
-from raysim.experiment.remote_folder import local_copy
+from raysim.experiment.remote_folder import checkpoints_at, local_copy
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import (
     CONFIG,
@@ -38,9 +38,11 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder, user_path
 from raysim.primitives.output import lossy_output
+from raysim.primitives.stacks import stacks_on_signal
+from raysim.primitives.stores import is_url, temporary_copy
 from raysim.results.observers import Observer
 from raysim.results.progress import waiting_line
-from raysim.results.stored_runs import load_run
+from raysim.results.stored_runs import is_result_file, load_run
 from raysim.simulation.events import ProcessLostError, RunStoppedError
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -149,15 +151,21 @@ def run(
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
     """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
-    allow: as for `run`. parts: objects (methods, model, data, ...) that config.yaml could not
-    store. Raise `RefusedError` if there is no run in the folder.
+    folder: also the URL of a run with `out=URL`. Its files are fetched into a temporary folder,
+    which this process removes when it ends; checkpoints are read where they lie. allow: as for
+    `run`. parts: objects (methods, model, data, ...) that config.yaml could not store. Raise
+    `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():
-        stored = load_run(user_path(folder))
+        url = str(folder) if is_url(folder) else ""
+        path = temporary_copy(url, is_result_file) if url else user_path(folder)
+        stored = load_run(path, url)
         config = load_yaml(stored.folder / CONFIG)
         config |= {"device": "cpu", "out": str(folder), "resume": None}
+        if url and not config["checkpoint"]["folder"]:
+            config["checkpoint"]["folder"] = checkpoints_at(url)
         build_again = functools.partial(build, config, allow, **parts)
-        return Result(stored.folder, stored.summary, stored.rows, build_again)
+        return Result(stored.folder, stored.summary, stored.rows, build_again, url)
 
 
 def _build_once(
@@ -223,5 +231,6 @@ def _run_once(
             for folder in separate_checkpoint_folders(checkpoint, place.folder):
                 stack.enter_context(lock_folder(make_folder(folder)))
             begin_folder(experiment, place)
+        stack.enter_context(stacks_on_signal(place.folder, "driver"))
         all_events = chain([first_event], events)
         return record(experiment, place.folder, all_events, console, quiet, users)

@@ -141,7 +141,8 @@ def local_folder(out: str) -> Path:
     """Return the folder of a study or a search. Raise `RefusedError` for a URL."""
     if "://" in out:
         raise RefusedError(
-            f"out={without_password(out)} is a URL, which only `raysim run` accepts. Give a folder"
+            f"out={without_password(out)} is a URL, which only `raysim run` accepts. Give a "
+            "folder; on a cluster, `raysim fetch JOB` brings it to your machine"
         )
     return user_path(out)
 

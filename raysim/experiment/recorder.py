@@ -17,6 +17,7 @@ from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
 from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import RefusedError
+from raysim.primitives.files import without_password
 from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
@@ -166,15 +167,16 @@ def record(
     try:
         follower.follow_to_end()
     except KeyboardInterrupt:
+        address = without_password(experiment.url) or folder
         start = "round 0, because there is no checkpoint"
         if last_checkpoint(folder, experiment.spec.settings.checkpoint):
             start = "the last checkpoint"
         raise Interrupted(
             f"stopped after round {len(run.rows)}: raysim run with the same settings, "
-            f"out={folder} and resume=latest continues from {start}"
+            f"out={address} and resume=latest continues from {start}"
         ) from None
     summary = json.loads((folder / SUMMARY).read_text())
-    return Result(folder, summary, run.rows, experiment)
+    return Result(folder, summary, run.rows, experiment, experiment.url)
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
@@ -188,7 +190,15 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "split": split_facts(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
-    return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
+    return CurrentRun(
+        folder,
+        rounds,
+        experiment.title,
+        facts,
+        thresholds,
+        config=experiment.config,
+        url=without_password(experiment.url),
+    )
 
 
 def run_observers(
@@ -319,4 +329,4 @@ def load_finished(experiment: Experiment, folder: Path, console: Console) -> Res
     if tracking.name == "mlflow":
         replay(folder, tracking.uri or "", say=print_line)
     summary = json.loads((folder / SUMMARY).read_text())
-    return Result(folder, summary, read_history(folder / HISTORY), experiment)
+    return Result(folder, summary, read_history(folder / HISTORY), experiment, experiment.url)

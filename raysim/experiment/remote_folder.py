@@ -19,14 +19,20 @@ from raysim.experiment.recorder import say, warn
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import LOCK_FILE, without_password
-from raysim.primitives.stores import LocalStore, Store, open_store, split_address
+from raysim.primitives.stores import (
+    LocalStore,
+    Store,
+    fetch_files,
+    is_url,
+    open_store,
+    split_address,
+)
 from raysim.results.observers import CurrentRun, Observer
+from raysim.results.stored_runs import CHECKPOINTS, is_result_file
 from raysim.simulation.events import RunStoppedError, Saved
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-CHECKPOINTS = "checkpoints"
 
 
 class FolderCopy(Observer):
@@ -42,18 +48,15 @@ class FolderCopy(Observer):
 
     def fetch(self) -> None:
         """Fetch the files of the run, besides its checkpoints."""
-        for name in filter(_is_kept, self._store.files()):
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self._store.local(name) as copy:
-                shutil.copyfile(copy, path)
-            self._sent[name] = self._state(path)
+        for name in fetch_files(self._store, self.folder, is_result_file):
+            self._sent[name] = self._state(self.folder / name)
 
     def send(self) -> None:
         """Send the files that are new or have changed."""
-        for name in filter(_is_kept, LocalStore(self.folder).files()):
+        for name in filter(is_result_file, LocalStore(self.folder).files()):
             state = self._state(self.folder / name)
-            if self._sent.get(name) == state:
+            is_empty = state[1] == 0  # such as the file for stacks
+            if is_empty or self._sent.get(name) == state:
                 continue
             with self._store.new(name) as draft:
                 shutil.copyfile(self.folder / name, draft)
@@ -72,11 +75,6 @@ class FolderCopy(Observer):
             warn(self._console, f"the files of the run could not be sent: {error}")
 
 
-def _is_kept(name: str) -> bool:
-    """Return True for a file that the copy has: no checkpoint, lock or draft."""
-    return not name.startswith((f"{CHECKPOINTS}/", ".")) and "/." not in name
-
-
 @contextmanager
 def local_copy(
     experiment: Experiment, console: Console
@@ -87,7 +85,7 @@ def local_copy(
     used, and `RunStoppedError` if the files cannot be sent at the end.
     """
     out = experiment.execution.out
-    if not out or "://" not in out:
+    if not out or not is_url(out):
         yield experiment, []
         return
     with errors_as_refusals():
@@ -104,8 +102,7 @@ def local_copy(
         copy.fetch()
     say(console, f"out={address}: until the end, the files of the run are also in {copy.folder}")
     try:
-        place = str(store.path) if isinstance(store, LocalStore) else out.rstrip("/")
-        yield _with_folder(experiment, f"{place}/{CHECKPOINTS}", copy.folder), [copy]
+        yield _with_folder(experiment, checkpoints_at(out), copy.folder), [copy]
     finally:
         try:
             copy.send()
@@ -126,4 +123,13 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
     if not checkpoint.folder:
         checkpoint = replace(checkpoint, folder=checkpoints)
     spec = replace(experiment.spec, settings=replace(settings, checkpoint=checkpoint))
-    return replace(experiment, spec=spec, execution=replace(experiment.execution, out=str(folder)))
+    execution = replace(experiment.execution, out=str(folder))
+    url = experiment.execution.out or ""
+    return replace(experiment, spec=spec, execution=execution, url=url)
+
+
+def checkpoints_at(url: str) -> str:
+    """Return the address of the checkpoints of a run whose folder lies at a URL."""
+    store = open_store(url)
+    place = str(store.path) if isinstance(store, LocalStore) else url.rstrip("/")
+    return f"{place}/{CHECKPOINTS}"

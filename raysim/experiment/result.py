@@ -21,6 +21,7 @@ from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
 from raysim.primitives.errors import RefusedError, errors_as_refusals
+from raysim.primitives.files import without_password
 from raysim.results.text_samples import write_texts
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
@@ -67,13 +68,15 @@ class Result:
     """A run: its folder, its summary, and its history (a row per aggregation).
 
     Models are built from the folder's files when they are needed, in this process, on the CPU.
-    source: the run, or a function that builds it.
+    source: the run, or a function that builds it. url: the URL that has the files, too; "" for
+    none.
     """
 
     folder: Path
     summary: dict[str, Any]
     rows: Rows
     source: Experiment | Callable[[], Experiment] = field(repr=False)
+    url: str = ""
 
     def __repr__(self) -> str:
         metric = self.summary.get("metric", "accuracy")
@@ -82,7 +85,11 @@ class Result:
             if self.summary.get(key) is not None:
                 scores += f", {key} {self.summary[key]:.4f}"
         rounds = self.summary.get("rounds", len(self.rows))
-        return f"Result({self.folder}: {rounds} rounds{scores})"
+        return f"Result({self._address}: {rounds} rounds{scores})"
+
+    @property
+    def _address(self) -> str:
+        return without_password(self.url) or str(self.folder)
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -105,7 +112,7 @@ class Result:
         path = self.folder / "clients.parquet"
         if not path.is_file():
             raise RefusedError(
-                f"{self.folder} has no clients.parquet: "
+                f"{self._address} has no clients.parquet: "
                 "an earlier version wrote it, or it has no round yet"
             )
         return pd.read_parquet(path).set_index("client")
@@ -239,11 +246,11 @@ class Result:
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
             raise RefusedError(
-                f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again."
+                f"{self._address} has no {BEST}: an earlier version of raysim ran it. Run it again."
             )
         raise RefusedError(
-            f"{self.folder} has no {name}: the run has not finished. "
-            f"Continue it with out={self.folder} resume=latest."
+            f"{self._address} has no {name}: the run has not finished. "
+            f"Continue it with out={self._address} resume=latest."
         )
 
     @contextmanager

@@ -21,7 +21,14 @@ from raysim.primitives.files import (
     user_path,
     without_password,
 )
-from raysim.primitives.stores import LocalStore, Store, is_remote, open_store, split_address
+from raysim.primitives.stores import (
+    LocalStore,
+    Store,
+    is_remote,
+    local_path,
+    open_store,
+    split_address,
+)
 from raysim.primitives.version import __version__
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
@@ -155,7 +162,7 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     """Return the folder of the checkpoint's run, or a new `out` that continues from it."""
     if not is_remote(address):
-        address = str(user_path(address))
+        address = str(user_path(local_path(address)))
         if not Path(address).is_dir():
             raise RefusedError(
                 f"resume={address} is not a folder. Give a checkpoint such as "

@@ -87,7 +87,8 @@ class Experiment:
     example, has already changed its data and its local steps. observers: the observers of the
     configuration. changes: a sentence for each setting that methods changed. round_warnings: checks
     of methods, made after each round. network: the models of the server, and who uses them.
-    late_planning: why aggregations are planned one at a time; "" if they are planned ahead.
+    late_planning: why aggregations are planned one at a time; "" if they are planned ahead. url:
+    where the run's folder is sent; "" keeps it on this machine alone.
     """
 
     config: Node
@@ -101,6 +102,7 @@ class Experiment:
     round_warnings: tuple[RoundWarning, ...] = ()
     network: Network = field(default_factory=functools.partial(one_replica, 1))
     late_planning: str = ""
+    url: str = ""
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -116,6 +117,7 @@ class RemoteStore:
             draft = Path(folder) / "draft"
             yield draft
             with self._errors_with_address(name):
+                self._files.invalidate_cache()  # another process may have made the folder
                 self._files.put_file(str(draft), self._path(name))
 
     @contextlib.contextmanager
@@ -174,16 +176,54 @@ def open_store(address: str | Path) -> Store:
     text = str(address)
     if is_remote(text):
         return RemoteStore(text)
+    return LocalStore(Path(local_path(text)))
+
+
+def local_path(address: str) -> str:
+    """Return the path of a URL of a folder on this machine; other addresses are unchanged."""
     for prefix in _LOCAL_PREFIXES:
-        if text.startswith(prefix):
-            return LocalStore(Path(text.removeprefix(prefix)))
-    return LocalStore(Path(text))
+        if address.startswith(prefix):
+            return address.removeprefix(prefix)
+    return address
+
+
+def is_url(address: str | Path) -> bool:
+    """Return True if an address is a URL, also one of a folder on this machine."""
+    return "://" in str(address)
+
+
+def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
+    """Copy files of a store into a folder on this machine; return their names, ascending."""
+    names = list(filter(is_needed, store.files()))
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with store.local(name) as copy, draft_file(path) as draft:
+            shutil.copyfile(copy, draft)
+    return names
+
+
+def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
+    """Return a folder on this machine with the needed files of a URL.
+
+    It has the last name of the URL, and is removed when this process ends. A URL of a folder on
+    this machine is not copied.
+    """
+    store = open_store(url)
+    if isinstance(store, LocalStore):
+        return store.path
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    folder = temporary / split_address(url)[1]
+    folder.mkdir()
+    fetch_files(store, folder, is_needed)
+    return folder
 
 
 def split_address(address: str | Path) -> tuple[str, str]:
     """Split an address into the address of the parent folder and the last name."""
     text = str(address).rstrip("/")
-    if is_remote(text):
+    if is_url(text):
         folder, _, name = text.rpartition("/")
         return folder, name
     path = Path(text)

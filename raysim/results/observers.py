@@ -18,6 +18,7 @@ from raysim.api.topology import Network
 from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
+from raysim.primitives.stacks import write_stacks
 from raysim.results import profile
 from raysim.results.clients import client_labels, read_clients, write_clients, write_split
 from raysim.results.curves import draw_run
@@ -78,7 +79,8 @@ class CurrentRun:
     rounds: the planned number of rounds. rows: the history so far, a row per round, with the
     earlier rounds of a resumed run. facts: the entries of the summary besides the numbers of the
     history. pictures: the pictures drawn at the end. config: the settings. profile: how the time
-    was spent; it is set just before the end if the run has `profile=true`.
+    was spent; it is set just before the end if the run has `profile=true`. url: where the folder is
+    sent, without a password; "" if it stays on this machine.
     """
 
     folder: Path
@@ -91,6 +93,12 @@ class CurrentRun:
     profile: Profiled | None = None
     pictures: list[Path] = field(default_factory=list)
     config: Mapping[str, object] = field(default_factory=dict)
+    url: str = ""
+
+    @property
+    def address(self) -> str:
+        """Return the URL of the run, or its folder."""
+        return self.url or str(self.folder)
 
     def summary(self) -> dict[str, object]:
         """Return the content of summary.json for the rows so far.
@@ -159,6 +167,9 @@ class ProgressLine(Observer):
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Show which worker the run waits for."""
         clients = [self._data.number(client) for client in event.clients]
+        stacks = ""
+        if event.stacks:
+            stacks = str(write_stacks(run.folder, f"worker-{event.worker}", event.stacks))
         self._progress.wait(
             event.worker,
             clients,
@@ -166,6 +177,7 @@ class ProgressLine(Observer):
             event.node,
             event.replaced_after,
             event.node_timeout,
+            stacks,
         )
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
@@ -321,8 +333,8 @@ class ClosingLine(Observer):
             if value is not None:
                 scores.append(f"{value:.4f} {label}")
         text = ", ".join(scores) or "unknown"
-        self._say(f"{metric} {text} after {summary['rounds']} rounds; results are in {run.folder}")
-        self._say(f"create a report with: raysim report {shlex.quote(str(run.folder))}")
+        self._say(f"{metric} {text} after {summary['rounds']} rounds; results are in {run.address}")
+        self._say(f"create a report with: raysim report {shlex.quote(run.address)}")
 
 
 # --- files in the run's folder --------------------------------------------------------------------

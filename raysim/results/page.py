@@ -769,7 +769,8 @@ def _reproduction(groups: Sequence[RunGroup]) -> PagePart:
     commands = []
     for number, run in enumerate(runs, 1):
         out = f"out=again/{number}" if len(runs) > 1 else "out=again"
-        commands.append(rerun_command(run.config, run.folder / "config.yaml", out))
+        config = f"{without_password(run.address)}/config.yaml"
+        commands.append(rerun_command(run.config, config, out))
     columns = [
         Column("", labels),
         Column("seed", [str(run.config.get("seed", MISSING)) for run in runs]),

@@ -172,10 +172,12 @@ class Progress:
         node: str = "",
         replaced_after: float = math.inf,
         node_timeout: float | None = None,
+        stacks: str = "",
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
         clients: the clients that it trains. node, replaced_after, node_timeout: see `Waiting`.
+        stacks: the file that says where its threads stand; "" for none.
         """
         who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:
@@ -192,6 +194,8 @@ class Progress:
         elif node and math.isfinite(replaced_after):
             limit = format_duration(replaced_after)
             self._wait_text += f", and is replaced after {limit} (faults.timeout)"
+        if stacks:
+            self._wait_text += f"; where its threads stand: {stacks}"
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 TARGET = "_target_"  # Hydra's key for the path of a class
 
 
-def rerun_command(config: object, path: Path, *overrides: str) -> str:
+def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
     """Return `raysim run --config PATH`, allowing the packages whose classes the config names."""
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     parts = ["raysim run --config", shlex.quote(str(path))]

@@ -5,29 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from raysim.primitives.files import conf_folder, parse_json
-from raysim.results.history import (
-    lower_metrics,
-    read_history,
-    summarise,
-)
-from raysim.results.tables import (
-    MISSING,
-)
+from raysim.primitives.files import conf_folder, parse_json, without_password
+from raysim.primitives.stores import is_url, temporary_copy
+from raysim.results.history import lower_metrics, read_history, summarise
+from raysim.results.tables import MISSING
 
 UNFINISHED = " (unfinished)"
 GROUPS = ("method", "data", "partition")  # configuration groups that the table shows
 RUN_FILES = ("config.yaml", "history.parquet")  # files of a run that can be shown
 SAMPLES = "samples.txt"  # in a run's folder: text that a language model wrote
+CHECKPOINTS = "checkpoints"  # in a run's folder
+REPORT_SUFFIXES = (".yaml", ".parquet", ".json", ".jsonl", ".txt")  # of files that reports read
 # Keys that do not distinguish the runs of a study.
 UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder describes it."""
+    """A run as its folder describes it.
+
+    folder: on this machine. url: where the folder was fetched from; "" for none.
+    """
 
     name: str
     config: dict[str, object]
@@ -35,15 +35,36 @@ class Run:
     summary: dict[str, object]
     folder: Path = Path()
     finished: bool = True
+    url: str = ""
+
+    @property
+    def address(self) -> str:
+        """Return the URL of the run, or its folder."""
+        return self.url or str(self.folder)
 
 
 # --- reading --------------------------------------------------------------------------------------
-def load_run(folder: Path) -> Run:
+def is_result_file(name: str) -> bool:
+    """Return True for a file that is no checkpoint, lock or draft. name: below a folder of runs."""
+    *folders, _ = parts = PurePosixPath(name).parts
+    return CHECKPOINTS not in folders and not any(part.startswith(".") for part in parts)
+
+
+def is_report_file(name: str) -> bool:
+    """Return True for a file that reports read."""
+    return is_result_file(name) and name.endswith(REPORT_SUFFIXES)
+
+
+def load_run(folder: Path, url: str = "") -> Run:
     """Read a run's folder; the summary of an unfinished run is computed from its history.
 
-    Raises `ValueError` if the folder is no run or one of its files is broken.
+    url: see `Run`. Raises `ValueError` if the folder is no run or one of its files is broken.
     """
     folder = Path(folder)
+    if url and not (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(
+            f"{without_password(url)} has no files; give a URL that `raysim run out=URL` wrote."
+        )
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give one that `raysim run out=DIR` wrote.")
     missing = [name for name in RUN_FILES if not (folder / name).is_file()]
@@ -66,18 +87,28 @@ def load_run(folder: Path) -> Run:
         summary = _read_mapping(folder / "summary.json", parse_json)
     else:
         summary = summarise(rows, lower=lower_metrics(config))
-    return Run(folder.resolve().name, config, rows, summary, folder, finished)
+    return Run(folder.resolve().name, config, rows, summary, folder, finished, url)
 
 
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
-    """Read the runs at these paths; skip files and folders that no run wrote.
+    """Read the runs at these paths and URLs; skip files and folders that no run wrote.
 
     warn: function that gets one sentence about skipped folders. Raises `ValueError` if there is no
     run.
     """
     from raysim.results.tracking import ARTIFACTS
 
-    paths_found = [path for name in paths for path in find_runs(Path(name))]
+    urls: dict[Path, str] = {}  # of the folders that were fetched
+    paths_found = []
+    for name in paths:
+        folder = Path(name)
+        if is_url(name):
+            folder = temporary_copy(str(name), is_report_file)
+        for path in find_runs(folder):
+            paths_found.append(path)
+            if is_url(name):
+                inside = path.relative_to(folder).as_posix()
+                urls[path] = f"{str(name).rstrip('/')}/{inside}".removesuffix("/.")
     runs = []
     skipped = []
     for path in paths_found:
@@ -89,7 +120,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
         elif path.name != ARTIFACTS:
             skipped.append(str(path))
     # Without any run, the first path is read for its error, which says what is missing.
-    loaded = [load_run(path) for path in runs or paths_found]
+    loaded = [load_run(path, urls.get(path, "")) for path in runs or paths_found]
     if runs and skipped:
         warn(f"skipped, because no run wrote there: {', '.join(skipped)}")
     return loaded
@@ -237,6 +268,6 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
     labels = []
     for name, run in zip(names, runs, strict=True):
-        label = f"{name} ({run.folder})" if names.count(name) > 1 else name
+        label = f"{name} ({without_password(run.address)})" if names.count(name) > 1 else name
         labels.append(label if run.finished else f"{label}{UNFINISHED}")
     return labels

@@ -65,6 +65,10 @@ class InProcess:
         """Return None, because all workers are in this process."""
         return None
 
+    def stacks(self, worker: int) -> str:
+        """Return "", because this process waits for no worker."""
+        return ""
+
     def find_lost_workers(self) -> Mapping[int, LostNode]:
         """Return nothing, because all workers are in this process."""
         return {}

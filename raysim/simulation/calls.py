@@ -151,13 +151,15 @@ class WorkerCalls:
 
     def _describe_wait(self, worker: int) -> Waiting:
         since = self._waiting_since[worker]
+        node_timeout = self._runtime.silent_node_timeout(worker)
         return Waiting(
             worker,
             self._unanswered[worker][0].clients,
             seconds=time.monotonic() - since,
             node=self._runtime.node_name(worker),
             replaced_after=self._deadline(worker) - since,
-            node_timeout=self._runtime.silent_node_timeout(worker),
+            node_timeout=node_timeout,
+            stacks="" if node_timeout is not None else self._runtime.stacks(worker),
         )
 
     def _wait_for_any(self) -> bool:

@@ -78,6 +78,7 @@ class Waiting:
     node: name and address of its machine; "" if unknown. replaced_after: the seconds without an
     answer after which another worker takes its place; infinite if none does. node_timeout: if the
     machine does not answer either, the seconds after which it counts as lost; otherwise None.
+    stacks: where the threads of the worker's process stand; "" if that is unknown.
     """
 
     worker: int
@@ -86,6 +87,7 @@ class Waiting:
     node: str = ""
     replaced_after: float = math.inf
     node_timeout: float | None = None
+    stacks: str = ""
 
 
 @dataclass(frozen=True)

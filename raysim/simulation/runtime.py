@@ -95,6 +95,13 @@ class Runtime(Protocol):
         """
         ...
 
+    def stacks(self, worker: int) -> str:
+        """Return where the threads of a worker's process stand; "" if that is not known yet.
+
+        It is asked for now, and known at a later call.
+        """
+        ...
+
     def find_lost_workers(self) -> Mapping[int, LostNode]:
         """Return the workers, not released yet, whose node is lost or leaves the cluster."""
         ...

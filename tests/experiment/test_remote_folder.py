@@ -14,6 +14,7 @@ from ftp_server import serve_ftp
 import raysim
 from raysim import cli
 from raysim.primitives.errors import RefusedError
+from raysim.primitives.files import without_password
 from raysim.primitives.stores import open_store
 from raysim.simulation.events import RunStoppedError
 
@@ -57,6 +58,60 @@ def test_folder_at_a_url_is_written_and_continued(url: str, tmp_path: Path) -> N
         with store.local(name) as path:
             (copy / name).write_bytes(path.read_bytes())
     assert len(raysim.load(copy).rows) == 6
+
+
+def test_results_at_a_url_are_read_in_place(url: str, tmp_path: Path) -> None:
+    straight = raysim.run(OVERRIDES, quiet=True, out=str(tmp_path / "straight"), rounds=4)
+    run(out=url, rounds=4)
+    result = raysim.load(url)
+    assert f"{result}".startswith(f"Result({without_password(url)}: 4 rounds")
+    assert result.history["accuracy"].equals(straight.history["accuracy"])
+    for name, value in result.client_state(1).items():
+        assert (value == straight.client_state(1)[name]).all()
+    page = tmp_path / "page"
+    table = raysim.report([url, tmp_path / "straight"])
+    assert [run.summary["model_sha256"] for group in table.groups for run in group.runs] == [
+        result.summary["model_sha256"]
+    ] * 2
+    assert f"{without_password(url)}/config.yaml" in table.write(page)[0].read_text()
+
+
+def test_stored_configuration_at_a_url_repeats_a_run(url: str, tmp_path: Path) -> None:
+    first = run(out=url, rounds=2)
+    again = tmp_path / "again"
+    words = ["run", "--quiet", "--config", f"{url}/config.yaml", f"out={again}"]
+    assert cli.call(words) == 0
+    assert raysim.load(again).summary["model_sha256"] == first["model_sha256"]
+
+
+def test_checkpoint_at_a_url_is_continued(url: str) -> None:
+    run(out=url, rounds=4)
+    straight = run(out=url, rounds=6, resume="latest")
+    other = f"{url}-again"
+    again = run(out=other, rounds=6, resume=f"{url}/checkpoints/round-000004")
+    assert again == straight
+
+
+@pytest.mark.parametrize("checkpoints", [[], ["--checkpoints"]], ids=["results", "everything"])
+def test_fetch_copies_the_files_of_a_url(
+    url: str, checkpoints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(out=url, rounds=2)
+    monkeypatch.chdir(tmp_path)
+    assert cli.call(["fetch", url, "here", *checkpoints]) == 0
+    assert raysim.load("here").summary["rounds"] == 2
+    assert Path("here/checkpoints").exists() == bool(checkpoints)
+
+
+@pytest.mark.parametrize("words", ["report {}", "fetch {}", "run out={} resume=latest"])
+def test_url_without_a_run_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(words.format("memory://nothing/here").split()) == 2
+    assert "memory://nothing/here" in capsys.readouterr().err
+
+
+def test_load_of_a_url_without_a_run_is_refused() -> None:
+    with pytest.raises(RefusedError, match="memory://nothing/here"):
+        raysim.load("memory://nothing/here")
 
 
 def test_files_are_sent_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from raysim.runtime.ray import node_watch
 from raysim.runtime.ray.node_watch import (
     PREFACE,
+    ClusterState,
     NodeWatch,
     avoid_silent_nodes,
     is_answering,
@@ -63,7 +64,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set
     clock = SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(node_watch, "time", clock)
     monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(node_watch, "draining_nodes", lambda address: draining)
+    state = ClusterState(draining, {"good": {"CPU": 1.0}})
+    monkeypatch.setattr(node_watch, "cluster_state", lambda address: state)
     monkeypatch.setattr(NodeWatch, "_watch", lambda self: None)
     context = SimpleNamespace(get_node_id=lambda: "own")
     monkeypatch.setattr(node_watch.ray, "get_runtime_context", lambda: context)
@@ -84,6 +86,7 @@ def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPat
     }
     assert watched.is_silent("silent") and not watched.is_silent("good")
     assert [node["NodeID"] for node in watched.usable_nodes()] == ["good", "own"]
+    assert watched.free_resources("good") == {"CPU": 1.0} and not watched.free_resources("own")
     watched._look("")
     assert "silent" not in watched.lost, "6 s of 9 s"
     watched._look("")

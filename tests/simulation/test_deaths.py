@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,9 @@ class Mortal:
 
     def silent_node_timeout(self, worker: int) -> float | None:
         return None
+
+    def stacks(self, worker: int) -> str:
+        return ""
 
     def find_lost_workers(self) -> dict[int, LostNode]:
         return {}
@@ -463,7 +467,9 @@ def test_job_that_always_kills_its_actor_stops_the_run(ray_session: None, tmp_pa
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_frozen_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
+def test_frozen_actor_is_replaced_with_the_same_bits(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
@@ -474,11 +480,62 @@ def test_frozen_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path
     runtime = on_ray.start_workers(of(1), 2)
     for worker in range(2):
         runtime.get(runtime.call(worker, "ready")[0])
+    monkeypatch.setattr("raysim.simulation.calls.SILENCE_WARNING_S", 2.0)
     asked = ASKED | {"faults": Faults(timeout=10.0)}
-    finished_run = run_to_end(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
+    events = list(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked).run())
     runtime.stop()
-    assert finished_run.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
-    assert sum(int(row["worker_deaths"] or 0) for row in finished_run.rows) == 1
+    last = events[-1]
+    assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
+    assert len(list(tmp_path.iterdir())) == 1
+    rows = [event.row for event in events if isinstance(event, Round)]
+    assert sum(int(row["worker_deaths"] or 0) for row in rows) == 1
+    stacks = [event.stacks for event in events if isinstance(event, Waiting)]
+    assert stacks[0] == "" and "T (stopped)" in stacks[-1]
+
+
+class Sleepy(Method):
+    """Make each job take a tenth of a second until a file exists."""
+
+    name = "sleepy"
+
+    def __init__(self, alarm: str):
+        self.alarm = alarm
+
+    def end(self, job: LocalJob) -> None:
+        if not Path(self.alarm).exists():
+            time.sleep(0.1)
+
+
+def test_run_grows_when_others_end_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
+    from raysim.runtime import ray as on_ray
+    from raysim.runtime.ray.node_watch import free_resources
+
+    ray = on_ray.ray
+    other = ray.util.placement_group([{"CPU": 1.0}])
+    other.wait(60)
+    while free_resources()[0]["CPU"] > 1:  # Ray reports it a moment later
+        time.sleep(0.1)
+    alarm = tmp_path / "alarm"
+    study = run_spec(Sleepy(str(alarm)), model=MLP, local=LOCAL, data=tiny_data(clients=6))
+    asked = ASKED | {"rounds": 300}
+    study = with_settings(study, **asked)
+    options, said = RayOptions(address="auto"), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "joins" in text:
+            alarm.touch()
+
+    size = on_ray.plan_workers(options, study, 3, say)
+    assert size.workers == 1 and "1 of 2 possible workers start" in said[0]
+    events = []
+    for event in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, options, say):
+        events.append(event)
+        if isinstance(event, Round) and event.row["round"] == 1:
+            ray.util.remove_placement_group(other)
+    assert any(text.startswith("worker 1 joins") for text in said)
+    last, whole = events[-1], run(study, SCHEDULES["rounds"], **asked)
+    assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
 
 
 class Halting(Method):
@@ -492,7 +549,9 @@ class Halting(Method):
         return direction
 
 
-def test_stopped_coordinator_is_lost(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_coordinator_is_lost(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raysim.runtime import ray as on_ray
 
     monkeypatch.setattr("raysim.runtime.ray.driver.REPLACEMENT_TIMEOUT_S", 1)
@@ -502,9 +561,15 @@ def test_stopped_coordinator_is_lost(ray_session: None, monkeypatch: pytest.Monk
     )
     size = on_ray.plan_workers(RayOptions(workers=1), study, 3, lambda _: None)
     said: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
     with pytest.raises(ProcessLostError, match=r"faults\.timeout=10: .* for 11 s"):
-        for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):
+        for _ in on_ray.run(
+            study, SCHEDULES["rounds"], Lognormal(), size, say=said.append, folder=str(folder)
+        ):
             pass
+    assert f"Where its threads stand: {folder}/stacks/coordinator.txt" in said[-1]
+    assert "T (stopped)" in (folder / "stacks" / "coordinator.txt").read_text()
     assert [text.partition(". ")[0] for text in said if "no message" in text][-2:] == [
         "no message from the coordinator for 4 s",
         "no message from the coordinator for 8 s",

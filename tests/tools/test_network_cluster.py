@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from network_cluster import PORT, Link, NetworkCluster, find_obstacle, parse_link
@@ -15,23 +16,24 @@ from network_cluster import PORT, Link, NetworkCluster, find_obstacle, parse_lin
 import raysim
 
 pytestmark = pytest.mark.slow
+MLP = ("data=synthetic", "data.samples=400", "model=mlp", "model.widths=[32]")
+BATCH_NORM = ("data=digits", "model=small_cnn", "model.norm=batch")
 OVERRIDES = [
-    "data=synthetic",
-    "data.samples=400",
     "partition=iid",
-    "model=mlp",
-    "model.widths=[32]",
     "schedule.cohort=6",
     "tracking=none",
     "seed=3",
     "checkpoint.every=5",
 ]
 ROUNDS = 400
+STATEFUL_ROUNDS = 100
 DEADLINE_S = 500.0
 NODE_ID = (
     "import ray; ray.init(address='auto', log_to_driver=False); "
     "print(ray.get_runtime_context().get_node_id())"
 )
+
+Expected: TypeAlias = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +47,27 @@ def network() -> Iterator[NetworkCluster]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """Return a function that makes a run in this process and returns the sha256 of its model."""
-    models: dict[int, str] = {}
+    models: dict[tuple[object, ...], str] = {}
 
-    def make(rounds: int) -> str:
-        if rounds not in models:
+    def make(rounds: int, *words: str, study: Sequence[str] = MLP) -> str:
+        key = (rounds, *words)
+        if key not in models:
             folder = tmp_path_factory.mktemp("inprocess") / "run"
             values = {"rounds": rounds, "runtime": "inprocess", "out": str(folder)}
-            models[rounds] = raysim.run(OVERRIDES, quiet=True, **values).summary["model_sha256"]
-        return models[rounds]
+            result = raysim.run([*OVERRIDES, *study, *words], quiet=True, **values)
+            models[key] = result.summary["model_sha256"]
+        return models[key]
 
     return make
 
 
 def start_run(
-    network: NetworkCluster, out: Path, rounds: int, *words: str
+    network: NetworkCluster, out: Path, rounds: int, *words: str, study: Sequence[str] = MLP
 ) -> subprocess.Popen[str]:
     command = ["raysim", "run", "runtime=cluster", f"out={out}", f"rounds={rounds}", *OVERRIDES]
-    command += words
+    command += [*study, *words]
     log = out.with_suffix(".log").open("w")
     return network.machines[0].popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -112,9 +116,7 @@ def checkpoints(out: Path) -> list[Path]:
     return list((out / "checkpoints").glob("*")) if out.exists() else []
 
 
-def test_three_machines_give_the_bits_of_one(
-    network: NetworkCluster, expected: Callable[[int], str]
-) -> None:
+def test_three_machines_give_the_bits_of_one(network: NetworkCluster, expected: Expected) -> None:
     before = [machine.traffic for machine in network.machines]
     summary = finish(start_run(network, out := network.shared / "equal", 20), out)
     assert summary["model_sha256"] == expected(20)
@@ -125,9 +127,7 @@ def test_three_machines_give_the_bits_of_one(
         assert machine.traffic.received - earlier.received > 20 * 4 * 2400
 
 
-def test_partition_for_seconds_changes_no_bits(
-    network: NetworkCluster, expected: Callable[[int], str]
-) -> None:
+def test_partition_for_seconds_changes_no_bits(network: NetworkCluster, expected: Expected) -> None:
     run = start_run(network, out := network.shared / "partition", ROUNDS)
     wait_for(lambda: checkpoints(out), run, out)
     network.machines[2].cut()
@@ -137,7 +137,28 @@ def test_partition_for_seconds_changes_no_bits(
     assert finish(run, out)["model_sha256"] == expected(ROUNDS)
 
 
-def test_late_node_joins_and_drained_node_leaves(expected: Callable[[int], str]) -> None:
+def test_lost_client_states_are_restored_with_the_same_bits(
+    network: NetworkCluster, expected: Expected
+) -> None:
+    """Two runs share the cluster, and the machine that both lose. It must be the last test here."""
+    methods = {"scaffold": MLP, "fedbn": BATCH_NORM}
+    size = ["runtime.workers=3", "runtime.cpus=0.5", "runtime.strategy=SPREAD"]
+    outs = {name: network.shared / name for name in methods}
+    runs = {
+        name: start_run(network, outs[name], STATEFUL_ROUNDS, f"method={name}", *size, study=study)
+        for name, study in methods.items()
+    }
+    for name, run in runs.items():
+        wait_for(functools.partial(checkpoints, outs[name]), run, outs[name])
+    network.machines[2].kill()
+    for name, study in methods.items():
+        summary = finish(runs[name], outs[name])
+        assert "The run restarts from its last checkpoint" in log_of(outs[name])
+        sha256 = expected(STATEFUL_ROUNDS, f"method={name}", study=study)
+        assert summary["model_sha256"] == sha256
+
+
+def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)

@@ -2,6 +2,7 @@
 
 The only connection is that to the job server. A second, small job runs on the node where the first
 one writes. It packs the folder and prints the archive as text, which the job server returns.
+Results that lie at a URL are read from there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from urllib.parse import urlsplit
 
 from raysim.commands.submit import job_server
 from raysim.primitives.errors import RefusedError, errors_as_refusals, first_line
+from raysim.primitives.files import make_folder, without_password
+from raysim.primitives.stores import fetch_files, is_url, open_store, split_address
+from raysim.results.stored_runs import CHECKPOINTS, is_result_file
 
 # The program of the second job. It needs Python's standard library only.
 # Arguments: the folder, the largest number of bytes, and the names in it that are left out.
@@ -39,7 +43,6 @@ with tempfile.TemporaryFile() as archive:
     print("END")
 """
 BEGIN, END, ERROR = "BEGIN", "END", "ERROR "
-CHECKPOINTS = "checkpoints"
 MB = 1_000_000
 TINY_SHARE = 0.001  # of a node's resource, which makes Ray choose the node
 
@@ -55,12 +58,14 @@ def fetch(
     """Copy the results of a job into a folder on this machine, and return the folder.
 
     The job may still run: it writes each file as a whole. Files that exist are replaced. job: the
-    id that `raysim submit` prints. target: the folder on this machine; None takes the name of the
-    job's folder. address: see `job_server.find_address`. folder: the job's folder on its node; None
-    reads it from the job's command. checkpoints: True also copies the checkpoints. limit_mb: the
-    largest archive. Raise `RefusedError` if there is no such job or folder, or if the archive is
-    larger.
+    id that `raysim submit` prints, or the URL of a run. target: the folder on this machine; None
+    takes the name of the job's folder. address: see `job_server.find_address`. folder: the job's
+    folder on its node; None reads it from the job's command. checkpoints: True also copies the
+    checkpoints. limit_mb: the largest archive of a job's folder. Raise `RefusedError` if there is
+    no such job or folder, or if the archive is larger.
     """
+    if is_url(job):
+        return _fetch_url(job, target, checkpoints)
     with errors_as_refusals():
         client = job_server.connect(job_server.find_address(address))
     details = _details(client, job)
@@ -70,6 +75,8 @@ def fetch(
             f"job {job} has no out= in its command ({details.entrypoint}). Give its folder with "
             "--folder"
         )
+    if is_url(remote):
+        return _fetch_url(remote, target, checkpoints)
     local = Path(target or Path(remote).name)
     if local.exists() and not local.is_dir():
         raise RefusedError(f"{local} is a file. Give a folder for the results")
@@ -78,6 +85,23 @@ def fetch(
     text = _run_on_node_of(client, details, shlex.join(words))
     unpack(read_archive(text, remote, job, limit_mb), local)
     return local
+
+
+def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
+    """Copy the results that lie at a URL; return their folder on this machine."""
+
+    def is_needed(name: str) -> bool:
+        return is_result_file(name) or (checkpoints and name.startswith(f"{CHECKPOINTS}/"))
+
+    with errors_as_refusals():
+        store = open_store(url)
+        if not store.files():
+            raise RefusedError(
+                f"{without_password(url)} has no files. Give a URL that `raysim run out=URL` wrote"
+            )
+        folder = make_folder(Path(target or split_address(url)[1]))
+        fetch_files(store, folder, is_needed)
+    return folder
 
 
 def _details(client: Any, job: str) -> Any:

@@ -24,6 +24,7 @@ import yaml
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.groups import config_folders, find_groups
+from raysim.experiment.many_runs import local_folder
 from raysim.experiment.plugins import conf_folders_of, installed_packages
 from raysim.primitives.commit import SOURCE, source_commit
 from raysim.primitives.errors import RefusedError, errors_as_refusals
@@ -240,6 +241,8 @@ def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
 def _check_out(command: JobCommand) -> None:
     settings = command.settings
     out = settings.get("out", "")
+    if command.words[0] != "run":
+        local_folder(out)  # refuses a URL
     place = out or (settings.get("resume", "") if command.words[0] == "run" else "")
     is_tracked = settings.get("tracking.uri", "").startswith(REMOTE_TRACKING)
     if place.startswith(("/", "~")) or "://" in place or is_tracked:

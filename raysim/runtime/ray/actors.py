@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysim.api.messages import PublishedVersion
 from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
+from raysim.primitives.stacks import StackSource, open_stack_source, read_stacks
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import bundle_options
 from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch
@@ -137,7 +138,15 @@ def actor_class(kind: type) -> Any:
             return generate
         return lambda self, *args: getattr(self.held, name)(*args)
 
-    content: dict[str, Any] = {"__init__": __init__, "become": become}
+    def stack_source(self: Any) -> StackSource | None:
+        """Let this process write its stacks on request."""
+        return open_stack_source()
+
+    content: dict[str, Any] = {
+        "__init__": __init__,
+        "become": become,
+        "stack_source": stack_source,
+    }
     for name, _ in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
             content[name] = delegate(name)
@@ -259,6 +268,11 @@ class RayRuntime:
         self._notices: list[str] = []
         self._next_recruiting = 0.0
         self.actors = list(actors) or [start(worker) for worker in range(workers)]
+        # By worker: the process that writes its stacks, and stacks that were requested.
+        self._stack_sources = {
+            worker: actor.stack_source.remote() for worker, actor in enumerate(self.actors)
+        }
+        self._stacks: dict[int, ray.ObjectRef[str]] = {}
         # Methods of actors by worker, name and number of results.
         self._methods: dict[tuple[int, str, int], Any] = {}
 
@@ -359,6 +373,27 @@ class RayRuntime:
             return None
         return self._watch.timeout_s
 
+    def stacks(self, worker: int) -> str:
+        """Return where the threads of a worker's process stood at the last call, or "".
+
+        A task on the worker's node asks its process.
+        """
+        text = ""
+        request = self._stacks.get(worker)
+        if request is not None:
+            if not ray.wait([request], timeout=0)[0]:
+                return ""
+            with suppress(ray.exceptions.RayError):
+                text = ray.get(request)
+        if not ray.wait([self._stack_sources[worker]], timeout=0)[0]:
+            return text  # it has not started
+        node = self._node_ids[worker] or ray.get_runtime_context().get_node_id()
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(read_stacks)
+        task = task.options(scheduling_strategy=place)
+        self._stacks[worker] = task.remote(self._stack_sources[worker])
+        return text
+
     def find_lost_workers(self) -> Mapping[int, LostNode]:
         """Return the workers, not released yet, whose node is lost or leaves the cluster."""
         if self._watch is None or not self._watch.lost:
@@ -418,7 +453,7 @@ class RayRuntime:
             self.actors[worker] = actor
             self._node_ids[worker] = place.node
             self.nodes[worker] = self._number_of(place.node)
-        self._methods.clear()
+        self._forget_process(worker)
 
     def _admit(self, worker: int, identity: Identity) -> bool:
         """Return True if a new worker computes the same bits; otherwise end it."""
@@ -440,6 +475,12 @@ class RayRuntime:
         return notices
 
     # --- workers that die -----------------------------------------------------------------------
+    def _forget_process(self, worker: int) -> None:
+        """Forget what belongs to the process that a worker had before."""
+        self._methods.clear()
+        self._stack_sources[worker] = self.actors[worker].stack_source.remote()
+        self._stacks.pop(worker, None)
+
     def revive(self, worker: int) -> None:
         """Start another actor in the same bundle.
 
@@ -447,7 +488,7 @@ class RayRuntime:
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
-        self._methods.clear()
+        self._forget_process(worker)
         self._adders.pop(self.nodes[worker], None)  # it may be lost with the node
         actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()

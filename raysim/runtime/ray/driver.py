@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import ray
 from ray.autoscaler.sdk import request_resources
 
 from raysim.primitives.errors import first_line
+from raysim.primitives.stacks import read_stacks, write_stacks
 from raysim.runtime import preflight
 from raysim.runtime.placement import (
     NoRoomError,
@@ -35,7 +38,13 @@ from raysim.runtime.ray.actors import (
     worker_bytes,
 )
 from raysim.runtime.ray.cluster import Say, bundle_options, node_resources, reserve
-from raysim.runtime.ray.processes import end_waiting, release_processes, start_processes
+from raysim.runtime.ray.node_watch import free_resources
+from raysim.runtime.ray.processes import (
+    end_waiting,
+    release_processes,
+    start_processes,
+    waiting_workers,
+)
 from raysim.simulation.events import Event, Notice, ProcessLostError, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
@@ -121,7 +130,27 @@ def plan_now(
     # One worker always starts, so that only more of them are worth a look at the model's size.
     if options.workers is None and not needs_preflight and size.workers > 1:
         size = _limit_by_memory(size, options, spec, cluster, say)
+    if options.workers is None and options.address not in (None, "local"):
+        size = _limit_by_other_runs(size, options, say)
     return size
+
+
+def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
+    """Return as many of the workers as fit next to other runs; all of them if none fits.
+
+    A run that none fits for waits for all of its workers.
+    """
+    free = worker_capacity(free_resources(), size.per_worker, options.strategy)
+    if free is None:
+        return size
+    count = free + waiting_workers(size.per_worker)
+    if not 0 < count < size.workers:
+        return size
+    say(
+        f"{count} of {size.workers} possible workers start next to other runs; more join when "
+        "these end"
+    )
+    return replace(size, workers=count)
 
 
 def _limit_by_memory(
@@ -230,14 +259,26 @@ def run(
     options = options or RayOptions()
     processes = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))
     coordinator = processes.coordinator
-    has_succeeded = False
+    stack_source = coordinator.stack_source.remote()
+    has_begun = has_succeeded = False
+
+    def write_coordinator_stacks() -> Path | None:
+        """Write where the coordinator's threads stand; return the file, or None if unknown."""
+        if not ray.wait([stack_source], timeout=0)[0]:
+            return None
+        text = read_stacks(ray.get(stack_source))
+        # The folder of a run is used from its start on.
+        place = Path(folder) if has_begun else Path(tempfile.mkdtemp(prefix="raysim-"))
+        return write_stacks(place, "coordinator", text) if text else None
+
     try:
         for method, extra_s in (
             (coordinator.begin, START_TIMEOUT_S),
             (coordinator.events, REPLACEMENT_TIMEOUT_S),
         ):
             messages = method.options(num_returns="streaming").remote()
-            for ref in _receive(messages, spec.settings.faults.timeout, extra_s, say):
+            timeout_s = spec.settings.faults.timeout
+            for ref in _receive(messages, timeout_s, extra_s, say, write_coordinator_stacks):
                 for event in ray.get(ref):
                     if isinstance(event, Notice):
                         say(event.text)
@@ -248,6 +289,7 @@ def run(
                             "or software. A repetition may have other bits."
                         )
                     yield event
+                    has_begun = bool(folder)
         has_succeeded = True
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
@@ -260,12 +302,19 @@ def run(
         release_processes(processes, has_succeeded)
 
 
-def _receive(messages: Any, timeout: float | None, extra_s: float, say: Say) -> Iterator[Any]:
+def _receive(
+    messages: Any,
+    timeout: float | None,
+    extra_s: float,
+    say: Say,
+    write_coordinator_stacks: Callable[[], Path | None] = lambda: None,
+) -> Iterator[Any]:
     """Yield the coordinator's messages. Raises ProcessLostError if none comes in time.
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
     worker; then a line tells the user. timeout: `faults.timeout`; None waits forever. extra_s:
-    additional seconds for the first message.
+    additional seconds for the first message. write_coordinator_stacks: writes where the threads of
+    the coordinator stand, and returns the file.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s
     silent_s = 0.0
@@ -281,10 +330,13 @@ def _receive(messages: Any, timeout: float | None, extra_s: float, say: Say) -> 
             continue
         silent_s += wait_s
         if silent_s < limit_s:
+            stacks = write_coordinator_stacks()
+            place = f" Where its threads stand: {stacks}" if stacks else ""
             say(
                 f"no message from the coordinator for {silent_s:g} s. Either workers are still "
                 "starting, or Ray has no room to replace a dead worker; in that case the run "
                 f"restarts from its last checkpoint in {ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s."
+                f"{place}"
             )
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, the time "

@@ -12,10 +12,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import ray
 
+from raysim.runtime.placement import Resources
 from raysim.simulation.runtime import LostNode
 
 PROBE_INTERVAL_S = 3.0
@@ -72,18 +74,43 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
     return [{NODE_LABEL: f"!in({','.join(silent)})"} for _ in range(bundles)]
 
 
-def draining_nodes(address: str) -> set[str]:
-    """Return the nodes that will leave the cluster, as a spot instance does after its notice.
+class ClusterState(NamedTuple):
+    """What the head of a cluster knows about it.
 
-    address: of the cluster. An older Ray that cannot tell returns none.
+    draining: the nodes that will leave, as a spot instance does after its notice. free: for each
+    node, the resources that nothing has reserved. has_demand: True if something waits for
+    resources.
     """
+
+    draining: Collection[str] = ()
+    free: Mapping[str, Resources] = MappingProxyType({})
+    has_demand: bool = False
+
+
+def cluster_state(address: str) -> ClusterState:
+    """Return the state of the cluster at an address; an older Ray cannot tell anything."""
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
     except ImportError:
-        return set()
+        return ClusterState()
     status = get_cluster_status(address)
     nodes = [*status.active_nodes, *status.idle_nodes]
-    return {str(node.node_id) for node in nodes if node.node_status == DRAINING}
+    draining = {str(node.node_id) for node in nodes if node.node_status == DRAINING}
+    free = {}
+    for node in nodes:
+        usage = node.resource_usage.usage if node.resource_usage else ()
+        free[str(node.node_id)] = {use.resource_name: use.total - use.used for use in usage}
+    demands = status.resource_demands
+    has_demand = bool(demands.placement_group_demand or demands.ray_task_actor_demand)
+    return ClusterState(draining, free, has_demand)
+
+
+def free_resources() -> list[Resources]:
+    """Return what nothing has reserved on each living node; [] if Ray cannot tell."""
+    with suppress(Exception):  # then it is unknown
+        free = cluster_state(str(ray.get_runtime_context().gcs_address)).free
+        return [free[node["NodeID"]] for node in living_nodes() if node["NodeID"] in free]
+    return []
 
 
 class NodeWatch:
@@ -100,7 +127,7 @@ class NodeWatch:
         self._usable: Sequence[Mapping[str, Any]] = ()
         # By node: seconds without an answer. Only time in which this process asked counts.
         self._silent_s: dict[str, float] = {}
-        self._draining: Collection[str] = ()
+        self._state = ClusterState()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raysim-nodes", daemon=True)
         self._thread.start()
@@ -126,7 +153,7 @@ class NodeWatch:
                 silent_s = self._silent_s.get(node["NodeID"], 0.0) + round_s
                 self._silent_s[node["NodeID"]] = 0.0 if answer else silent_s
         with suppress(Exception):  # then it is unknown
-            self._draining = draining_nodes(address)
+            self._state = cluster_state(address)
         lost = {node["NodeID"]: self._find_reason(node) for node in nodes}
         self.lost = {name: reason for name, reason in lost.items() if reason is not None}
         self._usable = [
@@ -142,7 +169,7 @@ class NodeWatch:
         silent_s = self._silent_s.get(name, 0.0)
         if silent_s >= self.timeout_s:
             return LostNode(f"has not answered for {silent_s:.0f} s (faults.node_timeout)")
-        if name in self._draining:
+        if name in self._state.draining:
             return LostNode("will leave the cluster (Ray drains it)", is_reachable=True)
         return None
 
@@ -153,6 +180,11 @@ class NodeWatch:
     def usable_nodes(self) -> Sequence[Mapping[str, Any]]:
         """Return the entries of `ray.nodes()` of the nodes that are alive, answer and stay."""
         return self._usable
+
+    def free_resources(self, node: str) -> Resources:
+        """Return what nothing has reserved on a node; {} if something waits for resources."""
+        state = self._state
+        return {} if state.has_demand else state.free.get(node, {})
 
     def stop(self) -> None:
         """End the thread, soon."""

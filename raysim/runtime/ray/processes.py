@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.placement import RayOptions, Resources, Size
 from raysim.runtime.ray.actors import (
     RayCoordinator,
     RayRuntime,
@@ -108,6 +108,14 @@ def end_waiting() -> None:
     """End processes that wait for the next run, because their resources are needed."""
     if _waiting is not None:
         _waiting.end()
+
+
+def waiting_workers(per_worker: Resources) -> int:
+    """Return how many workers of this size wait for the next run of this process."""
+    if _waiting is None or _waiting.processes is None:
+        return 0
+    bundles, _ = _waiting.processes.request
+    return bundles.count(dict(per_worker))
 
 
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:

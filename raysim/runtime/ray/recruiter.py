@@ -1,9 +1,9 @@
-"""Start workers on nodes that join a cluster during a run, and where workers were lost."""
+"""Start workers during a run: on nodes that join, where others were lost, and on free CPUs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,10 @@ class Recruiter:
         self._starting: list[_Recruit] = []
         self._groups: list[PlacementGroup] = []  # of workers on nodes that joined
         nodes = ray.util.placement_group_table(growth.group)["bundles_to_node_id"]
-        # Nodes that were there at the start had their chance.
+        # On these nodes a worker starts on what other programs leave free.
         self._known_nodes = {node["NodeID"] for node in ray.nodes()} | set(nodes.values())
+        self._free_before: Mapping[str, int] = {}  # by node: free places at the last look
+        self._full_nodes: set[str] = set()  # nodes on which a worker could not start
         self.notices: list[str] = []
 
     def find_places(
@@ -95,12 +97,32 @@ class Recruiter:
                 node = nodes.get(worker + 1, "")
                 if worker not in starting and node in usable and len(places) < room:
                     places.append((worker, WorkerPlace(node, self._growth.group, worker + 1)))
-        for name in usable.keys() - self._known_nodes:
-            count = min(self._capacity(usable[name]["Resources"]), room - len(places))
+        free: dict[str, int] = {}
+        for name, node in usable.items():
+            if name in self._full_nodes:
+                continue
+            count = self._capacity(node["Resources"])
+            if name in self._known_nodes:
+                # Another program may be about to take a place that is free for a moment.
+                free[name] = self._free_places(node)
+                count = min(free[name], self._free_before.get(name, 0))
+            count = min(count, room - len(places))
             if count > 0:
                 self._known_nodes.add(name)
+                free[name] = 0  # the next look may not see yet that they are taken
             places += [(-1, self._reserve(name)) for _ in range(count)]
+        self._free_before = free
         return places
+
+    def _free_places(self, node: Mapping[str, Any]) -> int:
+        """Return how many workers fit next to what runs on a node."""
+        per_worker = self._growth.per_worker
+        free = node_capacity(self._watch.free_resources(node["NodeID"]), per_worker)
+        total = node_capacity(node["Resources"], per_worker)
+        if free is None or total is None:  # workers reserve nothing, so all have started
+            return 0
+        # What runs there needs memory like a worker.
+        return max(0, min(free, self._capacity(node["Resources"]) - (total - free)))
 
     def _capacity(self, node: Resources) -> int:
         """Return how many workers fit on an empty node."""
@@ -153,6 +175,7 @@ class Recruiter:
         ray.kill(recruit.actor)
         self.notices.append(f"worker {recruit.worker} does not join: {reason}")
         if recruit.place.group is not self._growth.group:
+            self._full_nodes.add(recruit.place.node)
             ray.util.remove_placement_group(recruit.place.group)
 
     def stop(self) -> None:

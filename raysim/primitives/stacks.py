@@ -1,0 +1,131 @@
+"""Show where the threads of a process stand, also of a process that hangs.
+
+A process writes the stacks of its threads when it gets the signal SIGUSR1. `faulthandler` does that
+without the interpreter's lock, so it works while a library blocks the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from raysim.primitives.files import replace_file
+
+STACKS = "stacks"  # the folder of these files in the folder of a run
+ANSWER_TIMEOUT_S = 2.0  # a process that runs writes its stacks within milliseconds
+POLL_INTERVAL_S = 0.05
+_PREFIX = "raysim-stacks-"
+# A process that got the signal without this module would end; other systems have no such signal.
+_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
+
+
+class StackSource(NamedTuple):
+    """A process that writes its stacks on request. file: its descriptor of the file for them."""
+
+    process: int
+    file: int
+
+
+def open_stack_source() -> StackSource | None:
+    """Let this process write its stacks on request; return None if the system cannot do that."""
+    if _SIGNAL is None:
+        return None
+    return StackSource(os.getpid(), _own_file().fileno())
+
+
+@functools.cache
+def _own_file() -> IO[bytes]:
+    """Return the file for the stacks of this process; it has no name any more."""
+    assert _SIGNAL is not None, "the caller checks it"
+    import fcntl
+
+    descriptor, path = tempfile.mkstemp(prefix=_PREFIX)
+    os.unlink(path)
+    # The reader empties the file, and the next text starts at its new end.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+    file = os.fdopen(descriptor, "wb")
+    faulthandler.register(_SIGNAL, file, all_threads=True)
+    return file
+
+
+def read_stacks(source: StackSource | None) -> str:
+    """Return where the threads of a process on this machine stand; "" if that is unknown.
+
+    If the process does not react, the text is its state, such as "T (stopped)".
+    """
+    if source is None or _SIGNAL is None:
+        return ""
+    path = Path(f"/proc/{source.process}/fd/{source.file}")
+    try:
+        if _PREFIX not in os.readlink(path):  # another process has the number
+            return ""
+        os.truncate(path, 0)
+        os.kill(source.process, _SIGNAL)
+        return _read_new_text(path) or _describe_state(source.process)
+    except OSError:
+        return ""
+
+
+def _read_new_text(path: Path) -> str:
+    """Return the text of a file once it grows no more; "" if nothing is written."""
+    end = time.monotonic() + ANSWER_TIMEOUT_S
+    size = 0
+    while time.monotonic() < end:
+        time.sleep(POLL_INTERVAL_S)
+        earlier_size, size = size, path.stat().st_size
+        if size and size == earlier_size:
+            break
+    return path.read_text(errors="replace")
+
+
+def _describe_state(process: int) -> str:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("State:"):
+            state = line.removeprefix("State:").strip()
+            return f"process {process} does not react to signals; its state is {state}\n"
+    return ""
+
+
+def stack_file(folder: Path, name: str) -> Path:
+    """Return the file in a run's folder for the stacks of a process."""
+    return folder / STACKS / f"{name}.txt"
+
+
+def write_stacks(folder: Path, name: str, text: str) -> Path:
+    """Write the stacks of a process into a run's folder; return the file."""
+    path = stack_file(folder, name)
+    path.parent.mkdir(exist_ok=True)
+    title = f"{name}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    replace_file(path, f"{title}\n{text}".encode())
+    return path
+
+
+@contextlib.contextmanager
+def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
+    """Let `kill -USR1` write the stacks of this process into a run's folder.
+
+    A program that handles this signal itself keeps its handler. A file without stacks is removed.
+    """
+    if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
+        yield
+        return
+    path = stack_file(folder, name)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        faulthandler.register(_SIGNAL, file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(_SIGNAL)
+    if not path.stat().st_size:
+        path.unlink()
+        with contextlib.suppress(OSError):  # it has other files
+            path.parent.rmdir()

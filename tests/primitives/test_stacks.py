@@ -1,0 +1,72 @@
+"""Where the threads of a process stand, read from outside of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysim.primitives.stacks import (
+    StackSource,
+    read_stacks,
+    stacks_on_signal,
+    write_stacks,
+)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+BLOCKED = """
+import threading
+from raysim.primitives.stacks import open_stack_source
+
+def wait_for_disk():
+    lock.acquire()
+
+lock = threading.Lock()
+lock.acquire()
+print(*open_stack_source(), flush=True)
+wait_for_disk()
+"""
+
+
+def test_stacks_of_a_blocked_process_name_its_function() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        source = StackSource(*map(int, process.stdout.readline().split()))
+        for _ in range(2):  # each text starts anew
+            assert read_stacks(source).count("in wait_for_disk") == 1
+        process.send_signal(signal.SIGSTOP)
+        assert "T (stopped)" in read_stacks(source)
+        process.kill()
+    assert read_stacks(source) == ""
+
+
+def test_stacks_are_not_requested_from_other_processes() -> None:
+    with open(os.devnull) as file:
+        assert read_stacks(StackSource(os.getpid(), file.fileno())) == ""
+    assert read_stacks(None) == ""
+
+
+def test_signal_writes_the_stacks_of_a_run(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGUSR1)
+    with stacks_on_signal(tmp_path, "driver"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with stacks_on_signal(tmp_path, "driver"):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    text = (tmp_path / "stacks" / "driver.txt").read_text()
+    assert "test_signal_writes_the_stacks_of_a_run" in text
+    assert signal.getsignal(signal.SIGUSR1) == handler
+
+
+def test_stacks_replace_earlier_ones(tmp_path: Path) -> None:
+    write_stacks(tmp_path, "worker-1", "first")
+    path = write_stacks(tmp_path, "worker-1", "second")
+    assert path == tmp_path / "stacks" / "worker-1.txt"
+    assert path.read_text().startswith("worker-1, ")
+    assert path.read_text().endswith("\nsecond")

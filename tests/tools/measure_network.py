@@ -1,0 +1,196 @@
+"""Measure what a run sends over a network, and how long a round takes on links of several kinds.
+
+    uv run python tests/tools/measure_network.py --turns 3 --out network.json
+
+makes two clusters of three machines with `network_cluster.py`: one with undisturbed links and one
+with links of another kind. Runs alternate between them. It prints a table: megabytes per round on
+the links and in raysim's columns, seconds per round, and the ratio of the seconds to those of the
+undisturbed run of the same turn. All runs of a schedule must end with the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from network_cluster import Link, NetworkCluster, find_obstacle
+
+MACHINES = 3
+FIRST_ROUND = 5  # of those that are measured; before it, workers start and receive the data
+# Round-trip times and losses between two machines: a packet passes two links.
+KINDS: Mapping[str, Mapping[int, Link]] = {
+    "20 ms": dict.fromkeys(range(MACHINES), Link(delay=5)),
+    "100 Mbit/s": dict.fromkeys(range(MACHINES), Link(rate=100)),
+    "1 % loss": dict.fromkeys(range(MACHINES), Link(loss=0.005)),
+    "one node at 20 Mbit/s, 100 ms": {2: Link(rate=20, delay=50)},
+}
+UNDISTURBED = "undisturbed"
+SCHEDULES = {
+    "synchronous": ["schedule=synchronous", "schedule.cohort=12"],
+    "buffered": ["schedule=buffered", "schedule.concurrency=12", "schedule.size=6"],
+}
+STUDY = [
+    "runtime=cluster",
+    "runtime.strategy=SPREAD",
+    "data=synthetic",
+    "data.samples=1200",
+    "partition=iid",
+    "model=mlp",
+    "tracking=none",
+    "checkpoint.every=0",
+    "evaluate.every=1000000",
+]
+# Runs on the head, and prints each row of the history when it exists.
+PROGRAM = """\
+import json, sys, raysim
+def tell(row):
+    print("ROW", json.dumps(row), flush=True)
+result = raysim.run(sys.argv[1:], quiet=True, on_round=tell)
+print("END", result.summary["model_sha256"], flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run: bytes and seconds per round, the median over the measured rounds.
+
+    links, columns: for each machine, the bytes that it received and sent per round, as the links
+    counted them and in raysim's history.
+    """
+
+    schedule: str
+    kind: str
+    seconds: float
+    links: Sequence[tuple[float, float]]
+    columns: Sequence[tuple[float, float]]
+    model_sha256: str
+
+
+def measure(cluster: NetworkCluster, schedule: str, kind: str, overrides: list[str]) -> Measurement:
+    """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last."""
+    words = ["python", "-c", PROGRAM, *STUDY, *SCHEDULES[schedule], *overrides]
+    words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
+    process = cluster.machines[0].popen(words, stdout=-1)
+    assert process.stdout is not None
+    rows: list[dict[str, Any]] = []
+    traffic: list[list[tuple[int, int]]] = []
+    sha256 = ""
+    for line in process.stdout:
+        if line.startswith("ROW "):
+            rows.append(json.loads(line.removeprefix("ROW ")))
+            counters = [machine.traffic for machine in cluster.machines]
+            traffic.append([(counter.received, counter.sent) for counter in counters])
+        elif line.startswith("END "):
+            sha256 = line.split()[1]
+    if process.wait() or len(rows) <= FIRST_ROUND + 1:
+        raise RuntimeError(f"the {schedule} run on {kind} links failed")
+    first, last = FIRST_ROUND - 1, len(rows) - 2
+    count = last - first
+    walls = [float(row["wall_seconds"]) for row in rows[first : last + 1]]
+    steps = [after - before for before, after in pairwise(walls)]
+    links = []
+    for before, after in zip(traffic[first], traffic[last], strict=True):
+        links.append(((after[0] - before[0]) / count, (after[1] - before[1]) / count))
+    columns = [_columns(rows[first + 1 : last + 1], node) for node in range(MACHINES)]
+    return Measurement(schedule, kind, statistics.median(steps), links, columns, sha256)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
+    """Return the mean bytes per round that a node received and sent, by the history."""
+    received = statistics.fmean(row[f"node_{node}_in_bytes"] for row in rows)
+    sent = statistics.fmean(row[f"node_{node}_out_bytes"] for row in rows)
+    return received, sent
+
+
+def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
+    """Measure each kind of links in turns with undisturbed ones."""
+    with start(None) as plain:
+        for kind in kinds:
+            with start(KINDS[kind]) as disturbed:
+                for _ in range(turns):
+                    for schedule in SCHEDULES:
+                        yield measure(plain, schedule, UNDISTURBED, overrides)
+                        yield measure(disturbed, schedule, kind, overrides)
+
+
+@contextmanager
+def start(links: Mapping[int, Link] | None) -> Iterator[NetworkCluster]:
+    """Yield a cluster with a Ray node of one CPU on each machine."""
+    with NetworkCluster(MACHINES, links) as cluster:
+        cluster.start_ray([1] * MACHINES)
+        yield cluster
+
+
+def table(measurements: Sequence[Measurement]) -> str:
+    """Return the table of the measurements in Markdown."""
+    lines = [
+        "| schedule | links | seconds per round | ratio | coordinator's node receives | sends |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for schedule in SCHEDULES:
+        chosen = [entry for entry in measurements if entry.schedule == schedule]
+        for kind in dict.fromkeys(entry.kind for entry in chosen):
+            lines.append(_line(schedule, kind, chosen))
+    return "\n".join(lines)
+
+
+def _line(schedule: str, kind: str, chosen: Sequence[Measurement]) -> str:
+    entries = [entry for entry in chosen if entry.kind == kind]
+    seconds = statistics.median(entry.seconds for entry in entries)
+    ratio = "1"
+    if kind != UNDISTURBED:
+        places = [place for place, entry in enumerate(chosen) if entry.kind == kind]
+        # The run before it was undisturbed.
+        ratios = [chosen[place].seconds / chosen[place - 1].seconds for place in places]
+        ratio = f"{statistics.median(ratios):.1f}"
+    cells = []
+    for direction in range(2):
+        link = statistics.median(entry.links[0][direction] for entry in entries)
+        column = statistics.median(entry.columns[0][direction] for entry in entries)
+        cells.append(f"{link / 1e6:.2f} MB ({column / 1e6:.2f})")
+    return f"| {schedule} | {kind} | {seconds:.2f} | {ratio} | {cells[0]} | {cells[1]} |"
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=3, help="pairs of runs for each case (3)")
+    parser.add_argument("--rounds", type=int, default=40, help="of each run (40)")
+    parser.add_argument("--width", type=int, default=1000, help="of the two hidden layers (1000)")
+    parser.add_argument(
+        "--links", nargs="*", default=[*KINDS], choices=[*KINDS], help="the kinds of links (all)"
+    )
+    parser.add_argument("--out", type=Path, help="file for all numbers")
+    arguments = parser.parse_args()
+    obstacle = find_obstacle()
+    if obstacle:
+        sys.exit(f"measure_network: {obstacle}")
+    overrides = [
+        f"rounds={arguments.rounds}",
+        f"model.widths=[{arguments.width},{arguments.width}]",
+    ]
+    measurements: list[Measurement] = []
+    for entry in measure_all(arguments.turns, overrides, arguments.links):
+        measurements.append(entry)
+        print(f"{entry.schedule}, {entry.kind}: {entry.seconds:.3f} s per round", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps([vars(other) for other in measurements], indent=1))
+    print(table(measurements))
+    for schedule in SCHEDULES:
+        sums = {entry.model_sha256 for entry in measurements if entry.schedule == schedule}
+        print(f"{schedule}: {'the same bits in all runs' if len(sums) == 1 else sums}")
+
+
+if __name__ == "__main__":
+    main()
