@@ -402,7 +402,7 @@ def _combinations(method: Method) -> str:
 def _reason(sentence: str) -> str:
     text = sentence.removesuffix("; keep one of them")
     text = re.sub(r"^method '\w+' and method '\w+' ", "", text)
-    return re.sub(r"^method '(\w+)' does not combine with method '\w+': ", "", text)
+    return re.sub(r"^method '(\w+)' cannot be combined with method '\w+': ", "", text)
 
 
 def _published(option: str) -> str:

@@ -14,7 +14,7 @@ from raysim.vectors.layout import Entry, Layout
 T = TypeVar("T")
 S = TypeVar("S")
 
-# Names of the two flat buffers where they are stored whole: in checksums and on disk.
+# Names of the two flat buffers in checksums and on disk, where each is stored as one array.
 _PERSONAL = "personal"
 _COUNTERS = "personal.counters"
 
@@ -23,8 +23,8 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that is kept for one client: tensors on a worker, NumPy arrays elsewhere.
 
-    The tensors of networks that stay on the client (normalisation layers of FedBN, RTNet of FRAug)
-    lie in two flat buffers, so that a job can load and store all of them at once. The layout knows
+    Network tensors that stay on the client (normalisation layers of FedBN, RTNet of FRAug) are
+    stored in two flat buffers, so that a job loads and stores all of them at once. The layout has
     their names.
     """
 
@@ -58,11 +58,12 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
         personal[entry.name] = _values_of(state.personal, entry, layout.shared)
     for entry in integer:
         personal[entry.name] = _values_of(state.counters, entry, layout.shared_counters)
-    # Names of methods' state were checked before the run; this catches what a hook renamed.
+    # Names of client state were checked before the run, but a hook may have added other names.
     twice = personal.keys() & state.methods.keys()
     if twice:
         raise ValueError(
-            f"a method keeps client state under the names of personal tensors: {sorted(twice)}"
+            f"a method keeps client state under the names of personal tensors: {sorted(twice)}. "
+            "Rename these entries of the method."
         )
     return personal | dict(state.methods)
 
@@ -80,8 +81,8 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
     missing = sorted(names - arrays.keys())
     if missing:
         raise ValueError(
-            f"{missing[0]} is missing in a stored client state: an earlier version of raysim than "
-            f"{__version__} wrote it, or another model. Start the run again."
+            f"{missing[0]} is missing in a stored client state, which was written with another "
+            f"model or with a version of raysim before {__version__}. Start the run again."
         )
     personal = [np.empty(0, np.float32), *(arrays[entry.name].ravel() for entry in floating)]
     counters = [np.empty(0, np.int64), *(arrays[entry.name].ravel() for entry in integer)]

@@ -18,7 +18,7 @@ DECLARING = ("model", "setup", "cost")  # called before the run, or at dispatch
 # Hooks that run once for each batch.
 STEP_HOOKS = ("batch", "loss", "gradient", "perturb")
 
-# Texts for what only one method of a list may do.
+# Phrases for the actions that only one method of a list may take.
 _ALONE = {
     "model": "replace the model",
     "perturb": "decide at which shifted points the gradient is taken",
@@ -29,7 +29,7 @@ _ALONE = {
     "train": "train clients by a function of their own",
     "evaluate": "score sets of samples by a function of their own",
     "finetune": "decide how models are fine-tuned for evaluation",
-    "compressor": "compress what travels",
+    "compressor": "compress updates or steps",
     "scored": "decide which vector is evaluated",
     "loss": "replace the training loss",
     "step": "own the server's step",
@@ -58,7 +58,7 @@ def failing_method(error: BaseException) -> Method | None:
 
 
 def failing_method_name(error: BaseException) -> str:
-    """Return the name of the method whose code raised the error, or ""."""
+    """Return the name of the method whose code raised the error; "" if no method did."""
     method = failing_method(error)
     return "" if method is None else method.name
 
@@ -68,11 +68,11 @@ def check_name(method: Method) -> None:
     name = getattr(method, "name", None)
     if isinstance(name, str) and name:
         return
-    problem = f"has the name {name!r}, which is not a text"
+    problem = f"has the name {name!r}, which is not a string"
     if name is None:
         problem = "has no name"
     raise ValueError(
-        f'method {type(method).__name__} {problem}. Give its class one, as in name = "mine".'
+        f'method {type(method).__name__} {problem}. Set it in the class, as in name = "mine".'
     )
 
 
@@ -122,25 +122,26 @@ def _check_hooks(method: Method) -> None:
         function = getattr(method, hook)
         if not callable(function):
             raise ValueError(
-                f"method '{method.name}' has {hook}={function!r}, the name of a hook. Rename it."
+                f"method '{method.name}' sets {hook}={function!r}, but {hook} is the name of a "
+                "hook. Rename this attribute."
             )
         wanted = [*inspect.signature(getattr(Method, hook)).parameters]
         try:
             signature = inspect.signature(function)
-        except ValueError:  # compiled functions have none
+        except ValueError:  # compiled functions have no signature
             continue
         try:
             signature.bind(*wanted[1:])
         except TypeError:
             raise ValueError(
                 f"method '{method.name}' has the hook {hook}({', '.join(signature.parameters)}), "
-                f"which is called with ({', '.join(wanted[1:])}). Write def "
+                f"but raysim calls it with ({', '.join(wanted[1:])}). Write def "
                 f"{hook}({', '.join(wanted)})."
             ) from None
 
 
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
-    """Yield warnings about methods whose hooks may be misspelt, so that nothing calls them."""
+    """Yield warnings about public functions of methods that nothing calls (misspelt hooks)."""
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
         for name in _uncalled_functions(type(method)):
@@ -205,7 +206,7 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError for methods that exclude each other.
 
-    Also raise it if several methods declare something that only one method of a list may declare.
+    The same holds for methods that declare something that only one method of a list may declare.
     """
     _check_single_owners(all_declared)
     _check_targets(all_declared)
@@ -217,7 +218,7 @@ def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
         for other, why in declared.excludes.items():
             if other in names:
                 raise ValueError(
-                    f"method '{declared.method}' does not combine with method '{other}': {why}. "
+                    f"method '{declared.method}' cannot be combined with method '{other}': {why}. "
                     "Keep one of them."
                 )
 
@@ -241,8 +242,8 @@ def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
     if "soft" in methods and "integer" in methods:
         soft, integer = methods["soft"], methods["integer"]
         raise ValueError(
-            f"method '{integer}' does not combine with method '{soft}': it needs integer labels, "
-            f"which '{soft}' makes soft. Keep one of them."
+            f"method '{integer}' cannot be combined with method '{soft}': it needs integer labels, "
+            f"but '{soft}' makes labels soft. Keep one of them."
         )
 
 
@@ -268,8 +269,8 @@ def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
     omitting = next((d.method for d in all_declared if d.omissions), None)
     if compressing and omitting:
         raise ValueError(
-            f"method '{omitting}' does not combine with method '{compressing}': it sends parts of "
-            "the model, and a compressor encodes all of it. Keep one of them."
+            f"method '{omitting}' cannot be combined with method '{compressing}': it sends parts "
+            "of the model, but a compressor encodes the whole model. Keep one of them."
         )
 
 
@@ -304,25 +305,25 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
             )
         if step_parts(declared):
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it "
-                f"takes part in the steps ({step_parts(declared)[0]}), which '{owner.method}' "
-                "replaces. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
+                f"takes part in the training steps ({step_parts(declared)[0]}), which "
+                f"'{owner.method}' replaces. Keep one of them."
             )
         if not owner.has_gradients and "gradients" in declared.needs:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it "
-                f"differentiates the model, which '{owner.method}' does not allow. "
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
+                f"differentiates the model, but the model of '{owner.method}' has no gradients. "
                 "Keep one of them."
             )
         if not owner.has_parameters and declared is not owner and parameter_parts(declared):
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it "
-                f"reads or changes parameters ({parameter_parts(declared)[0]}), and "
-                f"'{owner.method}' keeps its model outside of them. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
+                f"reads or changes parameters ({parameter_parts(declared)[0]}), but the model of "
+                f"'{owner.method}' is not stored in parameters. Keep one of them."
             )
         if declared.keeps_optimizer:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it "
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
                 f"keeps raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
             )
 
@@ -334,20 +335,20 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
     for declared in all_declared:
         if declared.needs_clients:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{pooling}', which "
+                f"method '{declared.method}' cannot be combined with method '{pooling}', which "
                 f"pools the data of all clients: {declared.needs_clients}. Keep one of them."
             )
         keeps_a_model = declared.keeps_parameters or declared.has_hook("personalise")
         if keeps_a_model or declared.finetune is not None:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{pooling}': it gives "
-                "every client its own model, but pooled data have one model for all. "
-                "Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{pooling}': it gives "
+                "every client its own model, but pooled data have one model for all. Keep one of "
+                "them."
             )
 
 
 def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_features: bool) -> None:
-    """Raise ValueError for a method whose needs the data or the model do not meet.
+    """Raise ValueError if the data or the model lack something that a method needs.
 
     has_features: True if the model has features in front of a linear head.
     """
@@ -360,7 +361,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
             if task.has_unlabelled:
                 problem = "some samples of this data have no class"
             raise ValueError(
-                f"method '{declared.method}' makes soft labels of the classes of samples, and "
+                f"method '{declared.method}' makes soft labels from the classes of samples, but "
                 f"{problem}. Leave the method out, or choose other data."
             )
         for need in declared.needs:
@@ -372,24 +373,24 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Return each unmet need, with the end of the sentence that says so."""
+    """Map each need that is not met to a phrase for the error ("needs ..., but ...")."""
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":
-        missing["classes"] = f"needs classes as labels, and this data is for {task.kind}"
+        missing["classes"] = f"needs classes as labels, but this data is for {task.kind}"
     elif task.has_unlabelled:
-        missing["classes"] = "needs a class for each sample, and some samples have none"
+        missing["classes"] = "needs a class for each sample, but some samples have none"
     if not has_features:
         missing["features"] = (
-            "needs features in front of a linear head, and this model cannot be split into them: "
-            "name its last linear layer with model.head"
+            "needs features in front of a linear head, but this model cannot be split (set "
+            "model.head to the name of its last linear layer)"
         )
     if not task.is_images:
         shape = f"the inputs of this data have the shape {list(task.shape)}"
         reason = shape if task.tokens is None else tokens
         missing["images"] = f"needs images [channels, height, width], and {reason}"
     if isinstance(task.shape, PackedShape) and any(f.has_tokens for f in task.shape.fields):
-        missing["numbers"] = "needs inputs that can be added up, and some are token numbers"
+        missing["numbers"] = "needs inputs that can be added up, but some are token numbers"
     if task.tokens is not None:
-        missing["numbers"] = f"needs inputs that can be added up, and {tokens}"
+        missing["numbers"] = f"needs inputs that can be added up, but {tokens}"
     return missing

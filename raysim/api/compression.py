@@ -1,11 +1,12 @@
-"""Compression of what travels: the interface of a compressor, and error feedback.
+"""Compress clients' updates and the server's steps: compressors and error feedback.
 
-Up: a client encodes the change of the shared parameters, and the server sees what it decodes. Down:
-the server encodes its step, and the next version is the current one plus the decoded step, on the
-server and on the clients. Statistics of BatchNorm and what methods send travel unchanged.
+Up: a client encodes the change of the shared parameters, and the server uses the decoded change.
+Down: the server encodes its step, and the next version is the current version plus the decoded
+step, on the server and on the clients. BatchNorm statistics and tensors of methods travel
+unchanged.
 
-Error feedback, with C the code (encode, then decode), v what should travel, and m a memory that is
-0 at first:
+Error feedback, with C the code (encode, then decode), v the vector to send, and m a memory that
+starts at 0:
 
     none   send C(v)
     ef21   send C(v - m); the receiver's value is m + C(v - m), which is the next m
@@ -18,9 +19,9 @@ by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - v is a client's update after several local steps, or the server's step, and not a gradient.
-- With ef21 the receivers know m from the messages before. The server aggregates the values of the
-  clients of this aggregation, with its usual weights; EF21 averages those of all clients.
-- A client's memory changes only when its update is aggregated, as all client state does.
+- With ef21 the receivers know m from earlier messages. The server aggregates the values of the
+  clients of this aggregation with its usual weights; EF21 averages the values of all clients.
+- A client's memory changes only when its update is aggregated, like all client state.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ if TYPE_CHECKING:
 Direction: TypeAlias = Literal["up", "down", "both"]
 Feedback: TypeAlias = Literal["none", "ef21", "ef14"]
 
-WORD_BITS = 32  # a message is a whole number of words, so that traffic counts whole floats
+WORD_BITS = 32  # a message is a whole number of words, so that traffic is a whole number of floats
 MEMORY, KEPT = "memory", "kept"  # names of a compressor's client state and server state
 
 
 class Compressor(Method):
     """A code for the update of a client or for the step of the server.
 
-    direction: "up" compresses what clients send, "down" what the server sends, "both" does both.
-    feedback: error feedback, see the top of this file.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
+    feedback: the form of error feedback, "none", "ef21" or "ef14": see the top of this file.
 
-    A subclass has a `name`, passes these two arguments on, and overrides `words`, `encode` and
-    `decode`. The size of a message is known before it exists, because the virtual clock needs it
-    before the training.
+    A subclass has a `name`, passes these two arguments to this class, and overrides `words`,
+    `encode` and `decode`. The size of a message must be known in advance, because the virtual clock
+    needs it before the training.
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -71,7 +72,7 @@ class Compressor(Method):
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
         key: a random number below 2^63 for this message.
-        kept: what the sender kept of its last message.
+        kept: what `keep` returned for the sender's last message; at first the result of `initial`.
         """
         raise NotImplementedError
 
@@ -80,18 +81,18 @@ class Compressor(Method):
         raise NotImplementedError
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return what a sender keeps before its first message, float32; by default nothing."""
+        """Return the tensor that a sender keeps before its first message; empty by default."""
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return what the sender keeps of a message for its next one."""
+        """Return the tensor that the sender keeps of a message for its next message."""
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
         """Return the factor on decoded values under error feedback.
 
-        Error feedback needs a code that shortens the error: |C(v) - v| < |v|. An unbiased code of
-        relative variance omega becomes one when it is divided by 1 + omega (EF21, Section 2).
+        Error feedback needs a code with |C(v) - v| < |v|. An unbiased code of relative variance
+        omega has this property if its values are divided by 1 + omega (EF21, Section 2).
         """
         return 1.0
 
@@ -107,7 +108,7 @@ class Compressor(Method):
         return self.direction in ("down", "both")
 
     def setup(self, run: Setup) -> None:
-        """Declare the code, and the memory of its senders."""
+        """Declare this compressor, and the memory of its senders as client or server state."""
         run.compress(self)
         run.needs_clients("it compresses what clients send and receive")
         has_memory = self.feedback != "none"
@@ -124,10 +125,10 @@ class Compressor(Method):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace values, in place, by what the receiver has; return the sender's next state.
+        """Replace values, in place, by the values that the receiver decodes; return the next state.
 
         values: [layout.trained].
-        state: `memory` and `kept`, if the sender has them.
+        state: `memory` and `kept` of the sender, if it has them.
         Raise ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)
@@ -138,12 +139,12 @@ class Compressor(Method):
         sent = wanted.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)
         if np.may_share_memory(message, sent.numpy()):
-            message = message.copy()  # decoding overwrites the values
+            message = message.copy()  # decoding overwrites `values`
         words = self.words(layout)
         if message.dtype != np.uint32 or message.shape != (words,):
             raise ValueError(
                 f"compression={self.name}: encode returned {message.dtype} {list(message.shape)}, "
-                f"and words declares uint32 [{words}]. Correct one of them."
+                f"but words declares uint32 [{words}]. Correct one of them."
             )
         self._receive(message, layout, values, has_memory=memory is not None)
         following: dict[str, Tensor] = {}
@@ -160,7 +161,7 @@ class Compressor(Method):
     def _receive(
         self, message: np.ndarray, layout: Layout, values: Tensor, has_memory: bool
     ) -> None:
-        """Fill `values` with what the message says."""
+        """Fill `values` with the decoded message."""
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         out = values if is_direct else torch.empty(len(values))
         self.decode(message, layout, out)

@@ -1,7 +1,7 @@
-"""The state of a job in training: its batches, the model's outputs, the worker's services.
+"""The data of a job in training: its batches, the model's outputs, and its worker.
 
-`Context` is what the training loop stores about a job. Hooks see it as a `LocalJob`, where a method
-uses short names for its own entries.
+`Context` is the data that the training loop stores for a job. Hooks see it as a `LocalJob`, in
+which a method uses short names for its own entries.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WorkerView(Protocol):
     local: Local
     partition: CSR
     labels: Tensor  # of all rows of the data set
-    statistics_layers: Sequence[nn.Module]  # layers with running statistics
+    statistics_layers: Sequence[nn.Module]  # the layers with running statistics
 
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
@@ -85,11 +85,11 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: for Mixup, the tuple (labels, permuted labels, weight of the labels); None without Mixup.
+    pair: with Mixup, the tuple (labels, permuted labels, weight of the labels); else None.
     rows: additional inputs for the same forward pass, by method; None if no method added rows.
     """
 
-    # Not frozen: creating a frozen one takes longer, and there is one for each batch.
+    # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
     inputs: Tensor
     targets: Tensor
     raw_inputs: Tensor
@@ -104,7 +104,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the optimizer steps that are made on a batch.
+    """One optimizer step of the steps that are made on each batch.
 
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
@@ -143,7 +143,7 @@ class Context:
     received: Tensor  # [layout.shared] the received version, from which the update is measured
     received_counters: Tensor  # int64 [layout.shared_counters] the received integer buffers
     base: Tensor  # [layout.shared] where training starts: `received`, unless a method changed it
-    download: Mapping[str, Tensor]  # what the client received next to the model
+    download: Mapping[str, Tensor]  # tensors that the client received with the model
     state: dict[str, Tensor]  # client state; entries are replaced and never changed in place
     upload: dict[str, Tensor] = field(default_factory=dict)
     report: dict[str, float] = field(default_factory=dict)  # columns of the history
@@ -153,7 +153,7 @@ class Context:
     step: int = 0
     stage: Stage = field(default_factory=Stage)
     kept: dict[str, Tensor] = field(default_factory=dict)  # `LocalJob.scratch` of all methods
-    # What stays on the client when training starts; for frozen networks.
+    # The client's personal parameters when training starts, for frozen networks.
     start: ClientState[Tensor] = field(init=False, repr=False, compare=False)
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `begin`
     # [steps with the task loss] the loss without added terms; known in `end`.
@@ -217,9 +217,9 @@ class Context:
 
 
 def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
-    """Return what `compute()` returns, computed without a gradient.
+    """Return the result of `compute()`, computed without a gradient.
 
-    The returned copy may take part in a computation that has a gradient.
+    The result is a copy, which may be used in a computation with a gradient.
     """
     with torch.inference_mode():
         value = compute()
@@ -303,10 +303,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A client before round 0: the argument of the function that `run.gather` calls.
+    """A client before round 0: the argument of the client function of `run.gather`.
 
     generator: the client's random generator for this purpose.
-    gather: function that reads samples.
+    gather: a function that reads samples.
     """
 
     client: int

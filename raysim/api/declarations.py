@@ -1,4 +1,4 @@
-"""The facts of a run before training: the task, networks, costs, scores, local training."""
+"""The facts of a run that are known before training: task, networks, costs, settings."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class Task:
     dtype: the type of all floats.
     kind: decides the usual loss and metrics.
     tokens: the number of different tokens if inputs are sequences of token numbers.
-    scored_by: the name of the main metric; None for the first of `scores`, or the usual one.
-    loss: function from outputs [B, C] and labels to a loss for each sample [B]; None for the usual
-    one.
+    scored_by: the name of the main metric; None means the first of `scores`; without `scores`, the
+    usual metric of the kind.
+    loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
+    usual loss of the kind.
     unseen: the number of clients that are never trained.
-    scores: the metrics that are computed, names and metrics of the user.
-    lower: the names of metrics for which a lower score is better, in addition to those that say so.
-    label_shape: the shape of one label: () for a class, the positions for a class at each.
+    scores: the metrics that are computed: names, or metrics of the user.
+    lower: the names of further metrics for which a lower score is better.
+    label_shape: the shape of one label: () for one class per sample, else that of the positions.
     has_unlabelled: True if some samples have no class.
-    targets: the arrays of a target that is a structure, else ().
+    targets: the arrays of a structured target; () for other labels.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +87,7 @@ class Task:
 
     @cached_property
     def metrics(self) -> tuple[MetricRule, ...]:
-        """The metrics of scores, the main one first. Raises ValueError for one that cannot be."""
+        """The metrics that are computed, the main one first; ValueError for a wrong metric."""
         rules = resolve_metrics(self.scored_by, self.scores, self)
         return tuple(
             replace(rule, higher=False) if rule.name in self.lower else rule for rule in rules
@@ -94,7 +95,7 @@ class Task:
 
     @property
     def metric(self) -> MetricRule:
-        """The main metric: it decides thresholds, best rounds and what a search compares."""
+        """The main metric, which decides thresholds, best rounds and the objective of a sweep."""
         return self.metrics[0]
 
     @property
@@ -109,21 +110,22 @@ class Task:
 
 @dataclass(frozen=True)
 class ExtraNetwork:
-    """A network next to the model; a personal one never travels."""
+    """A network in addition to the model; a personal network never travels."""
 
     module: nn.Module
     personal: bool = False
 
 
-# A forward pass alone, in units of a forward and backward pass.
+# The cost of a forward pass, in units of a forward and a backward pass.
 FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
 class Finetune:
-    """Fine-tuning of a client's model on the client's data before a score; then it is discarded.
+    """Fine-tuning of a client's model before a score; the fine-tuned model is not kept.
 
-    epochs: passes with a new local optimizer and the usual loss; 0 for none.
+    epochs: passes over the client's samples, with a new local optimizer and the usual loss; 0 for
+    no fine-tuning.
     head: True trains only the head, with the extractor in eval mode.
     last: True fine-tunes after the final round only.
     samples: "own" uses the client's training samples; "all" also uses the samples that
@@ -142,10 +144,10 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Generation:
-    """The text that the final model of language data writes: the settings `evaluate.generate.*`.
+    """The settings `evaluate.generate.*`: texts that the final model of language data writes.
 
-    tokens: the most tokens of a text; 0 for none.
-    prompts: the texts that are continued; none starts a document.
+    tokens: the largest number of tokens of a text; 0 writes no texts.
+    prompts: the texts that the model continues; without prompts it begins a new document.
     temperature: divides the logits; 0 takes the most probable token.
     """
 
@@ -162,8 +164,7 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    Numbers of aggregations between scores: 0 is never.
-    every: for all scores.
+    every: rounds between scores; 0: never.
     clients: the number of clients that are drawn for each score.
     finetune: how client models are adapted before they are scored; these scores have columns of
     their own.
@@ -209,11 +210,11 @@ class Evaluation:
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if this version's step is probed: local models before they are averaged."""
+        """Return True if the local models of the step to this version are probed."""
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
-        """Return True if the loss of the step to this version is decomposed."""
+        """Return True if the loss is decomposed for the step to this version."""
         return self.decompose > 0 and version % self.decompose == 0
 
 
@@ -278,7 +279,7 @@ class Local:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 f"local.epochs={self.epochs} and local.steps={self.steps}: exactly one of them "
-                "counts. Set the other one to null."
+                "must be set. Set the other to null."
             )
         at_least("local.epochs", self.epochs if self.epochs is not None else 1, 1)
         at_least("local.steps", self.steps if self.steps is not None else 1, 1)
@@ -292,7 +293,7 @@ class Local:
         self.settings()
 
     def _check_schedule(self) -> None:
-        """Raise ValueError for a schedule of the learning rate that lacks a setting."""
+        """Raise ValueError if a setting of the learning rate's schedule is missing."""
         one_of("local.schedule", self.schedule, SCHEDULES)
         one_of("local.schedule_over", self.schedule_over, ("rounds", "steps"))
         at_least("local.warmup_rounds", self.warmup_rounds, 0)
@@ -342,10 +343,11 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return the factor on the rate of each of a job's steps; None if all are 1.
+        """Return a factor on the learning rate for each step of a job; None if all factors are 1.
 
-        With `schedule_over="steps"` they follow the formulas of `rate` with the step in place of
-        the version, T = steps and W = warmup_steps. In the first W steps they grow in any case.
+        With `schedule_over="steps"` the factors follow the formulas of `rate`, with the step
+        instead of the version, T = steps and W = warmup_steps. In the first W steps they always
+        grow.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
@@ -358,7 +360,7 @@ class Local:
         return factors
 
     def _scheduled(self, place: int, end: int, warmup: int) -> float:
-        """Return the rate of the schedule at a place, a version or a step, of `end` places."""
+        """Return the rate of the schedule at a place (a version or a step) out of `end` places."""
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "step":
@@ -371,7 +373,7 @@ class Local:
         return self.final_lr + (self.lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
     def budget(self, samples: int) -> float:
-        """Return the number of samples that a client trains on, with every pass counted."""
+        """Return the number of samples that a client trains on; a sample counts in every pass."""
         if self.epochs:
             return samples * self.epochs
         return (self.steps or 0) * min(self.batch, samples)
@@ -386,7 +388,7 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that a method's `cost` and `when` receive.
+    """The facts of a run that `Method.cost` and the conditions `when` receive.
 
     local: the settings `local.*`.
     clients_with_samples: how many clients have training samples.
@@ -401,12 +403,12 @@ class RunFacts:
 
 
 class Participation(NamedTuple):
-    """A job when it is dispatched: the argument of `cost` and of `when`."""
+    """A job at its dispatch: the argument of `Method.cost` and of the conditions `when`."""
 
     version: int
     samples: int  # training samples of the client
-    trained_samples: float  # samples that it trains on, epochs counted
-    earlier_jobs: int  # jobs of the client that were dispatched before
-    aggregated_jobs: int  # those of them that were aggregated before this version
+    trained_samples: float  # samples that the job trains on, in all epochs
+    earlier_jobs: int  # earlier jobs of the client that were dispatched
+    aggregated_jobs: int  # earlier jobs of the client that were aggregated before this version
     run: RunFacts
     client: int = -1

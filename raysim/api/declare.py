@@ -46,7 +46,7 @@ class Declarations:
     methods: tuple[MethodDeclaration, ...]
 
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
-        """Return the methods that override a hook, each with its function, in list order."""
+        """Return each method that overrides a hook, with the hook's function, in list order."""
         return [
             (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)
         ]
@@ -60,7 +60,7 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the only method that declared something such as "stages", or None."""
+        """Return the method that made a declaration that only one may make ("stages"), or None."""
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
         )
@@ -97,7 +97,7 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Phrases that say why workers may not sum updates: uses of single updates by methods."""
+        """Phrases for the uses of single updates by methods; because of them workers sum none."""
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
         if combiner is not None:
@@ -119,7 +119,7 @@ class Declarations:
 
     @property
     def floats_up(self) -> int:
-        """The floats of 32 bits that a client sends, without the uploads of methods."""
+        """The number of 32-bit floats that a client sends, without the uploads of methods."""
         compression, shared = self.compressor, self.layout.shared
         if compression is None or not compression[1].compresses_up:
             return shared
@@ -135,7 +135,7 @@ class Declarations:
 
     @property
     def pools(self) -> bool:
-        """True if one model is trained on the data of all clients. Then nothing is sent."""
+        """True if one model is trained on the pooled data of all clients; then nothing is sent."""
         return any(declared.pools for declared in self.methods)
 
     @property
@@ -146,7 +146,7 @@ class Declarations:
 
 
 def with_required_settings(local: Local, method: Method) -> Local:
-    """Return the settings after those that the method needs are set, see `Method.settings`."""
+    """Return the settings with the values that the method needs; see `Method.settings`."""
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]
 
@@ -156,8 +156,8 @@ def declare(
 ) -> Declarations:
     """Call `setup` of each method and return the declarations, equal in all processes.
 
-    torch's generator is seeded for each method, so that its networks do not depend on others.
-    Raises ValueError if the methods do not fit together, the data or the model.
+    torch's generator is seeded for each method, so that its networks do not depend on other
+    methods. Raises ValueError if the methods do not fit together, the data or the model.
     """
     has_features = is_split(model)
     model, failure = _replace_model(methods, task, model, settings.seed)
@@ -212,9 +212,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model from the hook `model`, or the unchanged model and the hook's error.
+    """Return the model that the hook `model` returned, or the unchanged model and an error.
 
-    The error is raised later, because an unmet need of the method may explain it better.
+    The caller raises the error later: if the data lack what the method needs, that error is
+    clearer.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -227,7 +228,7 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call `setup`; if it fails because of an unmet need, raise an error that says so."""
+    """Call `setup`. If it fails because a need of the method is not met, raise that error."""
     try:
         method.setup(setup)
     except Exception:
@@ -266,8 +267,8 @@ def _check_state_names(declarations: Declarations) -> None:
         values: object = declared.client_states(1)
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"method '{declared.method}' returns {values!r} as client state. Return a mapping "
-                "of names to values."
+                f"method '{declared.method}' returns {values!r} as client state. Return a "
+                "dictionary of values by name."
             )
         for name in values:
             if name in taken:

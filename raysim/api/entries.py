@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Entries(MutableMapping[str, V], Generic[V]):
-    """The entries of one method in a dictionary that all methods share.
+    """A view of the entries of one method in a dictionary that all methods share.
 
     `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`. The
     dictionary is looked up at each access, because its owner may replace it.

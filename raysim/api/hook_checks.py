@@ -1,4 +1,4 @@
-"""Check what hooks return and write, and make error texts that show the user's lines."""
+"""Check the values that hooks return and write, and format errors of hooks."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
 
 
 def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
-    """Return the draws of a job. Raises HookError unless they are one tensor for each step."""
+    """Return the random tensors of a job. Raises HookError unless there is one for each step."""
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
     tensors: Sequence[Tensor] = check_type(values, (Sequence, Tensor), method, hook, instead)
     if len(tensors) != steps:
         raise HookError(
-            f"method '{method}' returns {len(tensors)} tensors from {hook}, and the job has "
+            f"method '{method}' returns {len(tensors)} tensors from {hook}, but the job has "
             f"{steps} steps. Return {instead}."
         )
     return tensors
@@ -83,7 +83,7 @@ def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -
     sizes: the allowed sizes, each with its name for the error.
     """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
-        # Without buffers the sizes are equal: the first name counts.
+        # In a model without buffers the sizes are equal; the error then has the first name.
         names = {size: name for name, size in reversed([*sizes.items()])}
         allowed = " or ".join(f"[{name}], here [{size}]" for size, name in sorted(names.items()))
         raise _wrong(value, method, hook, f"a tensor of shape {allowed}")
@@ -157,7 +157,7 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
     if missing:
         method, _, name = missing.partition(".")
         raise HookError(
-            f"job.state['{name}'] of method '{method}' was removed. Put another value in its place."
+            f"job.state['{name}'] of method '{method}' was removed. Assign a new value instead."
         )
 
 
@@ -170,8 +170,8 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
         if key not in known:
             name = key.partition(".")[2] or key
             raise HookError(
-                f"job.upload['{name}'] is not declared, so that it would not be counted. Declare "
-                f'it in the method\'s setup: run.upload("{name}", floats).'
+                f"job.upload['{name}'] is not declared, so traffic would not count it. Declare it "
+                f'in the method\'s setup: run.upload("{name}", floats).'
             )
     for declared in declarations.methods:
         prefix = f"{declared.method}."
@@ -180,13 +180,13 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             tensor = upload.get(prefix + name)
             if tensor is None:
                 raise HookError(
-                    f"job.upload['{name}'] is missing, and method '{declared.method}' declares it. "
-                    "Fill it in `end`."
+                    f"job.upload['{name}'] is missing, but method '{declared.method}' declares it. "
+                    "Assign it in `end`."
                 )
             varies = name in declared.planned_uploads
             if tensor.numel() != expected and not varies:
                 raise HookError(
-                    f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "
+                    f"job.upload['{name}'] has {tensor.numel()} floats, but {expected} are "
                     f'declared. Correct run.upload("{name}", ...).'
                 )
 

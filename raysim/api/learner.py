@@ -1,8 +1,8 @@
-"""Learners: models that are not `torch.nn.Module`s, such as those of scikit-learn or JAX.
+"""Define learners: models that are not `torch.nn.Module`s, such as those of scikit-learn.
 
-A learner keeps its parameters in a nested structure of dictionaries, lists and tuples whose leaves
-are arrays. raysim copies the arrays into its flat vector, so that they are averaged, sent, counted
-and saved like the parameters of a network.
+A learner has its parameters in nested dictionaries, lists and tuples of arrays. raysim copies the
+arrays into its flat vector, so that they are averaged, sent, counted and saved like the parameters
+of a network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEPARATOR = ":"
 
 @dataclass(frozen=True)
 class LearnerUpdate:
-    """The result of one client, for a learner whose parameters are bytes.
+    """The update of one client, for a learner whose parameters are bytes.
 
     parameters: what `fit` returned.
     weight: the client's share of the aggregation, after methods such as fedbuff changed it; the
@@ -52,10 +52,10 @@ class LearnerUpdate:
 class EvaluationData:
     """The samples that a learner is evaluated on.
 
-    client: -1 for sets that belong to no client. name: "client", "validation", "central", or the
-    name of a domain. rows: the samples, int64 positions in the data set. state: the client's state
-    by the learner's names; empty for sets that belong to no client. task: the learning task. seed:
-    the seed of the run.
+    client: the number of the client; -1 for sets that belong to no client. name: "client",
+    "validation", "central", or the name of a domain. rows: the samples, int64 positions in the data
+    set. state: the client's state by the learner's names; empty for sets that belong to no client.
+    task: the learning task. seed: the seed of the run.
     """
 
     def __init__(self, scored: ScoredModel):
@@ -65,13 +65,13 @@ class EvaluationData:
         self._scored = scored
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return normalised inputs [n, ...] and labels [n]. They are read from the data set now."""
+        """Read the samples from the data set: return normalised inputs [n, ...] and labels [n]."""
         inputs, labels = self._scored.tensors()
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
 
 class Learner(Method):
-    """A model with its own parameters and training; the base class of what a user writes.
+    """The base class of a user's model that has its own parameters and its own training.
 
     Implement `initial`, `fit`, and `predict` or `evaluate`. A learner is an option of the group
     `learner` or an object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its
@@ -88,17 +88,17 @@ class Learner(Method):
         task: gives `task.shape` of one input, `task.num_classes` and `task.kind`.
         rng: random generator.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'")
+        raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'. Define it.")
 
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult | None]:
         """Train on a client's samples, inputs [n, ...] and labels [n]; return new parameters."""
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'")
+        raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
         """Return the outputs [n, C] for inputs [n, ...]: logits of C classes, or C values."""
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'")
+        raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'. Define it.")
 
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Return scores by name for a set of samples.
@@ -147,14 +147,14 @@ class Learner(Method):
         run.without_gradients()
         if type(self).evaluate is not Learner.evaluate:
             run.evaluate(self.evaluate_set)
-        network = getattr(run.model, "net", None)  # missing if `initial` failed
+        network = getattr(run.model, "net", None)  # the attribute is missing if `initial` failed
         if not isinstance(network, LearnerNetwork) or network.content is None:
             run.skip("absorb")
             return
         run.require(
             type(self).aggregate is not Learner.aggregate,
-            f"{type(self).__name__}: its initial parameters are bytes, and it has no function "
-            "'aggregate'. Add one, or use arrays.",
+            f"{type(self).__name__}: its initial parameters are bytes, but it has no function "
+            "'aggregate'. Define it, or use arrays.",
         )
         initial = _encode(network.content)
         run.without_parameters()
@@ -174,7 +174,7 @@ class Learner(Method):
         return 1 + math.ceil(size / 4)
 
     def fit_client(self, job: LocalJob) -> LocalResult | None:
-        """Pass a client's parameters and samples to `fit`, and store what it returns."""
+        """Pass a client's parameters and samples to `fit`, and store the returned parameters."""
         network: LearnerNetwork = job.model.net  # type: ignore[assignment]
         if network.content is not None:
             network.content = _decode(job.received["model"])
@@ -200,7 +200,7 @@ class Learner(Method):
         return self.evaluate(network.parameters_as_arrays(), EvaluationData(scored))
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Pass updates that are bytes to `aggregate`, and keep what it returns."""
+        """Pass updates that are bytes to `aggregate`, and store the parameters that it returns."""
         contents = [_decode(upload) for upload in aggregation.uploads("model")]
         divisor = aggregation.divisor
         updates = []
@@ -215,7 +215,7 @@ class Learner(Method):
 
 
 def _load_content(scored: ScoredModel) -> None:
-    """Give a learner's network the bytes that travelled next to the vector."""
+    """Give a learner's network the parameters in bytes, which are sent next to the vector."""
     network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
     network.content = _decode(scored.received["model"])
 
@@ -230,7 +230,7 @@ def _check_bytes(parameters: object, learner: Learner, function: str) -> bytes:
 
 
 def _encode(content: bytes) -> Tensor:
-    """Return bytes as int32 words, so that a word counts as a float; the first has the length."""
+    """Return bytes as int32 words, the length first; traffic counts a word as a float."""
     padded = content + bytes(-len(content) % 4)
     words = np.frombuffer(padded, np.int32)
     return torch.from_numpy(np.concatenate([np.array([len(content)], np.int32), words]))
@@ -242,7 +242,7 @@ def _decode(words: Tensor) -> bytes:
 
 
 class LearnerNetwork(nn.Module):
-    """A module with a learner's parameters: floats as parameters, other arrays as buffers."""
+    """A module of a learner's parameters: floats as parameters, other arrays as buffers."""
 
     def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype, outputs: int):
         super().__init__()
@@ -274,7 +274,7 @@ class LearnerNetwork(nn.Module):
         return attribute
 
     def parameters_as_arrays(self) -> Parameters:
-        """Return a copy of the parameters with the structure and the types of the initial ones.
+        """Return a copy of the parameters, with the initial structure and types.
 
         Bytes are returned unchanged.
         """
@@ -295,7 +295,8 @@ class LearnerNetwork(nn.Module):
         if arrays.keys() != self.dtypes.keys():
             raise ValueError(
                 f"{type(self.learner).__name__} returned the parameters {sorted(arrays)} instead "
-                f"of {sorted(self.dtypes)}. Return the nest that fit received, with other values."
+                f"of {sorted(self.dtypes)}. Return the same nested structure that fit received, "
+                "with new values."
             )
         with torch.no_grad():
             for name, array in arrays.items():
@@ -342,7 +343,7 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
-    """Return the nested structure with the name of each array in place of the array."""
+    """Return the nested structure with each array replaced by its name."""
     if isinstance(parameters, Mapping):
         return {
             key: _structure(value, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key))

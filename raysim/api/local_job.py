@@ -1,4 +1,4 @@
-"""A client's training job and a client's own model, as the hooks of one method see them."""
+"""Show the hooks of one method a client's training job, and a model that is scored."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
-    Names are the method's own: `job.state["control"]` of SCAFFOLD is stored, sent and counted as
-    "scaffold.control". Parameters are slices of one flat vector: `job.params[at]`.
+    Methods use short names: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control".
+    Parameters are slices of one flat vector: `job.params[at]`.
 
     state: the client state that the method declared. Assign new values; never change tensors in
-    place. received: what the method's server side sent with the model. upload: what the client
-    sends back; assign its entries in `end`. report: numbers for the history, which are not sent.
+    place. received: the tensors that the method on the server sent with the model. upload: the
+    tensors that the client sends back; assign its entries in `end`. report: numbers for the
+    history, which are not sent.
     scratch: values that the method needs until the end of this job; they must be tensors if a hook
     for each batch reads them.
 
@@ -80,7 +81,7 @@ class LocalJob:
 
     @property
     def plan(self) -> Plan:
-        """The batches of this job. It exists from the hook `prepare` on."""
+        """The batches of this job; available from the hook `prepare` on."""
         return self.context.plan
 
     @property
@@ -95,7 +96,7 @@ class LocalJob:
 
     @property
     def losses(self) -> Tensor:
-        """The task loss [steps] of each step, without terms of methods; available in `end`."""
+        """The task loss of each step [steps], without terms of methods; available in `end`."""
         return self.context.losses
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -123,7 +124,7 @@ class LocalJob:
 
     @property
     def partition(self) -> CSR:
-        """The training rows of all clients. Only a simulator can know them."""
+        """The training rows of all clients, which only a simulator can know."""
         return self.context.trainer.partition
 
     @property
@@ -144,9 +145,9 @@ class LocalJob:
 
     @property
     def start(self) -> Tensor:
-        """The vector [layout.shared] that training starts from; assign it in `begin` to change it.
+        """The vector [layout.shared] from which training starts; assign another one in `begin`.
 
-        It is `broadcast` unless a method changed it. An assigned vector is loaded at once.
+        By default it is `broadcast`. An assigned vector is loaded into the model at once.
         """
         return self.context.base
 
@@ -157,7 +158,7 @@ class LocalJob:
 
     @property
     def broadcast(self) -> Tensor:
-        """The version [layout.shared] that the client received; the update is measured from it."""
+        """The version [layout.shared] that the client received; the update is relative to it."""
         return self.context.received
 
     @property
@@ -184,14 +185,17 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return a second set of networks, by full name, in eval mode and without gradients.
 
-        They hold `values` [layout.total], such as a vector of an earlier job. Without `values` they
-        hold the received model with the client's personal parameters. They are loaded once for each
-        job and name.
+        Their parameters are `values` [layout.total], such as the vector of an earlier job; None
+        means the received model with the client's personal parameters. The values are loaded once
+        for each job and name.
         """
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield for each part of the shared parameters: part, number of steps, learning rate."""
+        """Yield a tuple for each trained slice of the shared parameters.
+
+        The tuple has the slice, the number of steps and the mean learning rate.
+        """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
 
@@ -218,7 +222,7 @@ class LocalJob:
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
     def torch_generator(self, purpose: str) -> torch.Generator:
-        """Return a generator on the CPU for a purpose of the method, such as shuffling batches."""
+        """Return torch's random generator (CPU) for a purpose of the method, such as shuffling."""
         seed = int(self.stream(purpose).integers(2**63 - 1))
         return torch.Generator().manual_seed(seed)
 
@@ -266,10 +270,10 @@ class PersonalModel:
     """A client's own model before it is scored: the argument of `personalise`.
 
     task: the learning task.
-    vector: the shared parameters and the client's personal ones; change it in place.
+    vector: the shared parameters and the client's personal parameters; change it in place.
     state: the client's state after its last aggregated job, or its initial state.
-    received: what the method would send to this client. data(): yields (inputs, labels) of the
-    client's training samples.
+    received: the tensors that the method would send to this client. data(): yields (inputs, labels)
+    of the client's training samples.
     trained: True if a job of the client was aggregated.
     """
 
@@ -295,7 +299,7 @@ class PersonalModel:
         self.received: Entries[Tensor] = Entries(self, "all_received", method)
 
     def of(self, method: str) -> PersonalModel:
-        """Return the same client with the names of another method."""
+        """Return the same client as another method sees it, with that method's names."""
         return PersonalModel(
             self.client,
             self.task,
@@ -311,10 +315,10 @@ class PersonalModel:
 class ScoredModel(PersonalModel):
     """A model and the samples that it is scored on: the argument of `run.evaluate`.
 
-    client: -1 for the shared model.
+    client: the number of the client; -1 for the shared model.
     rows: the samples, int64 positions in the data set.
     name: the set of samples: "client", "central", "validation" or the name of a domain.
-    state: empty for the shared model.
+    state: the client state by the method's names; empty for the shared model.
     seed: the seed of the run.
     """
 
@@ -343,7 +347,7 @@ class ScoredModel(PersonalModel):
         self._gather = gather
 
     def of(self, method: str) -> ScoredModel:
-        """Return the same model with the names of another method."""
+        """Return the same model as another method sees it, with that method's names."""
         return ScoredModel(self, self.rows, self.name, self.seed, self._gather, method)
 
     def tensors(self) -> tuple[Tensor, Tensor]:

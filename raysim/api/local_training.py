@@ -1,4 +1,4 @@
-"""What a method's own local training returns."""
+"""Define the result of a method's own local training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained by itself (`run.train`).
 
-    loss: mean training loss over the rows, or nan if it is unknown.
+    loss: the mean training loss over the rows; nan if it is unknown.
     samples: number of rows that passed through the model in all epochs; None means as many as
     `local.*` plans.
     steps: number of optimizer steps; None means as many as planned.
-    metrics: numbers for the history, by name. Samples and steps are recorded; how long the job
-    takes on virtual time is known before it is trained.
+    metrics: numbers for the history, by name. Samples and steps are only recorded. They do not
+    change the job's virtual time, which is fixed before training.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.
     """

@@ -1,6 +1,6 @@
-"""Losses that a run may choose in place of the usual one.
+"""Losses that a run can use instead of the usual loss of the task (`loss=...`).
 
-Each returns a value for each sample [B], from outputs [B, C] and labels. A user's own loss is a
+A loss returns a value for each sample [B], from outputs [B, C] and labels. A user's own loss is a
 class like these, or a function `loss(outputs, labels)` of plain tensor operations.
 """
 
@@ -42,15 +42,15 @@ class Smoothed:
 class Focal:
     """Cross-entropy times (1 - probability of the label)^gamma (Lin et al., ICCV 2017).
 
-    Samples that are predicted well weigh less. There may be many classes; there are no class
-    weights.
+    Samples that are predicted well get a small weight. It works for two or more classes, and has no
+    class weights.
     """
 
     kind: ClassVar[Kind] = "classification"
     gamma: float = 2.0
 
     def __post_init__(self) -> None:
-        # Below 1 the gradient has no bound where the probability of the label is 1.
+        # With gamma below 1 the gradient is infinite where the probability of the label is 1.
         at_least("loss.gamma", self.gamma, 1)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Focal:
 class Huber:
     """The mean over the outputs of Huber's loss (1964).
 
-    It is half the squared error up to `delta`, and linear beyond it.
+    The loss is half the squared error for errors up to `delta`, and linear for larger errors.
     """
 
     kind: ClassVar[Kind] = "regression"
@@ -80,7 +80,7 @@ class Huber:
 def check_loss(
     loss: RowLoss, kind: Kind, output_shape: Sequence[int], label_shape: Sequence[int]
 ) -> None:
-    """Raise ValueError for a loss that does not fit the labels or is not a value for each sample.
+    """Raise ValueError if a loss does not fit the labels, or returns no value for each sample.
 
     kind: the kind of the task.
     output_shape, label_shape: the shapes for one sample.
@@ -90,7 +90,7 @@ def check_loss(
     fits_positions = kind in POSITION_KINDS and kind_of_loss == "classification"
     if kind_of_loss != kind and not fits_positions:
         raise ValueError(
-            f"loss={name} is for {kind_of_loss}, and this data is for {kind}. Choose another one, "
+            f"loss={name} is for {kind_of_loss}, but this data is for {kind}. Choose another loss, "
             "or loss=usual."
         )
     is_classes = kind in ("classification", *POSITION_KINDS)
@@ -100,8 +100,8 @@ def check_loss(
     except Exception as error:  # any error of a user's own code
         raise ValueError(
             f"loss={name} fails for outputs {[2, *output_shape]} and labels {list(labels.shape)} "
-            f"({type(error).__name__}: {error}). A loss for {kind} must take these, and return one "
-            "value for each sample."
+            f"({type(error).__name__}: {error}). A loss for {kind} must accept these shapes and "
+            "return one value for each sample."
         ) from error
     if not isinstance(losses, Tensor):
         returned = "nothing" if losses is None else f"a {type(losses).__name__}"
@@ -116,7 +116,7 @@ def check_loss(
 
 
 def loss_name(loss: RowLoss) -> str:
-    """Return the name of a loss as messages show it; a loss of raysim has its option's name."""
+    """Return the name of a loss for messages; losses of raysim have the name of their option."""
     loss = getattr(loss, "func", loss)  # a functools.partial of a function
     name = str(getattr(loss, "__name__", type(loss).__name__))
     return name.lower() if type(loss).__module__ == __name__ else name

@@ -1,8 +1,9 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-The coordinator dispatches a `Job`; an `Update` or a `Failure` comes back. It sends a `ScoringTask`,
-one part of an evaluation; a `ScoringReport` comes back. No message contains client state: client
-state returns next to the update, as a separate object.
+The coordinator dispatches a `Job`, and the worker returns an `Update` or a `Failure`. The
+coordinator sends a `ScoringTask`, one part of an evaluation, and the worker returns a
+`ScoringReport`. These messages never contain client state, which is returned as a separate object
+next to the update.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Probe:
     client: int
     version: int
     labels: Ints  # [n]
-    seen: Bools  # [C] classes in the client's training data
+    seen: Bools  # [C] True for the classes in the client's training data
     accuracy: float
     features: Reals  # [n, F] of the local model
     received: Reals  # [n, F] of the received model
@@ -48,7 +49,7 @@ class PublishedVersion:
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
     counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
     extras: Arrays = field(default_factory=dict)  # by "method.name"
-    mark: str = ""  # tells a vector that is only scored from the version itself
+    mark: str = ""  # True: the vector is only scored, and is not the version itself
     number: int = 0  # of all versions of all replicas; with one replica it is `version`
 
     @property
@@ -66,28 +67,28 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes it. The coordinator adds `weight`, `probe`, `extras`, `replica` and `base`
-    once the base version exists, and `state` when the job goes to a worker.
+    The planner makes the job. The coordinator adds `weight`, `probe`, `extras`, `replica` and
+    `base` when the base version exists, and `state` when it dispatches the job to a worker.
     """
 
     number: int  # position in the run's order of dispatch
     client: int
     participation: int  # jobs of this client before this one
-    version: int  # base version: aggregations of its schedule before the dispatch
-    state: int = -1  # job that left the client state to start from; -1: the initial state
+    version: int  # base version: the number of aggregations of its schedule before the dispatch
+    state: int = -1  # the job whose final client state this job starts from; -1: the initial state
     weight: float = 1.0  # weight in a plain weighted sum, not normalised
     probe: bool = False  # True: the trained model is probed before it is averaged
-    extras: Mapping[str, np.ndarray] = {}  # what only this client receives
-    pool: int = -1  # the pool that its client was drawn from; -1: all clients
+    extras: Mapping[str, np.ndarray] = {}  # tensors that only this client receives
+    pool: int = -1  # the pool from which its client was drawn; -1: all clients
     start: float = 0.0  # virtual seconds
     finish: float = 0.0  # virtual seconds at which the update arrives or the job is lost
     arrives: bool = True  # False: the job is lost at `finish`
-    work: float = 0.0  # samples, additional passes counted
+    work: float = 0.0  # samples that pass through the model, in all passes
     down: int = 0  # floats that its client receives
     up: int = 0  # floats that its client sends
-    replica: int = 0  # the replica that it starts from and that its update is aggregated into
+    replica: int = 0  # the replica from which it starts and into which its update is aggregated
     base: int = 0  # `PublishedVersion.number` of its base version
-    # If its client chooses the replica: the numbers of the current versions of all replicas.
+    # If the client chooses the replica: the numbers of the current versions of all replicas.
     bases: tuple[int, ...] = ()
 
     @classmethod
@@ -110,20 +111,20 @@ class Update:
     client: int
     version: int
     samples: int  # training samples of the client
-    trained: int  # samples it trained on, epochs counted
+    trained: int  # samples that it trained on, in all epochs
     steps: int
     loss: float  # mean over the rows of the steps with the task loss; nan if there are none
-    seconds: float  # wall time on its worker; decides nothing
+    seconds: float  # wall time on its worker; for reports only
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
     # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
     moves: tuple[tuple[int, int, float], ...] = ()
-    # The simulator's own: these do not travel.
+    # Measurements of the simulator, which a client would not send:
     report: Mapping[str, float] = field(default_factory=dict)
     probe: Probe | None = None
-    loss_rows: int = 0  # rows that `loss` is the mean of, epochs counted
-    norm: float = math.nan  # of the delta of the parameters that are trained
-    replica: int = 0  # that the job started from
+    loss_rows: int = 0  # the number of rows over which `loss` is the mean, in all epochs
+    norm: float = math.nan  # norm of the delta of the trained parameters
+    replica: int = 0  # the replica from which the job started
     # [layout.shared] trained minus received; None: it is in a sum.
     delta: np.ndarray | None = field(default=None, kw_only=True)
 
@@ -144,7 +145,7 @@ class Failure:
     client: int
     version: int
     worker: str
-    method: str  # the method whose hook raised, or "" for the loop itself
+    method: str  # the method whose hook raised the error; "" for an error elsewhere
     error: str
     traceback: str = ""
 
@@ -156,8 +157,8 @@ class TrainingResult:
     updates: tuple[Update | Failure, ...]  # one for each job, in order
     sums: GroupSums = field(default_factory=dict)
     worker: str = ""
-    busy: float = 0.0  # seconds that this worker worked since its last result; decides nothing
-    states: tuple[int, ...] = ()  # bytes of the client state that each job left
+    busy: float = 0.0  # seconds that this worker worked since its last result; for reports only
+    states: tuple[int, ...] = ()  # bytes of the final client state of each job
     device: float | None = None  # share of the last moments in which the GPU worked; None: unknown
 
 
@@ -167,11 +168,11 @@ class ScoringTask:
 
     client: int
     rows: np.ndarray  # int64
-    state: int = -1  # the job that left the client state to use; -1: the initial state
-    extras: Arrays = field(default_factory=dict)  # what only this client would receive
+    state: int = -1  # the job whose final client state is used; -1: the initial state
+    extras: Arrays = field(default_factory=dict)  # tensors that only this client would receive
     personalised: bool = True  # False: the hook `personalise` is not called
     finetune: Finetune | None = None  # adapt the model to the client's training samples first
-    name: str = ""  # of the samples, for a method that scores sets of them
+    name: str = ""  # the name of the set of samples, for a method that scores sets
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ class ScoringReport:
 
 @dataclass(frozen=True)
 class SetReport:
-    """The metrics of a set of samples, by a method that scores sets.
+    """The metrics that a method computed for a set of samples.
 
-    client: -1 for the shared model.
+    client: the number of the client; -1 for the shared model.
     name: the name of the task's samples.
     """
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 class Method:
     """One part of a federated algorithm, on the client, on the server or both.
 
-    name: the name of the method, which is also part of the names of all that it keeps, sends and
-    reports.
+    name: the name of the method; the names of its state, messages and reports begin with it.
     paper: the source, or "".
     weighting: "samples" or "uniform", the weights of updates that the method asks for; the setting
     `weighting` overrides it.
@@ -57,28 +56,29 @@ class Method:
     pools: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        name = getattr(self, "name", type(self).__name__)  # a class without a name is refused later
+        name = getattr(self, "name", type(self).__name__)  # `check_name` refuses no name
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters(self).items())
         return f"{name}({settings})"
 
     # --- before the run -----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Return another model, or a model that contains `model`; only one method of a list may.
+        """Return the model to train instead of `model`; only one method of a list may do so.
 
-        If the model has `features` and `head`, the returned model needs them, too.
+        The returned model may contain `model`. If `model` has `features` and `head`, the returned
+        model must have them, too.
         """
         return model
 
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the settings that the method needs, by key: {"local.epochs": 1}.
 
-        They replace the defaults, and the plan of a run lists them. A value that the user set is
-        not changed; `setup` must raise ValueError if it does not fit.
+        These values replace the defaults, and the plan of a run lists them. A value that the user
+        set is not changed; if such a value does not fit, `setup` must raise ValueError.
         """
         return {}
 
     def setup(self, run: Setup) -> None:
-        """Declare networks, state, what is sent and uploaded, stages, needs and warnings.
+        """Declare networks, state, sent and uploaded tensors, stages, needs and warnings.
 
         Called once in each process. Raise ValueError for settings that do not fit the run.
         """
@@ -86,20 +86,20 @@ class Method:
     def cost(self, job: Participation) -> float:
         """Return how many samples a job passes through the model in addition to plain training.
 
-        The unit is a forward and a backward pass of one sample; a forward pass alone is `FORWARD`.
+        The unit is a forward and a backward pass of one sample; a forward pass counts as `FORWARD`.
         The virtual clock needs the cost at dispatch, so it cannot depend on training.
         """
         return 0.0
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Act after the received model was loaded, for example to change where training starts.
+        """Begin a job after the received model was loaded, for example by changing `job.start`.
 
         The batches are not planned yet, because `run.select` may use what this hook computes.
         """
 
     def prepare(self, job: LocalJob) -> None:
-        """Act once the batches of the job are planned (`job.plan`), before its first step.
+        """Prepare a job after its batches are planned (`job.plan`), before its first step.
 
         Called after `begin` of all methods. Write `job.state` and `job.scratch`; do not change the
         model, because `job.frozen()` may already hold a copy of it.
@@ -113,7 +113,7 @@ class Method:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
         Called in stages with the task loss.
-        loss: the scalar of the task and of the methods before this one.
+        loss: the task loss with the terms of the methods before this one.
         out: features and logits of the batch.
         """
         return loss
@@ -125,14 +125,14 @@ class Method:
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient [n] to use instead of `grad`; only one method of a list may.
+        """Return the gradient [n] to use instead of `grad`; only one method of a list may do so.
 
         Called in stages with the task loss. A stage with a loss of its own, such as that of FedBR's
         projector, descends along its plain gradient.
 
         params, grad: [n] the parameters that `job.stage` trains and their gradient; do not change
         them. gradient_at(shift): the gradient [n] at params + shift, on the same batch and with the
-        same random numbers. Corrections, clipping and the optimizer act on what is returned.
+        same random numbers. Corrections, clipping and the optimizer use the returned gradient.
 
         Sharpness-aware minimisation:
 
@@ -147,7 +147,7 @@ class Method:
         """
 
     def end(self, job: LocalJob) -> None:
-        """Act after training: assign entries of `job.upload` and `job.state`."""
+        """Finish a job after its training: assign entries of `job.upload` and `job.state`."""
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
@@ -155,18 +155,18 @@ class Method:
         return aggregation
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return one direction [layout.trained] for all updates; only one method of a list may.
+        """Combine all updates to one direction [layout.trained]; only one method may do so.
 
-        By default it is the weighted mean of the updates. A longer vector [layout.shared] also
-        replaces the mean of the buffers of floats.
+        By default the direction is the weighted mean of the updates. A longer vector
+        [layout.shared] also replaces the mean of the buffers of floats.
         """
         raise NotImplementedError
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the step [layout.trained] that is added to the current version.
 
-        direction: [layout.trained] the result of `combine` and of the methods before this one; it
-        may be changed in place.
+        direction: [layout.trained], the result of `combine`, changed by the methods before this
+        one; it may be changed in place.
         """
         return direction
 
@@ -175,9 +175,9 @@ class Method:
 
     # --- scoring ------------------------------------------------------------------------------
     def personalise(self, client: PersonalModel) -> None:
-        """Change `client.vector`, in place, to the client's own model; only one method may.
+        """Change `client.vector`, in place, to the client's own model; only one method may do so.
 
-        The hook is called before each score of a client, also of a client that never trained.
+        Called each time before a client is scored, even if the client never trained.
         """
 
 

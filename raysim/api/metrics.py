@@ -1,4 +1,4 @@
-"""Metrics of one's own, and those of torchmetrics: named in `evaluate.metrics`, or from Python."""
+"""Metrics of users and of torchmetrics, for `evaluate.metrics` and raysim.run(metrics=...)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysim.primitives.kinds import IGNORED, POSITION_KINDS, Kind, TargetField
 
 MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
 MAX_TRIED_ROWS = 64
-LOSS_NAMES = ("loss", "train_loss")  # raysim's own columns, of every run
+LOSS_NAMES = ("loss", "train_loss")  # columns of every run, whose names metrics cannot have
 # The prefix of torchmetrics' classes for each kind of task.
 _PREFIXES: dict[Kind, str] = {
     "classification": "multiclass",
@@ -71,15 +71,15 @@ class ScoredTask(Protocol):
 
 @dataclass(frozen=True)
 class Metric:
-    """A score of one's own.
+    """A metric that a user defines by a function.
 
-    function: it gets outputs [n, C] and labels, as the loss does, and returns either a value for
-    each sample [n], whose mean is the score, or the score of all samples as one number.
+    function: gets outputs [n, C] and labels, as the loss does. It returns either a value for each
+    sample [n], whose mean is the score, or one number, the score of all samples.
     name: its name in columns of the history; None takes the function's name.
     higher: True if a higher score is better; None reads the function's attribute
     `higher_is_better`, and takes True if it has none.
-    per: "sample" or "set", which of the two the function returns; None tries it (for targets that
-    are structures it is "sample").
+    per: "sample" if the function returns a value for each sample, "set" if it returns one number;
+    None calls the function once to find out (for structured targets None means "sample").
 
     A function per sample is called on the workers with batches of samples. A function per set is
     called on the coordinator, once for each set (the central test set, a client, a domain), with
@@ -94,14 +94,16 @@ class Metric:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ValueError(
-                f"metrics: {self.function!r} is no function. Give a function of outputs and labels."
+                f"metrics: {self.function!r} is not a function. Give a function of outputs and "
+                "labels."
             )
         one_of("metrics.per", self.per, ("sample", "set", None))
 
     @property
     def title(self) -> str:
         """The name of the metric in columns."""
-        function = getattr(self.function, "func", self.function)  # of a functools.partial
+        # The function of a functools.partial.
+        function = getattr(self.function, "func", self.function)
         return self.name or str(getattr(function, "__name__", type(function).__name__))
 
     @property
@@ -114,7 +116,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class SampleScores:
-    """A user's function of outputs and labels, as one value for each sample."""
+    """A user's function of outputs and labels that returns one value for each sample."""
 
     function: MetricFunction
     name: str
@@ -132,7 +134,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class SetScore:
-    """A user's function of outputs and labels, as one number for all samples of a set."""
+    """A user's function of outputs and labels that returns one number for a set of samples."""
 
     function: MetricFunction
     name: str
@@ -148,7 +150,7 @@ class SetScore:
 
 @contextmanager
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
-    """Compute without gradients; raise ValueError with the shapes if a user's metric fails."""
+    """Compute a user's metric without gradients; raise ValueError with the shapes if it fails."""
     try:
         with torch.no_grad():
             yield
@@ -189,7 +191,7 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the different functions `rows` of metrics: several metrics may share one."""
+    """Return the distinct functions `rows` of some metrics; several metrics may share one."""
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
 
@@ -226,11 +228,10 @@ def resolve_metrics(
 ) -> tuple[MetricRule, ...]:
     """Return the metrics of a task, the main one first.
 
-    main: `evaluate.metric`, which is added if it is not among the metrics; None takes the first of
-    them, or the usual ones of the task.
-    metrics: names, and metrics of the user.
-    Raise ValueError for a name that does not exist, a function that fails, and two metrics of one
-    name.
+    main: `evaluate.metric`, which is added if it is not among `metrics`; None means the first of
+    `metrics`, or the usual metric of the task if `metrics` is empty.
+    metrics: names, or metrics of the user.
+    Raise ValueError for an unknown name, a function that fails, and two metrics of one name.
     """
     rules = [_resolve(metric, task) for metric in metrics]
     names = [rule.name for rule in rules]
@@ -275,7 +276,7 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
 
 
 def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
-    """Try a user's function on random outputs; return what it makes a value for."""
+    """Call a user's function on random outputs; return if it scores each sample or the set."""
     outputs, labels = example_scores(task)
     name = metric.title
     with _errors_with_shapes(name, outputs, labels, "Correct it, or leave it out."):
@@ -292,7 +293,7 @@ def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
 
 
 def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
-    """Return random outputs and labels of a task, in which every class occurs if few exist."""
+    """Return random outputs and labels of a task; every class occurs if there are few classes."""
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
     if task.kind in POSITION_KINDS:
@@ -311,8 +312,8 @@ def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":
         raise ValueError(
-            f"{key}={name} does not score targets with several named parts. Give a metric of your "
-            "own, or leave it out."
+            f"{key}={name} cannot score targets with several named parts. Give your own metric, or "
+            "leave it out."
         )
     classes = _torch_classes(task.kind, f"{key}={name} is none of {', '.join(usual)}, and")
     wanted = _SHORT_NAMES.get(name, name).replace("_", "").lower()
@@ -321,12 +322,12 @@ def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
         near = nearest(name, [*usual, *classes])
         advice = f"Did you mean {near}?" if near else f"Set it to one of {', '.join(usual)}."
         raise ValueError(
-            f"{key}={name} does not score {task.kind}. {advice} A function from Python has to be "
-            "given again, raysim.run(metrics=[...])."
+            f"{key}={name} is not a metric for {task.kind}. {advice} If it was a function from "
+            "Python, pass it again with raysim.run(metrics=[...])."
         )
     score = SetScore(TorchMetric(wanted, task.kind, task.num_classes), name)
     example = _structured(*example_scores(task))
-    score(example)  # raises an error for one that returns a curve or a matrix
+    score(example)  # raises an error for a metric that returns a curve or a matrix
     return MetricRule(name, None, score, cls.higher_is_better is not False)
 
 
@@ -352,7 +353,7 @@ def _torch_classes(kind: Kind, setting: str) -> dict[str, Any]:
 class TorchMetric:
     """A metric of torchmetrics as a function of outputs and labels.
 
-    The metric gets probabilities, the softmax or the sigmoid of the outputs.
+    The metric receives probabilities: the softmax or the sigmoid of the outputs.
     """
 
     name: str

@@ -22,23 +22,22 @@ def mean(values: np.ndarray) -> float:
 
 
 def mean_loss(losses: np.ndarray) -> float:
-    """Return the mean of the losses of a `ScoringReport`: over samples [n], or over labels [n, 2].
+    """Return the mean loss of a `ScoringReport`: over samples [n], or over labels [n, 2].
 
-    In the second form a row has the sum of the losses of a sample's labels, and their number; the
-    result is nan without any.
+    A row of [n, 2] has the sum of the losses of a sample's labels and the number of its labels. The
+    mean is nan if there are no labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
 
 @dataclass(frozen=True)
 class MetricRule:
-    """The two steps that make a score of a set of samples.
+    """The two steps that compute a metric's score of a set of samples.
 
-    rows: function from outputs [B, C] and labels to a value for each sample [B], or to an array for
-    each sample [B, ...]; None stores outputs and labels themselves, see `SetRows`. It runs on the
-    workers.
-    summarise: function from what `rows` made of n >= 1 samples, in their order, to the score. It
-    runs on the coordinator.
+    rows: a function, called on workers, from outputs [B, C] and labels to a value or an array for
+    each sample, [B, ...]; None stores outputs and labels themselves, see `SetRows`.
+    summarise: a function, called on the coordinator, from the results of `rows` for n >= 1 samples,
+    in their order, to the score.
     higher: True if a higher score is better.
     """
 
@@ -53,9 +52,9 @@ class Objective:
     """The loss and the metrics of a kind of task.
 
     loss: function from outputs [B, C] and labels to the mean over the batch.
-    losses: function from the same to a loss for each sample [B].
-    metrics: the metrics; the first one is the usual one.
-    has_ignored: True if labels may be `IGNORED`; then means are over those that are not.
+    losses: a function from outputs and labels to a loss for each sample [B].
+    metrics: the possible metrics; the first one is the main metric by default.
+    has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
     usual_metrics: how many of the metrics are computed by default.
     parts: function from outputs and labels to the sum of the losses of each sample and the number
     of labels that count, [B, 2], for a mean over all labels of a set; None if a mean over samples
@@ -92,12 +91,12 @@ class Objective:
         return next((metric for metric in self.metrics if metric.name == name), None)
 
 
-# ---- labels of which some do not count -----------------------------------------------------------
+# ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of a loss over the labels that count; 0 if none does.
+    """Return the mean of a loss over the labels that are not ignored; 0 if all are ignored.
 
-    values: a loss for each label, in the shape of `labels`; or one for each sample [B], whose mean
-    over the samples with a label that counts is returned.
+    values: a loss for each label, in the shape of `labels`; or a loss for each sample [B], which
+    counts if the sample has a label that is not ignored.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -107,7 +106,7 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the mean of a loss over its labels that count; 0 without any."""
+    """Return for each sample [B] the mean loss of the labels that are not ignored, or 0."""
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
     is_counted = (labels != IGNORED).reshape(len(labels), -1)
@@ -116,16 +115,17 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its losses and the number of its labels that count, [B, 2].
+    """Return for each sample the sum of its losses and the number of its labels, [B, 2].
 
-    values: a loss for each label, or one for each sample, which stands for all its labels.
+    Ignored labels do not count.
+    values: a loss for each label, or a loss for each sample, which is used for all its labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
 
 
 def label_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each label, in the shape of `labels`; 0 for ignored ones.
+    """Return the cross-entropy of each label, in the shape of `labels`; 0 for ignored labels.
 
     outputs: [B, C] for labels [B], and [B, C, ...] for labels [B, ...].
     """
@@ -135,12 +135,12 @@ def label_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def counted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the labels that count, as PyTorch does; 0 without any."""
+    """Return the mean cross-entropy over labels that are not ignored; 0 if all are ignored."""
     return _counted_mean(label_losses(outputs, labels), labels)
 
 
 def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the mean cross-entropy over its labels that count."""
+    """Return for each sample [B] the mean cross-entropy over its labels that are not ignored."""
     return _counted_means(label_losses(outputs, labels), labels)
 
 
@@ -148,40 +148,42 @@ def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the sum of its tokens' cross-entropies and their number, [B, 2].
 
     outputs: [B, C, T].
-    labels: [B, T]; ignored ones are in neither.
+    labels: [B, T]; ignored tokens count in neither number.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
     return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)
 
 
 def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the tokens that are predicted correctly and all its tokens, [B, 2]."""
+    """Return for each sample the numbers of correctly predicted and of all tokens, [B, 2]."""
     is_counted = labels != IGNORED
     is_right = (outputs.argmax(1) == labels) & is_counted
     return torch.stack([is_right.sum(1), is_counted.sum(1)], 1)
 
 
 def ratio_of_sums(parts: np.ndarray) -> float:
-    """Return the sum of the first column over that of the second, [n, 2]; nan without any."""
+    """Return the sum of the first column of [n, 2] over that of the second; nan if it is 0."""
     total, count = parts.sum(axis=0, dtype=np.float64)
     return float(total / count) if count else float("nan")
 
 
 def perplexity(parts: np.ndarray) -> float:
-    """Return exp of the mean cross-entropy of a token, from `token_losses` [n, 2]; nan without any.
+    """Return exp(mean cross-entropy of a token) from `token_losses`; nan without tokens.
 
-    A mean above 709 gives infinity.
+    If the mean is above 709 the result is infinite.
     """
     with np.errstate(over="ignore"):
         return float(np.exp(ratio_of_sums(parts)))
 
 
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample and class the positions that are right, predicted and labelled.
+    """Return three counts of positions for each sample and class: int64 [B, 3, C].
+
+    They count positions of the class that are predicted correctly, positions where the class is
+    predicted, and positions labelled with it. Ignored positions are not counted.
 
     outputs: [B, C, ...].
-    labels: [B, ...]. The result is int64 [B, 3, C]; positions that are ignored are in none of the
-    counts.
+    labels: [B, ...].
     """
     batch, classes = outputs.shape[:2]
     labels = labels.reshape(batch, -1)
@@ -198,7 +200,7 @@ def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def position_accuracy(counts: np.ndarray) -> float:
-    """Return the share of positions that are predicted correctly; nan if none counts."""
+    """Return the share of positions that are predicted correctly; nan if all are ignored."""
     right, _, labelled = counts.sum(axis=0)
     return float(right.sum() / labelled.sum()) if labelled.any() else float("nan")
 
@@ -206,8 +208,8 @@ def position_accuracy(counts: np.ndarray) -> float:
 def mean_iou(counts: np.ndarray) -> float:
     """Return the mean over the classes of intersection over union (Jaccard index).
 
-    Classes that are neither labelled nor predicted anywhere in the set are left out; nan if all
-    are.
+    Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
+    nan if all classes are left out.
     """
     right, predicted, labelled = counts.sum(axis=0)
     union = predicted + labelled - right
@@ -262,8 +264,8 @@ def class_f1(pairs: np.ndarray) -> float:
 def class_auroc(rows: np.ndarray) -> float:
     """Return the mean over the classes of the area under the ROC curve, one class against all.
 
-    rows: outputs and labels of n samples, see `SetRows`. Classes that all samples have, or none,
-    have no such area and are left out; nan if all are.
+    rows: outputs and labels of n samples, see `SetRows`. Classes that all samples have or that no
+    sample has are left out, because they have no such area; the result is nan if all are left out.
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
     is_class = rows["labels"][:, None] == np.arange(outputs.shape[1])
@@ -276,9 +278,10 @@ def label_auroc(rows: np.ndarray) -> float:
 
 
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
-    """Return the mean area over columns [n, C] that have both values; nan without any.
+    """Return the mean area under the ROC curve over the columns of [n, C]; nan without any.
 
-    The area is the share of pairs of a positive and a negative sample that are in the right order;
+    Columns in which all samples are positive, or all negative, are left out. The area is the share
+    of pairs of a positive and a negative sample in which the positive sample has the higher score;
     equal scores count half (Hanley and McNeil, Radiology 1982).
     """
     positives = is_positive.sum(axis=0)
@@ -286,7 +289,7 @@ def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
     has_both = (positives > 0) & (negatives > 0)
     if not has_both.any():
         return float("nan")
-    from scipy.stats import rankdata  # imports much, and few runs need it
+    from scipy.stats import rankdata  # slow to import, and few runs need it
 
     ranks = rankdata(scores[:, has_both], axis=0)
     positives, negatives = positives[has_both], negatives[has_both]
@@ -392,7 +395,7 @@ OBJECTIVES: Mapping[Kind, Objective] = {
         parts=token_losses,
     ),
 }
-# Classes of which some are missing: the same scores, because only samples with a class are scored.
+# Only samples with a class are scored, so data with missing classes have the same scores.
 PARTLY_LABELLED = Objective(
     counted_loss, counted_losses, OBJECTIVES["classification"].metrics, has_ignored=True
 )
@@ -406,8 +409,8 @@ def structure_objective(loss: RowLoss | None, targets: tuple[TargetField, ...]) 
     if loss is None:
         raise ValueError(
             "loss=usual does not fit: the targets of this data have several named parts "
-            f"({', '.join(field.name for field in targets)}). Give a loss of your own, a function "
-            "of outputs and a list of targets that returns a value for each sample."
+            f"({', '.join(field.name for field in targets)}). Give your own loss: a function of "
+            "outputs and a list of targets that returns a value for each sample."
         )
     empty = Objective(mse_loss, squared_error, ())
     objective = empty.with_loss(OnStructures(loss, targets))

@@ -1,7 +1,7 @@
-"""Selection: the rule that chooses which clients are dispatched, and what it sees.
+"""Define selection rules, which choose the clients to dispatch, and the data that they see.
 
-A rule stores nothing in itself. What it remembers are arrays in `SelectionView.state`, which
-checkpoints contain. Its choice depends on its argument only, so a run has the same bits on any
+A rule has no attributes that change: it remembers only arrays in `SelectionView.state`, which
+checkpoints contain. Its choice depends only on its argument, so a run has the same bits on any
 number of workers, and after it was stopped and resumed.
 """
 
@@ -16,20 +16,20 @@ import numpy as np
 
 from raysim.data.partition import Floats, Ints
 
-# What a rule may ask clients to report: a job's mean training loss, and the norm of its update.
+# The reports that a rule may ask clients for: a job's mean training loss, the norm of its update.
 Report: TypeAlias = Literal["loss", "norm"]
 
 
 @dataclass(frozen=True, eq=False)
 class ClientFacts:
-    """The facts that the server knows of all clients, each [clients]; nan means unknown.
+    """The facts that the server knows about each client: arrays [clients]; nan means unknown.
 
-    samples: training samples.
+    samples: the number of training samples.
     participations: jobs so far.
-    accepted: aggregated jobs so far. loss,
-    norm: the reports of the last aggregated job; nan for a rule that does not declare them.
+    accepted: aggregated jobs so far.
+    loss, norm: the reports of the last aggregated job; nan if the rule does not declare them.
     seconds: virtual seconds of the last job that arrived.
-    staleness: of the last aggregated job.
+    staleness: the staleness of the last aggregated job.
     last_finish: virtual time at which the last job arrived.
     """
 
@@ -56,10 +56,10 @@ def draw_weighted(
     """Draw clients without replacement, int64, in the order of the draw.
 
     Each draw takes one of the remaining clients with a probability in proportion to its weight.
-    Clients of weight 0 come last, in their order.
+    Clients of weight 0 come last, in the order of `clients`.
     weights: [n], at least 0.
     """
-    # The smallest of independent exponential times have the distribution of draws one by one.
+    # The order of independent exponential times has the distribution of such draws.
     times = generator.standard_exponential(len(clients))
     positive = np.flatnonzero(weights > 0)
     times = times[positive] / weights[positive]
@@ -73,20 +73,19 @@ def draw_weighted(
 
 @dataclass(eq=False)
 class SelectionView:
-    """What a rule decides on: the clients that can be dispatched now, and what is known of each.
+    """The argument of a selection rule: the clients that can be dispatched now, with facts.
 
-    count: the number of clients to choose, at most.
-    pool: the pool that they must belong to; -1: all clients.
-    now: virtual seconds.
+    count: the largest number of clients to choose.
+    pool: the pool to which the clients must belong; -1 means all clients.
+    now: the virtual time in seconds.
     version: the current model version.
-    concurrency: the most clients that the schedule keeps in flight.
+    concurrency: the largest number of clients that the schedule keeps in flight.
     facts: the facts of all clients, idle or not.
-    is_idle: whether each client of the run is idle and available (and belongs to the pool), bool
-    [clients of the run].
+    is_idle: bool [clients of the run], True for clients that are idle, available and in the pool.
     state: the rule's own arrays, by name; it may replace and change them, and checkpoints contain
     them.
 
-    Arrays with a value for each client of `clients` are made when they are first read.
+    The properties with a value for each client of `clients` are computed when they are first read.
     """
 
     count: int
@@ -124,7 +123,7 @@ class SelectionView:
 
     @cached_property
     def loss(self) -> Floats:
-        """The mean training loss of each client's last aggregated job, float64 [n]; nan: unknown.
+        """The mean training loss of each client's last aggregated job, float64 [n], or nan.
 
         The rule must declare the report "loss".
         """
@@ -132,7 +131,7 @@ class SelectionView:
 
     @cached_property
     def norm(self) -> Floats:
-        """The norm of each client's last aggregated update, float64 [n]; nan: unknown.
+        """The norm of each client's last aggregated update, float64 [n], or nan.
 
         The rule must declare the report "norm".
         """
@@ -140,28 +139,28 @@ class SelectionView:
 
     @cached_property
     def seconds(self) -> Floats:
-        """The virtual seconds of each client's last job that arrived, float64 [n]; nan: none."""
+        """The virtual seconds of each client's last job that arrived, float64 [n], or nan."""
         return self.facts.seconds[self.clients]
 
     @cached_property
     def staleness(self) -> Floats:
-        """The staleness of each client's last aggregated job, float64 [n]; nan: none."""
+        """The staleness of each client's last aggregated job, float64 [n], or nan."""
         return self.facts.staleness[self.clients]
 
     @cached_property
     def last_finish(self) -> Floats:
-        """The virtual time at which each client's last job arrived, float64 [n]; nan: none."""
+        """The virtual time at which each client's last job arrived, float64 [n], or nan."""
         return self.facts.last_finish[self.clients]
 
     @cached_property
     def expected_seconds(self) -> Floats:
-        """The virtual seconds of a first job of each client by its device, float64 [n]."""
+        """The virtual seconds that a client's first job takes on its device, float64 [n]."""
         return self.estimate_seconds()[self.clients]
 
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
-        """Return the part of `expected_seconds` in which clients send, float64.
+        """Return the part of `expected_seconds` in which clients send, float64 [clients].
 
-        0 for devices that know only the time of a whole job.
+        It is 0 for devices of which only the time of a whole job is known.
         """
         return self.estimate_sending([int(client) for client in clients])
 
@@ -173,7 +172,7 @@ class SelectionView:
     def draw(self, count: int, weights: np.ndarray | None = None) -> Ints:
         """Draw idle, available clients without replacement, int64, in the order of the draw.
 
-        count: if there are fewer, all are returned.
+        count: the number of clients; if fewer are idle, all of them are returned.
         weights: [n], at least 0; each draw takes one of the remaining clients with a probability in
         proportion to its weight. Clients of weight 0 come last. None: all have the same
         probability.
@@ -189,9 +188,10 @@ class SelectionView:
 
         The rule must declare `measures`, and may call this once in a decision. Each client receives
         the model and sends one float. The jobs of the decision start when the slowest client has
-        answered. A measured client already has the model, so its job does not send it again.
-        samples: each client uses at most so many of its samples, drawn for each decision; None uses
-        all. The forecast before a run trains nothing, so all losses are nan there.
+        answered. A measured client already has the model, so its job does not send it again. The
+        forecast before a run trains nothing, so all losses are nan there.
+        samples: the largest number of samples that each client uses, drawn for each decision; None
+        uses all samples.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 
@@ -199,9 +199,10 @@ class SelectionView:
 class Selection:
     """A rule that chooses the clients of each dispatch.
 
-    reports: what the rule needs clients to report. A rule without reports is planned ahead of the
-    training. A rule with reports is planned one aggregation ahead, because it must see them.
-    measures: True if the rule calls `SelectionView.measure`; it is then planned in the same way.
+    reports: the reports that the rule needs from clients. Without reports the planner plans far
+    ahead of the training; with reports only one aggregation ahead, because the rule must see them.
+    measures: True if the rule calls `SelectionView.measure`; the planner then also plans only one
+    aggregation ahead.
     """
 
     @property
@@ -220,7 +221,7 @@ class Selection:
         return not self.reports and not self.measures
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return what the rule remembers, at its start.
+        """Return the initial arrays that the rule remembers, by name.
 
         clients: the number of clients.
         """

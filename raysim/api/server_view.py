@@ -1,4 +1,4 @@
-"""The server and one aggregation, as the hooks of one method see them."""
+"""Show the hooks of one method the server and one aggregation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
     updates: the messages of the clients, in the order of acceptance.
-    deltas: for each update the change [layout.shared], trained minus received, on the CPU. Empty if
-    workers may sum updates: then no method overrides `weigh` or `combine` or declares
-    `read_updates`.
+    deltas: for each update the change [layout.shared], trained minus received, on the CPU. It is
+    empty if workers sum the updates, which they may do if no method overrides `weigh` or `combine`
+    or declares `read_updates`.
     weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
-    bases: the versions that updates started from, by number.
-    normaliser: function from the weights to the divisor of the weighted sum.
+    bases: the versions from which updates started, by number.
+    normaliser: a function from the weights to the divisor of the weighted sum.
     combined: the result [layout.trained] of `combine`, before `step` changed it; None before
     `step`.
     """
@@ -65,12 +65,12 @@ class Aggregation:
     ) -> Aggregation:
         """Return the same updates with other weights.
 
-        normaliser: None keeps the present one.
+        normaliser: see `Aggregation`; None keeps the current one.
         """
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
-        """Return the vector [layout.shared] that an update started from."""
+        """Return the vector [layout.shared] from which an update started."""
         return torch.from_numpy(self.bases[update.version].vector)
 
 
@@ -104,7 +104,7 @@ class ServerView:
 
     @property
     def local(self) -> Local:
-        """The settings `local.*`: `server.local.rate(server.version)` is clients' learning rate."""
+        """The settings `local.*`; `server.local.rate(server.version)` is clients' learning rate."""
         return self._server.local  # type: ignore[no-any-return]
 
     @property

@@ -43,7 +43,7 @@ Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
 def always(job: Participation) -> bool:
-    """Return True: the default for `when`."""
+    """Return True for every job: the default of the argument `when`."""
     return True
 
 
@@ -61,8 +61,8 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
-    value: function that returns the tensor, or None if nothing is sent now; without it, the server
-    state of this name is sent.
+    value: a function that returns the tensor, or None if nothing is sent now; without a function,
+    the server state of this name is sent.
     floats: the tensor's size.
     to: "all" clients with each version, each client "once", or one "client" at a time.
     when: decides at dispatch whether a job receives the tensor and whether it counts.
@@ -79,7 +79,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Omission:
-    """The floats of the model that a job's client does not receive (down) or send (up)."""
+    """The numbers of floats of the model that a client does not receive (down) or send (up)."""
 
     down: Callable[[Participation], int]
     up: Callable[[Participation], int]
@@ -89,8 +89,7 @@ class Omission:
 class RoundWarning:
     """A warning during the run.
 
-    `text(row)` returns the text for a row of the history. The first text that is not empty is
-    shown.
+    `text(row)` returns the text for a row of the history, or "". Only the first text is shown.
     """
 
     text: Callable[[Mapping[str, Any]], str]
@@ -120,8 +119,8 @@ class MethodDeclaration:
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
     compressor: UpdateCode | None = None
-    has_gradients: bool = True  # whether the model can be differentiated
-    has_parameters: bool = True  # False: the model is not in the vector
+    has_gradients: bool = True  # False: the model cannot be differentiated
+    has_parameters: bool = True  # False: the model is not stored in the vector
     evaluate: Callable[[ScoredModel], Mapping[str, float]] | None = None
     load: Callable[[ScoredModel], None] | None = None
     contribute: Callable[[Contribution], Contributed] | None = None
@@ -134,8 +133,8 @@ class MethodDeclaration:
     targets: Targets = "any"
     needs: list[Need] = field(default_factory=list)
     excludes: dict[str, str] = field(default_factory=dict)
-    needs_clients: str = ""  # why no other method may pool the data of all clients
-    needs_fixed_clients: str = ""  # why clients may not change from one model to another
+    needs_clients: str = ""  # the reason why no other method may pool the data
+    needs_fixed_clients: str = ""  # the reason why clients may not change models
     pools: bool = False
     change_labels: Callable[[Tensor], Tensor] | None = None
     change_updates: Callable[[Arrivals, ServerView], Arrivals] | None = None
@@ -179,13 +178,13 @@ class MethodDeclaration:
 
 @dataclass
 class Setup:
-    """A run before its start: the argument of `setup`, where a method declares its needs.
+    """A run before its start: the argument of `setup`, with which a method makes declarations.
 
     Facts to read:
 
     - task: the learning task. local: the settings `local.*`. rounds: the number of aggregations.
       seed: the seed of the run.
-    - weighting: the setting, or None if it is left to the methods.
+    - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
     - methods: the names of all methods of the list, each with the hooks that it overrides.
     - clients_with_samples: the number of clients that have training samples.
@@ -217,7 +216,7 @@ class Setup:
     devices: Labels | None = None
     _layout: list[Layout] = field(default_factory=list)
 
-    # --- what the method can count on ---------------------------------------------------------
+    # --- conditions that the method needs -----------------------------------------------------
     @property
     def model(self) -> Classifier:
         """The model of the run, or the model that a method's hook `model` returned instead."""
@@ -230,7 +229,7 @@ class Setup:
         ]
 
     def needs(self, *needs: Need) -> None:
-        """Refuse data and models that lack something that the method needs.
+        """Raise an error if the data or the model lack something that the method needs.
 
         "classes": labels are classes. "features": the model has features in front of a linear head.
         "gradients": the model can be differentiated outside of raysim's steps. "images": inputs are
@@ -239,18 +238,24 @@ class Setup:
         self.declared.needs.extend(needs)
 
     def excludes(self, other: str, why: str) -> None:
-        """Refuse a list that contains the method `other`.
+        """Declare that the method cannot be combined with the method `other`.
 
         why: the end of a sentence, "it ...".
         """
         self.declared.excludes[other] = why
 
     def needs_clients(self, why: str) -> None:
-        """Refuse a list that contains a method that pools the data of all clients."""
+        """Declare that the method cannot be combined with a method that pools all clients' data.
+
+        why: the reason for the error, the end of a sentence: "it ...".
+        """
         self.declared.needs_clients = why
 
     def needs_fixed_clients(self, why: str) -> None:
-        """Refuse a topology in which clients change from one model to another."""
+        """Declare that the method needs a topology in which each client keeps its model (replica).
+
+        why: the reason for the error, the end of a sentence: "it ...".
+        """
         self.declared.needs_fixed_clients = why
 
     def require(self, condition: object, text: str) -> None:
@@ -266,7 +271,7 @@ class Setup:
         self.declared.warnings.append(text)
 
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
-        """Register `check(run)`, which is called after all methods have made their declarations.
+        """Call `check(run)` after all methods have made their declarations.
 
         `check` returns warnings or raises ValueError. `run.layout` has the position of each tensor,
         and `run.methods` the declarations of each method.
@@ -276,14 +281,14 @@ class Setup:
     def warn_if_single(self, effect: str) -> None:
         """Warn if the method compares updates and each aggregation has only one.
 
-        effect: the consequence, for example "it does what FedAvg does".
+        effect: the consequence for the text, for example "it does what FedAvg does".
         """
         if self.max_updates > 1:
             return
         self.warn(
             f"method '{self.method}' compares the updates of an aggregation, and each aggregation "
-            f"has only one, so that {effect}. Choose a schedule that aggregates two or more at "
-            "once, or leave the method out."
+            f"has only one, so that {effect}. Choose a schedule that aggregates two or more "
+            "updates at once, or leave the method out."
         )
 
     def warn_of_second_correction(self, other: str) -> None:
@@ -311,8 +316,8 @@ class Setup:
     ) -> None:
         """Keep tensors on the client instead of sending and averaging them.
 
-        names: full names such as "model.bn1.weight", or a function that returns them; it gets all
-        networks of the run by name, also those of later methods.
+        names: full names such as "model.bn1.weight", or a function that returns the names; its
+        argument is a dictionary of all networks of the run, including those of later methods.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -322,8 +327,8 @@ class Setup:
     def fixed_parameters(self, names: Sequence[str]) -> None:
         """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        They are never sent and no client stores them. A stage that trains one of them raises
-        ValueError; fine-tuning before a score may change them in the model that is scored.
+        These parameters are never sent, and clients do not store them. A stage that trains one of
+        them raises ValueError. Fine-tuning before a score may change them in the scored model.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)
@@ -341,18 +346,18 @@ class Setup:
         self.declared.client_state[name] = initial
 
     def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
-        """Raise ValueError if the method has declared a state of this name already."""
+        """Raise ValueError if the method has already declared a state of this name."""
         if name in declared:
             raise ValueError(
-                f"method '{self.method}' declares {kind} '{name}' twice. "
-                "Give the second one another name."
+                f"method '{self.method}' declares {kind} '{name}' twice. Rename the second "
+                "declaration."
             )
 
     def keep_optimizer(self) -> None:
         """Continue a client's optimizer in the client's next job, like `local.keep_optimizer`."""
         self.declared.keeps_optimizer = True
 
-    # --- the server and what travels ----------------------------------------------------------
+    # --- server state and messages ------------------------------------------------------------
     def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
         """Keep a tensor on the server, which hooks see as `server.state[name]`.
 
@@ -399,16 +404,20 @@ class Setup:
         *,
         when: JobCondition = always,
     ) -> None:
-        """Send `value(client, server)` only to this client, with its jobs and before its scores."""
+        """Send each client its own tensor `value(client, server)`, with jobs and before scores.
+
+        value(client, server) returns a tensor for this client only, or None to send nothing now.
+        floats, when: as in `send`.
+        """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
     def omit(
         self, down: Callable[[Participation], int], up: Callable[[Participation], int]
     ) -> None:
-        """Count fewer floats of the model for some jobs, whose clients do not need all of it.
+        """Count fewer floats of the model for jobs whose clients do not need the whole model.
 
-        down(job), up(job): how many floats of the model its client does not receive and does not
-        send. The method makes sure that the job does not use them.
+        down(job), up(job): the number of floats of the model that the job's client does not receive
+        and does not send. The method must make sure that the job does not use them.
         """
         self.declared.omissions.append(Omission(down, up))
 
@@ -439,9 +448,9 @@ class Setup:
     ) -> None:
         """Collect arrays from all clients before round 0.
 
-        client(contribution) returns a client's arrays by name. server(parts, server) receives for
-        each name a list with the arrays of all clients that have samples, in the order of client
-        numbers.
+        client(contribution) returns a client's arrays by name. In server(parts, server), `parts`
+        has for each name a list of the arrays of all clients with samples, ordered by client
+        number.
         """
         self.declared.contribute = client
         self.declared.assemble = server
@@ -452,9 +461,9 @@ class Setup:
         return self._layout[0]
 
     def compress(self, compressor: UpdateCode) -> None:
-        """Compress clients' updates or the server's steps; only one method of a list may.
+        """Compress clients' updates or the server's steps; only one method of a list may do so.
 
-        A `Compressor` declares it by itself.
+        A `Compressor` calls this in its own `setup`.
         """
         self.declared.compressor = compressor
 
@@ -467,13 +476,13 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) receives the updates and failures of an aggregation in the order of
-        acceptance and returns equally many. With this declaration workers do not sum updates.
+        change(arrivals, server) receives the updates and failures of an aggregation, in the order
+        of acceptance, and returns a list of the same length. Workers then do not sum updates.
         """
         self.declared.change_updates = change
 
     def count_clients(self, column: str, clients: Iterable[int]) -> None:
-        """Add a column to the history: how many updates of an aggregation come from `clients`."""
+        """Add a column to the history: the number of updates in an aggregation from `clients`."""
         self.declared.counted_clients[column] = frozenset(clients)
 
     # --- training -----------------------------------------------------------------------------
@@ -487,75 +496,79 @@ class Setup:
         self.declared.train = function
 
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Train with other labels: `change(labels)` of all rows [n]. Scores use the true labels."""
+        """Train with the labels `change(labels)`; labels [n] are those of all rows of the data.
+
+        Scores use the true labels.
+        """
         self.declared.change_labels = change
 
     def without_gradients(self) -> None:
-        """Declare that the model has no gradients. Methods that need gradients are then refused."""
+        """Declare that the model has no gradients; methods that need them raise an error."""
         self.declared.has_gradients = False
 
     def without_parameters(self) -> None:
         """Declare that the trained model is not in the vector, for example because it is trees.
 
-        Methods that change parameters or updates are then refused.
+        Methods that read or change parameters or updates then raise an error.
         """
         self.declared.has_parameters = False
 
     def load_model(self, load: Callable[[ScoredModel], None]) -> None:
-        """Call `load(model)` before a model is scored, to add what is not in the vector."""
+        """Call `load(model)` before a model is scored, to load data that is not in the vector."""
         self.declared.load = load
 
     def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
-        """Score sets of samples with `evaluate(model)`; only one method of a list may.
+        """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
 
-        It replaces outputs and metrics of single samples. It is called for the test samples of
-        each scored client, for the central test set, and for each domain; it returns numbers by
-        name. The run's metric (`evaluate.metric`) should be one of them.
+        The function replaces the outputs and metrics of single samples. It is called for the test
+        samples of each scored client, for the central test set, and for each domain. It returns
+        numbers by name; the run's metric (`evaluate.metric`) should be one of the names.
         """
         self.declared.evaluate = evaluate
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
-        """Set the stages of the step on each batch; only one method of a list may.
+        """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, or a function from the job's plan to a list of steps that
-        is repeated, where each step is a sequence of stages. At most one stage of a step has the
+        stages: the stages of every step; or a function from the job's plan to a list of steps, each
+        a sequence of stages, and the job repeats this list. At most one stage of a step has the
         task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
     def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
-        """Choose the samples of each epoch; only one method of a list may.
+        """Choose the samples of each epoch; only one method of a list may do so.
 
-        choose(job, epoch, epochs) is called with epochs from 1. It returns positions (int64) in the
-        client's samples, or None to use all samples in all epochs of this job.
+        choose(job, epoch, epochs) is called for epoch 1, 2, ..., epochs. It returns positions
+        (int64) in the client's samples, or None to use all samples in all epochs of this job.
         """
         self.declared.select = choose
 
     def draw(
         self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
     ) -> None:
-        """Draw random tensors before the first step; step i sees tensor i as `job.drawn(name)`.
+        """Draw random tensors before the first step; in step i `job.drawn(name)` is tensor i.
 
         draw(job, generator) returns a sequence of `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
-        """Declare the kind of the method's `gradient`: "add", "shift" or "mix".
+        """Declare the kind of correction that the hook `gradient` makes: "add", "shift" or "mix".
 
         Corrections of several methods are applied in this order of kinds.
         """
         self.declared.correction = kind
 
     def targets(self, kind: Targets) -> None:
-        """Declare that the method makes labels "soft", or that it needs "integer" ones."""
+        """Declare that the method makes labels "soft", or that it needs "integer" labels."""
         self.declared.targets = kind
 
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
-        """Replace the task loss ("loss") or the server's rule ("step"); only one method may.
+        """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
-        The owner's `loss` is called first and gets 0 instead of the usual loss. The owner's `step`
-        is called last, on the direction that the other methods made.
+        This method's `loss` is then called before that of other methods, and gets 0 instead of the
+        usual loss. Its `step` is called after that of other methods, on the direction that they
+        made.
         """
         self.declared.owned.update(hooks)
 
@@ -567,19 +580,22 @@ class Setup:
         self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:
-        """Do not call these hooks in this run, because they do nothing at the method's settings."""
+        """Do not call these hooks in this run, because they do nothing with these settings."""
         self.declared.skipped.update(hooks)
 
     # --- scoring and the server's step --------------------------------------------------------
     def finetune(self, how: Finetune) -> None:
-        """Fine-tune clients' models before they are scored; only one method of a list may.
+        """Fine-tune clients' models before they are scored; only one method of a list may do so.
 
-        It replaces the settings `evaluate.finetune`.
+        how: replaces the settings `evaluate.finetune`.
         """
         self.declared.finetune = how
 
     def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
-        """Score `vector(server)` [layout.shared] instead of the current version; only one may."""
+        """Score `vector(server)` [layout.shared] instead of the current version.
+
+        Only one method of a list may do so.
+        """
         self.declared.scored = vector
 
     def read_updates(self) -> None:

@@ -1,8 +1,8 @@
 """Convert the values of client state to named tensors and back.
 
-State is moved, counted and stored in checkpoints as tensors only. A tensor keeps its name. An entry
-of a dictionary gets its key behind the name ("fedproto.prototypes[3]"). A number or bytes get the
-name of their type ("mine.count#int").
+Client state is moved, counted and stored in checkpoints as tensors only. A tensor keeps its name.
+An entry of a dictionary has its key after the name ("fedproto.prototypes[3]"). A number or bytes
+have the name of their type after the name ("mine.count#int").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = re.compile(r"\[((?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\]])*)\]")
 
 
 class UnstorableValueError(TypeError):
-    """A value has a type that client state cannot hold."""
+    """The error of a value whose type cannot be stored in client state."""
 
 
 def pack(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -61,13 +61,14 @@ def _pack_mapping(name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, 
     for key, value in mapping.items():
         if not isinstance(key, (int, str)):
             raise UnstorableValueError(
-                f"'{name}' has the key {key!r}. Use integers or texts as the keys of a mapping."
+                f"client state '{name}' has the key {key!r}. Use integers or strings as keys of a "
+                "dictionary."
             )
         yield from _pack_value(f"{name}[{key!r}]", value)
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the values that `pack` converted to these tensors."""
+    """Return the values from which `pack` made these tensors."""
     values: dict[str, Any] = {}
     for stored, tensor in tensors.items():
         if "[" not in stored and "#" not in stored:
@@ -90,7 +91,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Split a stored name into name, mark and kind; a key may contain a "#"."""
+    """Split a stored name into the name, the mark "#" and the type; a key may contain a "#"."""
     end = stored.rindex("]") + 1
     return stored[:end], stored[end : end + 1], stored[end + 1 :]
 

@@ -1,4 +1,4 @@
-"""Targets that are structures: taken apart in front of the user's loss and metrics."""
+"""Unpack structured targets from rows of floats for the user's loss and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.primitives.kinds import TargetField
 
 
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
-    """Return for each sample the dictionary of arrays that its row [floats] holds."""
+    """Return for each sample the dictionary of arrays that is packed in its row."""
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
     start = 0
     for field in fields:
@@ -30,16 +30,16 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
 
 @dataclass(frozen=True)
 class OnStructures:
-    """A user's loss or metric, which gets the targets as a list of dictionaries.
+    """A user's loss or metric, called with the targets as a list of dictionaries.
 
-    If the function has an attribute `collate`, it gets what `collate(targets)` returns instead.
+    If the function has an attribute `collate`, it is called with `collate(targets)` instead.
     """
 
     function: Callable[..., Any]
     fields: tuple[TargetField, ...]
 
     def __call__(self, outputs: Tensor, rows: Tensor) -> Any:
-        """Return what the function makes of the outputs and the list of targets."""
+        """Return the function's result for the outputs and the unpacked targets."""
         targets: Any = unpack_targets(rows, self.fields)
         collate = getattr(self.function, "collate", None)
         if collate is not None:

@@ -1,8 +1,8 @@
-"""Topologies: the replicas of the shared model, the clients that each serves, and their exchanges.
+"""Define topologies: the replicas of the model, the clients of each, and their exchanges.
 
 A replica is one model of the server, with the server state that methods keep for it. With several
 replicas, each client starts from the replica that serves it, and its update is aggregated into that
-replica. From time to time the replicas exchange: each becomes a weighted mean of some of them.
+replica. From time to time the replicas exchange: each becomes a weighted mean of several replicas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from raysim.primitives.streams import stream
 
-WEIGHT_TOLERANCE = 1e-6  # by which the weights of a replica may differ from a sum of 1
-MAX_SHOWN = 8  # components, and replicas of a component, in a warning
+WEIGHT_TOLERANCE = 1e-6  # the sum of a replica's weights may differ from 1 by this much
+MAX_SHOWN = 8  # at most so many components, and replicas of a component, in a warning
 
-# For each replica the weights of the replicas in its next vector: dense [replicas, replicas], or a
-# mapping from replica to weight for each.
+# For each replica the weights of all replicas in its next vector: dense [replicas, replicas], or
+# a dictionary of weights by replica for each replica.
 Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 
 
@@ -50,8 +50,9 @@ class Mixing(NamedTuple):
 class MixingRow(NamedTuple):
     """One weighted mean of an exchange: the next vector of all targets.
 
-    targets, sources: replicas.
-    weights: of the sources; they sum to 1.
+    targets: the replicas that get this vector.
+    sources: the replicas in the mean.
+    weights: the weights of the sources; they sum to 1.
     """
 
     targets: tuple[int, ...]
@@ -68,7 +69,7 @@ class Federation:
     weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
     floats: the size of a replica.
     label_counts: function that returns the samples of each client and class [clients, classes], or
-    None if labels are no classes.
+    None if labels are not classes.
     regions: function that returns the number of each client's region [clients], or None if the
     fleet has no regions.
     """
@@ -95,17 +96,17 @@ class Federation:
 
 @dataclass(frozen=True, eq=False)
 class ClusterView:
-    """What a rule sees of a replica and its clients after an aggregation.
+    """The argument of a cluster rule: a replica and its clients after an aggregation.
 
     replica: the number of the replica.
-    members: int64 [m], its clients with training samples, ascending.
+    members: int64 [m], the replica's clients with training samples, ascending.
     version: the aggregations of the run so far.
     clients: int64 [n], the members with an update in the aggregation, in the order of acceptance;
     deltas: their updates, float32 [layout. trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
     free: the replicas without clients, ascending.
     state: the rule's arrays; the rule may change them in place, and checkpoints contain them.
-    report: columns of the aggregation's row of the history, which the rule may add.
+    report: numbers that the rule adds to the aggregation's row of the history, by column.
     """
 
     replica: int
@@ -120,15 +121,15 @@ class ClusterView:
 
 
 class ClusterRule:
-    """A rule that moves clients from one replica to another, by their updates.
+    """A rule that moves clients from one replica to another, depending on their updates.
 
-    It is made before the run and does not change; what it remembers is in its arrays.
+    It is made before the run and does not change; it remembers only arrays (`state`).
     """
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
-        """Return the initial arrays of the rule.
+        """Return the initial arrays of the rule, by name.
 
-        floats: the parameters that are trained.
+        floats: the number of trained parameters.
         """
         return {}
 
@@ -137,7 +138,7 @@ class ClusterRule:
 
         A free replica that gets clients starts as a copy of `view.replica`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not override regroup")
+        raise NotImplementedError(f"{type(self).__name__} does not override regroup. Define it.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,31 +146,32 @@ class Network:
     """The replicas of a run and their exchanges.
 
     replica_of: int64 [clients], the replica that serves each client.
-    mixing: the mixing matrix, see `mixing_matrix`; None: no exchange.
-    shares: float64 [replicas], the weight of each replica in their mean; None: equal.
+    mixing: the mixing matrix, see `mixing_matrix`; None means no exchanges.
+    shares: float64 [replicas], the weight of each replica in the mean of all; None means equal.
 
-    every: aggregations of a replica from one exchange to the next.
-    seconds: virtual seconds from one exchange to the next, instead of `every`; 0: not used.
-    link_seconds, link_floats: virtual seconds that an exchange takes, and the floats that all
-    replicas send in it.
+    every: aggregations of a replica between two exchanges.
+    seconds: virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
+    link_seconds, link_floats: virtual seconds that an exchange takes, and the number of floats that
+    all replicas together send in it.
 
-    own_schedules: True if each replica has the schedule for itself and its clients. Otherwise there
-    is one schedule for all clients, and an aggregation may have updates for several replicas.
-    on_clients: True if each client holds its replica itself. Then only the replicas of an
+    own_schedules: True if each replica has its own schedule for its clients. With False one
+    schedule serves all clients, and an aggregation may have updates for several replicas.
+    on_clients: True if each client stores its replica. Then only the replicas with updates in an
     aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
-    pairwise: True if each of these replicas exchanges with one neighbour, drawn by `seed`, and both
-    become their mean.
+    pairwise: True if each replica of an exchange takes the mean with one neighbour, drawn by
+    `seed`; the neighbour becomes the same mean.
     mixes_first: True if replicas exchange before the updates of the aggregation are added to them.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
     smallest loss on its training samples. All replicas except the first then start from new random
     parameters.
-    clusters: the rule that moves clients between replicas by their updates; None: they stay. In
-    both cases `replica_of` is where clients are at the start, and a replica may have none.
+    clusters: the rule that moves clients between replicas by their updates; None: clients stay.
+    With `chosen_by_loss` or `clusters`, `replica_of` has the first replica of each client, and a
+    replica may have no clients.
 
     warnings: texts for the user.
     name: the word for one replica in messages, such as "edge".
-    summary: what the plan of a run says about the exchanges.
+    summary: the text about the exchanges in the plan of a run.
     """
 
     replica_of: np.ndarray
@@ -193,7 +195,7 @@ class Network:
 
     @property
     def exchanges(self) -> bool:
-        """True if the replicas exchange at all."""
+        """True if there are exchanges between replicas."""
         return self.mixing is not None
 
     @property
@@ -255,14 +257,14 @@ class Network:
 
 def one_replica(clients: int) -> Network:
     """Return the network of a run with one model."""
-    return Network(np.broadcast_to(np.int64(0), clients))  # without memory for each client
+    return Network(np.broadcast_to(np.int64(0), clients))  # needs no memory per client
 
 
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
-    """Return the rows of the replicas that take part; equal rows are one row with several targets.
+    """Return the rows of the replicas in `present`; equal rows are one row with several targets.
 
-    The weights of absent replicas go to the diagonal, so that a symmetric matrix with rows that sum
-    to 1 keeps both properties.
+    The weights of other replicas are added to the diagonal. So a symmetric matrix stays symmetric,
+    and its rows still sum to 1.
     """
     is_present = np.zeros(mixing.replicas, bool)
     is_present[list(present)] = True
@@ -291,8 +293,8 @@ def mixing_matrix(weights: Weights, key: str) -> Mixing:
 
     key: the setting that errors name.
 
-    Raises ValueError if a weight is negative or not finite, or if those of a replica do not sum to
-    1.
+    Raises ValueError if a weight is negative or not finite, or if the weights of a replica do not
+    sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):
@@ -316,8 +318,8 @@ def _check_row(row: Mapping[int, float], replica: int, replicas: int, key: str) 
     for source, weight in row.items():
         if not 0 <= source < replicas:
             raise ValueError(
-                f"{key}: replica {replica} has a weight for replica {source}, and there are "
-                f"{replicas}. Number replicas from 0 to {replicas - 1}."
+                f"{key}: replica {replica} has a weight for replica {source}, but there are "
+                f"{replicas} replicas. Number replicas from 0 to {replicas - 1}."
             )
         if not 0 <= weight < np.inf:
             raise ValueError(
@@ -357,9 +359,9 @@ def components(mixing: Mixing) -> list[list[int]]:
 def connection_warnings(
     mixing: Mixing, key: str, replicas: Set[int] | None = None
 ) -> tuple[str, ...]:
-    """Return a warning with the components if the replicas are not all connected.
+    """Return a warning that lists the components, if not all replicas are connected.
 
-    replicas: those that count; None: all.
+    replicas: the replicas that are considered; None means all.
     """
     parts = components(mixing)
     if replicas is not None:
@@ -380,20 +382,23 @@ def _shorten(replicas: Sequence[int]) -> str:
 
 
 class Topology:
-    """A rule that makes the network of a run. A subclass overrides `connect`.
+    """A rule that decides the replicas of a run and their exchanges; override `connect`.
 
     It is made before the run and does not change. Random numbers come from
     `raysim.primitives.streams.stream(federation.seed, "mine")`.
     """
 
     def connect(self, federation: Federation) -> Network:
-        """Return the replicas of a run. Raise ValueError for settings that do not fit it."""
-        raise NotImplementedError(f"{type(self).__name__} does not override connect")
+        """Return the replicas of a run and their exchanges.
+
+        Raise ValueError if the settings do not fit the run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override connect. Define it.")
 
 
 @dataclass(frozen=True)
 class Star(Topology):
-    """One model for all clients."""
+    """The default topology: one model for all clients."""
 
     def connect(self, federation: Federation) -> Network:
         """Return a network with one replica."""

@@ -1,7 +1,7 @@
-"""What a run needs of a compressor.
+"""Define the protocol of a compressor: the attributes and functions that a run uses.
 
-`raysim.api.compression` imports the interface of methods. Modules that this interface imports use
-the protocol below instead of the class `Compressor`.
+`raysim.api.compression` imports the interface of methods. To avoid an import cycle, the modules of
+that interface use this protocol instead of the class `Compressor`.
 """
 
 from __future__ import annotations
@@ -34,4 +34,4 @@ class UpdateCode(Protocol):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace values, in place, by what the receiver has; return the sender's next state."""
+        """Replace values, in place, by the decoded values; return the sender's next state."""

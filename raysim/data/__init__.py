@@ -1,1 +1,1 @@
-"""Data of a run: reading, corruption, partitions and batches."""
+"""Read the data of a run, corrupt them, split them over clients and make batches."""

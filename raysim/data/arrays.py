@@ -1,4 +1,4 @@
-"""Arrays, tensors and data sets from Python: stored in the cache once, under their checksum."""
+"""Store arrays, tensors and data sets from Python in the cache, by their checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from raysim.data.values import plain_array, type_name
 from raysim.primitives.kinds import InputField, Kind
 
 COLUMNS = ("inputs", "labels", "users")
-LabelLists: TypeAlias = list[Any]  # for each sample its labels, or the dictionary of its target
+# For each sample a list of its labels, or a dictionary of target arrays.
+LabelLists: TypeAlias = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,8 @@ class Arrays(Source):
         arrays = _arrays_by_digest.get(self.digest)
         if arrays is None:
             raise ValueError(
-                f"data.digest={self.digest}: these arrays came from Python, and the cache of this "
-                "machine does not have them. Give them again, raysim.run(data=...)."
+                f"data.digest={self.digest}: these arrays came from Python, but this machine's "
+                "cache does not have them. Pass them again with raysim.run(data=...)."
             )
         if isinstance(arrays.labels, LabelSet):
             labels, label_type = arrays.labels, "dictionaries"
@@ -84,14 +85,13 @@ class Arrays(Source):
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     """Store a user's samples in the cache and return their source.
 
-    data: (inputs, labels), without rows for central tests; ((inputs, labels), (inputs, labels)),
-    where the second pair is for central tests; or {"train": ..., "test": ...}. A torch `Dataset`
-    may replace a pair. Arrays, tensors and lists are accepted. inputs: [n, ...]; images are [n, h,
-    w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers.
+    data: (inputs, labels), without central test rows; ((inputs, labels), (inputs, labels)), where
+    the second pair has the central test rows; or {"train": ..., "test": ...}. A torch `Dataset` may
+    replace a pair. Arrays, tensors and lists are accepted. inputs: [n, ...]; images are [n, h, w],
+    [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers.
     labels: classes or values [n], see `labels.infer_kind`; [n, labels], 0 or 1 for each of several
-    labels, or several values; or for each sample a list of its labels.
-    A third column, users [n] (integers or text), gives the client of each sample for
-    `partition=natural`.
+    labels, or several values; or for each sample a list of its labels. A third column, users [n]
+    (integers or text), gives the client of each sample for `partition=natural`.
     settings: arguments of `Arrays`.
     """
     train, test = _split_halves(data)
@@ -102,13 +102,13 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
         halves.append(_read_half(test, "test", kind, fields))
     if len(set(fields)) > 1:
         raise ValueError(
-            "data: training and test rows have different inputs. Give both the same names and "
-            "shapes."
+            "data: training and test rows have different inputs. Give the inputs of both the same "
+            "names and shapes."
         )
     if len({len(columns) for columns in halves}) > 1:
         raise ValueError(
-            "data: users are given for the training rows or for the test rows alone. Give them for "
-            "both, or for neither."
+            "data: only the training rows or only the test rows have users. Give users for both "
+            "or for neither."
         )
     columns = []
     for number, name in enumerate(COLUMNS[: len(halves[0])]):
@@ -160,8 +160,8 @@ def _read_half(
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are some, the users of one half.
 
-    kind: `data.kind`, which decides whether lists of one length are labels or an array.
-    fields: a list, which gets the parts of a row of inputs, () for one input.
+    kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
+    fields: a list to which the parts of a row of inputs are appended; () for a single input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -184,7 +184,8 @@ def _read_half(
     if len(inputs) != len(labels):
         raise ValueError(f"data: {name} has {shapes}. Give each input one label.")
     is_table = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
-    if is_table and inputs.dtype.kind in "biu":  # columns of a table are numbers, not tokens
+    # Integers in the columns of a table are measurements, not tokens.
+    if is_table and inputs.dtype.kind in "biu":
         inputs = inputs.astype(np.float64)
     if not parts:
         inputs = _channels_first(inputs)
@@ -212,7 +213,7 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
     if users.shape != (count,) or users.dtype.kind not in "iuU":
         raise ValueError(
             f"data: {name} has users of shape {users.shape} ({users.dtype}) for {count} samples. "
-            "Give each sample one, an integer or text."
+            "Give each sample a user, as an integer or text."
         )
     return users
 
@@ -252,15 +253,15 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
     if isinstance(first, tuple) and all(isinstance(part, array_types) for part in first):
         columns = zip(*inputs, strict=True)
         return tuple(np.stack([np.asarray(value) for value in column]) for column in columns)
-    return list(inputs)  # a tuple would be several inputs
+    return list(inputs)  # a list, because a tuple means several inputs
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return labels that are lists of different lengths or of text; None for other columns.
+    """Return labels that are lists of different lengths or of text, or target dictionaries.
 
-    The same holds for targets that are dictionaries.
-    kind: with "multilabel" integers that are not all 0 or 1 are lists of labels as well, and with
-    "positions" nothing is.
+    Return None for other columns.
+    kind: with "multilabel", lists of integers that are not all 0 or 1 are lists of labels, too;
+    with "positions" no column is a column of such lists.
     """
     if kind == "positions":
         return None
@@ -315,14 +316,14 @@ def _concatenate(
         return rows
     if len(arrays) < len(parts):
         raise ValueError(
-            f"data: {name} are lists for one of training and test, and an array for the other. "
+            f"data: {name} are lists in one half (training or test) and an array in the other. "
             "Give lists for both, or an array for both."
         )
     shapes = [array.shape[1:] for array in arrays]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"data: {name} for training and for tests have the shapes "
-            f"{' and '.join(map(str, shapes))}. Give them one shape."
+            f"{' and '.join(map(str, shapes))}. Give both the same shape."
         )
     return np.concatenate(arrays)
 

@@ -1,4 +1,4 @@
-"""From stored inputs to a training batch on the device: augment, scale and normalise."""
+"""Turn stored inputs into a training batch on the device: augment, scale and normalise."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from raysim.data.crops import TRIES, crop_boxes, resized_crops
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Normalisation and training-time augmentation.
+    """The normalisation of inputs and their augmentation in training.
 
-    mean, std: constants per channel, or one for all; with None, images are only scaled to [0, 1].
+    mean, std: one number for all channels or one per channel; None only scales images to [0, 1].
     augment: any of `resized_crop`, `crop`, `flip`, `rotate`, `jitter` and `grey`. They are applied
     in this order, whatever their order in the tuple.
     crop_area: the smallest and the largest share of the image that `resized_crop` takes.
     crop_padding: zeros on each side for `crop`.
     rotate_degrees: the largest angle of `rotate`.
-    jitter: the strength of the four changes of colour.
+    jitter: the strength of `jitter`, which changes brightness, contrast, saturation and hue.
     grey: the probability of a grey image.
     """
 
@@ -62,14 +62,14 @@ class Pipeline:
         return scaled.sub_(mean).div_(std)
 
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Augment each image independently; uint8 [B, c, h, w] to the same.
+        """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        Draws, in this order: four uniforms for each of ten rectangles of each image; vertical and
-        horizontal offset of each image; each image's flip (probability 1/2); its angle (uniform up
-        to `rotate_degrees` either way; nearest pixel, zero outside); its factors of brightness,
-        contrast and saturation (1 - jitter to 1 + jitter) and its shift of hue (up to `jitter` of
-        the circle either way), applied in this order; whether it turns grey. Images of one channel
-        draw the same.
+        The random numbers are drawn in this order: four uniforms for each of ten rectangles of each
+        image; vertical and horizontal offset of each image; each image's flip (probability 1/2);
+        its angle (uniform up to `rotate_degrees` either way; nearest pixel, zero outside); its
+        factors of brightness, contrast and saturation (1 - jitter to 1 + jitter) and its shift of
+        hue (up to `jitter` of the circle either way), applied in this order; whether it turns grey.
+        Images of one channel draw the same.
         """
         if "resized_crop" in self.augment:
             uniforms = rng.random((4, TRIES, len(images)))
@@ -92,7 +92,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Zero-pad and crop, flip and rotate. Pixels move and keep their values."""
+        """Pad with zeros and crop, flip and rotate. No pixel gets a new value."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -119,7 +119,7 @@ class Pipeline:
 def _rotation_sources(
     height: int, width: int, degrees: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each pixel of a turned image its source pixel, and True if that exists.
+    """Return the source pixel of each pixel of a turned image, and True if it is in the image.
 
     Both results are [B, h * w]. Images are turned counter-clockwise.
     """

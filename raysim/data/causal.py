@@ -1,9 +1,9 @@
-"""Language data: from documents to rows of tokens, each with the token that follows it.
+"""Turn documents into rows of tokens; the label of each token is the next token.
 
 A stream is `end` document `end` document ... `end`: the token `end` stands in front of each
-document and after the last one. A row has T tokens of a stream as inputs, and the T tokens that
-follow them as labels, so that every token but the first `end` is a label once. Labels that do not
-count are `IGNORED`: those of a prompt, and those that fill up the last row of a stream.
+document and after the last one. The inputs of a row are T tokens of a stream; its labels are the
+next token of each. So every token but the first `end` is a label once. The labels of a prompt, and
+those that fill up the last row of a stream, are `IGNORED`: they do not count.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from raysim.data.rows import choose_test_rows
 from raysim.primitives.kinds import IGNORED, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
-# The tokenizers of raysim; all others are those of Hugging Face.
+# raysim's own tokenizers; every other name is a tokenizer of Hugging Face.
 BYTES, CHARACTERS, NUMBERS = "bytes", "characters", "numbers"
 END_NAME, OTHER_NAME = "<end>", "<other>"
-PROMPT_END = "\n"  # between the text of a prompt and its answer; it belongs to the prompt
+PROMPT_END = "\n"  # stands between a prompt and its answer, as the end of the prompt
 
 
 # ---- text and tokens -----------------------------------------------------------------------------
@@ -44,7 +44,7 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: how many there are, and which one fills up rows.
+    tokens: the number of tokens, and the token that fills up rows.
     names: the text of each token.
     end: the token between documents.
     encode: function from a text to its tokens.
@@ -76,10 +76,10 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Vocabulary:
-    """Return a vocabulary of characters, in this order from token 1 on; 0 ends a document.
+    """Return a vocabulary of characters: the first is token 1, and 0 ends a document.
 
-    has_other: True adds a last token, which stands for all other characters; else `encode` raises
-    ValueError for them.
+    has_other: True adds a last token for all other characters; with False, `encode` raises
+    ValueError for other characters.
     """
     names = [END_NAME, *letters]
     token_of = {letter: token for token, letter in enumerate(names)}
@@ -90,7 +90,7 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
     def encode(text: str) -> Ints:
         unknown = sorted(set(text) - token_of.keys())
         if unknown and not has_other:
-            raise ValueError(f"the data has no character {unknown[0]!r}")
+            raise ValueError(f"the data does not contain the character {unknown[0]!r}")
         return np.array([token_of.get(letter, other) for letter in text], np.int64)
 
     def decode(tokens: Sequence[int]) -> str:
@@ -119,8 +119,9 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
 def hugging_face_vocabulary(name: str) -> Vocabulary:
     """Return the vocabulary of a tokenizer of Hugging Face: a folder, or a name on the hub.
 
-    Its end of text, else its separator, else a new token ends a document. Raise ValueError with
-    `data.tokenizer` if there is no such tokenizer.
+    The tokenizer's end-of-text token ends a document; if it has none, its separator token does; if
+    it has neither, a new token. Raise ValueError with `data.tokenizer` if there is no such
+    tokenizer.
     """
     tokenizer = load_tokenizer(name)
     size = len(tokenizer)
@@ -144,7 +145,7 @@ def hugging_face_vocabulary(name: str) -> Vocabulary:
 def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
     """Return the vocabulary that `data.tokenizer` names; None means bytes.
 
-    texts: all texts, whose characters are the vocabulary of `CHARACTERS`, sorted.
+    texts: all texts of the data; for `CHARACTERS`, their sorted characters are the vocabulary.
     """
     if tokenizer in (None, BYTES):
         return byte_vocabulary()
@@ -176,7 +177,7 @@ def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
 class Document(NamedTuple):
     """A sequence of tokens.
 
-    prompt: the number of first tokens that are not learnt.
+    prompt: the number of tokens at the beginning whose labels do not count.
     """
 
     tokens: Ints
@@ -186,7 +187,7 @@ class Document(NamedTuple):
 
 
 def cut_document(document: Document, test_fraction: float) -> list[Document]:
-    """Return the document without the last share of its tokens, and that share for testing."""
+    """Cut a document in two: the beginning for training, the last share of tokens for testing."""
     count = round(test_fraction * len(document.tokens))
     if not count:
         return [document]
@@ -206,8 +207,9 @@ def pack(
 ) -> Raw:
     """Return rows of at most `length` tokens with the tokens that follow them.
 
-    is_packed: True joins the documents of a user to one stream before it is cut into rows; else
-    each document is a stream, and starts a row. Rows without a label that counts are left out.
+    is_packed: True joins the documents of a user to one stream before it is cut into rows; with
+    False each document is a stream, which begins a new row. Rows without a label that counts are
+    left out.
     Raise ValueError if no row for training is left.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}
@@ -215,7 +217,7 @@ def pack(
         key = (document.user, document.is_test, 0 if is_packed else number)
         streams.setdefault(key, []).append(document)
     if all(is_test for _, is_test, _ in streams):
-        raise ValueError(f"{place} has no text for training. Give a file that has some.")
+        raise ValueError(f"{place} has no text for training. Give a file with text.")
     parts = [_to_stream(stream, vocabulary.end) for stream in streams.values()]
     width = min(length, max(len(labels) for _, labels in parts))
     counts = [-(-len(labels) // width) for _, labels in parts]
@@ -246,7 +248,7 @@ def pack(
 
 
 def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
-    """Return the inputs and the labels of a stream, of one length."""
+    """Return the inputs and the labels of a stream, which have the same length."""
     tokens, labels = [np.array([end])], []
     for document in documents:
         tokens += [document.tokens, np.array([end])]
@@ -258,14 +260,16 @@ def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
 # ---- documents of a table ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DocumentSettings:
-    """The settings that make documents of a table's rows, and rows of tokens of these.
+    """The settings that turn rows of a table into documents, and these into rows of tokens.
 
-    columns: `data.columns`, one column of text or token numbers; None if there is only one.
-    prompt: the column of what stands in front of it and is not learnt.
+    columns: `data.columns`, the name of one column of text or token numbers; None if the table has
+    only one such column.
+    prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
+    count.
     tokenizer: see `text_vocabulary`.
     padding: the token that ends documents of token numbers, without a tokenizer.
     length: tokens in a row.
-    packing: see `pack`; None joins documents that have no prompts.
+    packing: `is_packed` of `pack`; None joins documents unless they have prompts.
     """
 
     columns: list[str] | None
@@ -296,7 +300,7 @@ def read_documents(
     if len(columns) != 1:
         raise ValueError(
             f"data.columns={'+'.join(columns)}: data.kind=causal reads one column of text or token "
-            f"numbers from {place}. Name one."
+            f"numbers from {place}. Name one column."
         )
     answers: Sequence[str | Ints] = read_sequences(table, columns[0], "data.columns", place)
     prompts: Sequence[str | Ints] | None = None
@@ -305,7 +309,7 @@ def read_documents(
         if isinstance(prompts[0], str) != isinstance(answers[0], str):
             raise ValueError(
                 f"data.prompt={settings.prompt} and data.columns={columns[0]}: one holds text, the "
-                "other token numbers. Give both in one form."
+                "other token numbers. Use text in both, or token numbers in both."
             )
     vocabulary = _table_vocabulary([*answers, *(prompts or ())], settings, place)
     documents = []
@@ -373,7 +377,7 @@ def _number_rows_vocabulary(
             wrong = lowest if lowest < 0 else highest
             raise ValueError(
                 f"{place} has the token {wrong}, and tokens are from 0 to "
-                f"{vocabulary.tokens.size - 1}. Correct it, or set data.tokenizer to the one that "
-                "made the tokens."
+                f"{vocabulary.tokens.size - 1}. Correct it, or set data.tokenizer to the tokenizer "
+                "that made the tokens."
             )
     return vocabulary

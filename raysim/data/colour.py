@@ -1,8 +1,8 @@
 """Colour augmentation of uint8 batches, with one strength for each image.
 
-Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Each function rounds to whole levels, as
-picture editors do. On one channel, and on three equal ones, saturation, hue and greyscale change
-nothing.
+Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Each function rounds to whole levels.
+Saturation, hue and greyscale do not change grey images, which have one channel or three equal
+channels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
     """Multiply differences from the image's mean brightness by the image's factor."""
-    # integers have the same sum in any order
+    # a sum of integers does not depend on their order
     total = luma(images).sum(dim=(1, 2, 3), dtype=torch.int64)
     mean = _per_image(total / (images.shape[2] * images.shape[3]))
     return _to_levels(mean + _per_image(factors) * (images - mean))

@@ -1,4 +1,4 @@
-"""From columns of a table to inputs, labels and users: choose columns and read values."""
+"""Choose the columns of a table that are inputs, labels and users, and read their values."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from raysim.primitives.memory import check_memory
 MAX_COLUMNS_IN_MESSAGE = 4
 MAX_CHOICES = 4  # settings that an error proposes
 UTF8_TOKENS = Tokens(257)  # 0 is padding, byte b is b + 1
-LABEL_NAMES = ("label", "labels", "y", "target", "class")  # usual names, the first one wins
+# Usual names; the first name that a table has counts.
+LABEL_NAMES = ("label", "labels", "y", "target", "class")
 USER_NAMES = ("user", "user_id", "users", "client", "client_id")
-# Columns that number the rows are no inputs unless `data.columns` names them.
+# Columns that number the rows are inputs only if `data.columns` names them.
 INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 
 # ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the first column with a usual name, in upper or lower case, or None."""
+    """Return the first column that has a usual name, in upper or lower case; None if none has."""
     by_lower_case = {name.lower(): name for name in reversed(names)}
     for name in usual:
         if name in by_lower_case:
@@ -54,7 +55,8 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
     """Return the column of labels.
 
-    It is `data.label`, else `data.label_column` (`usual`), else a column with a usual name.
+    The column is `label` (`data.label`) if it is set, else `usual` (`data.label_column`) if it is
+    set, else a column with a usual name.
     """
     if label is None and usual == "label" and usual not in names:
         return find_label(names, place)
@@ -77,8 +79,8 @@ def find_inputs(
     columns: `data.columns`; None takes all columns except those of labels, users and domains,
     columns that number the rows, and columns with a usual name for users.
     types: the types of all columns.
-    are_separate: True if each column is an input of its own.
-    Raise ValueError if these columns cannot be one input together.
+    are_separate: True if each column is a separate input.
+    Raise ValueError if the columns cannot be one input together.
     """
     if columns is not None:
         return columns, []
@@ -103,8 +105,9 @@ def find_inputs(
         settings = " or ".join(f"data.columns={choice}" for choice in choices[:MAX_CHOICES])
         action = f"Set {settings}, or encode the others as numbers"
     raise ValueError(
-        f"{place}: the input would be {described}, and only columns of numbers can be one input "
-        f"together. {action}. data.separate=true makes each an input of a network of your own."
+        f"{place}: the input would be {described}, but only columns of numbers can be one input "
+        f"together. {action}, or set data.separate=true to give your own network each column as a "
+        "separate input."
     )
 
 
@@ -122,7 +125,7 @@ def describe_origin(
 
 
 def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
-    """Return columns with their types; if there are more than four, only some."""
+    """Return a text of columns with their types; of more than four columns only some."""
     shown = [f"{name} ({_stored_type(types[name])})" for name in names]
     if len(shown) > MAX_COLUMNS_IN_MESSAGE:
         shown = [f"{len(names)} columns: {shown[0]}", shown[1], "...", shown[-1]]
@@ -134,10 +137,9 @@ def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str
 class TokenSettings:
     """The settings for turning sequences into rows of token numbers.
 
-    length: how many tokens of a row are kept.
+    length: the largest number of tokens of a row; further tokens are left out.
     padding: the number that fills short rows.
-    tokenizer: a folder or name of a Hugging Face tokenizer, for text; with None, text becomes
-    bytes.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
 
     length: int
@@ -146,7 +148,7 @@ class TokenSettings:
 
 
 class InputRows(NamedTuple):
-    """The inputs of all samples, their tokens, and the parts of a row if there are several."""
+    """The inputs of all samples, the set of tokens, and the parts of a row of several inputs."""
 
     values: NDArray[Any]
     tokens: Tokens | None
@@ -174,7 +176,7 @@ def read_input_rows(
 def read_inputs(
     table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return the values of the columns, a row for each sample, and its tokens or None.
+    """Return the values of the columns, a row for each sample, and the set of tokens or None.
 
     Several columns of numbers become one row. A single column contains numbers, vectors of one
     length, token numbers (lists of integers) or text. Raise ValueError with the place and the
@@ -197,8 +199,8 @@ def read_inputs(
     if len(columns) > 1:
         raise ValueError(
             f"{place}: column {odd[0]} of data.columns={'+'.join(columns)} holds "
-            f"{plain[odd[0]].type}, and only columns of numbers can be one input together. Set "
-            f"data.columns={odd[0]}, or leave it out."
+            f"{plain[odd[0]].type}, but only columns of numbers can be one input together. Set "
+            f"data.columns={odd[0]}, or leave this column out."
         )
     return _read_column(plain[odd[0]].combine_chunks(), odd[0], settings, place)
 
@@ -211,8 +213,8 @@ def _read_column(
         return _read_text(column.to_pylist(), settings)
     if not _is_list(column.type):
         raise ValueError(
-            f"{place}: column {name} holds {column.type}, which is no input. Choose a column of "
-            "numbers, lists of numbers or text."
+            f"{place}: column {name} holds {column.type}, which cannot be an input. Choose a "
+            "column of numbers, lists of numbers or text."
         )
     if column.flatten().null_count:
         raise ValueError(
@@ -266,23 +268,23 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of Hugging Face in a folder, or with a name on the hub.
+    """Return the Hugging Face tokenizer in a folder, or with a name on the hub.
 
-    Raise ValueError with `data.tokenizer` if there is none.
+    Raise ValueError with `data.tokenizer` if it cannot be loaded.
     """
     transformers = import_optional("transformers", f"data.tokenizer={name}")
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the hub, its cache and a file can fail in many ways
         raise ValueError(
-            f"data.tokenizer={name} cannot be read ({error}). Give a folder that has it."
+            f"data.tokenizer={name} cannot be read ({error}). Give a folder with a tokenizer."
         ) from error
 
 
 def read_sequences(
     table: pa.Table, name: str, key: str, place: str
 ) -> list[str] | list[NDArray[np.int64]]:
-    """Return a column of text or of lists of token numbers. Raise ValueError for others."""
+    """Return a column of text or of lists of token numbers; for others raise ValueError."""
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
         raise ValueError(
@@ -352,12 +354,12 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
     has_only_empty_lists = has_lists and pa.types.is_null(value_type)
     if not (_is_number(value_type) or is_text(value_type) or has_only_empty_lists):
         raise ValueError(
-            f"{place}: column {name} holds {column.type}, which is no label. Give numbers, text, "
-            "lists of them, or structs of these."
+            f"{place}: column {name} holds {column.type}, which cannot be a label. Give numbers, "
+            "text, lists of numbers or text, or structs of these."
         )
     if values.null_count:
         raise ValueError(f"{place}: column {name} has lists with empty values. Remove these rows.")
-    if pa.types.is_uint64(value_type):  # next to signed ones NumPy would make floats of them
+    if pa.types.is_uint64(value_type):  # NumPy would join uint64 and signed integers to floats
         highest = int(values.cast(value_type).to_numpy(zero_copy_only=False).max(initial=0))
         if highest >= 2**63:
             raise ValueError(
@@ -380,7 +382,7 @@ def group_values(
     column = _plain_column(table, name, key, place)
     if not (is_text(column.type) or pa.types.is_integer(column.type)):
         raise ValueError(
-            f"{place}: column {name} holds {column.type}, which names no domain or user. Give "
+            f"{place}: column {name} holds {column.type}, which cannot name domains or users. Give "
             "integers or text."
         )
     if column.null_count:
@@ -395,14 +397,14 @@ def group_values(
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
     """Return True if columns of labels of these types can be joined to one column.
 
-    Both contain lists, or neither does; both contain text, or neither does. With `separate_floats`
-    the same holds for floats.
+    Lists fit lists only, and text fits text only. With `separate_floats`, floats fit floats only.
     """
     if _is_list(one) != _is_list(other):
         return False
     if _is_list(one):
         one, other = _item_type(one), _item_type(other)
-        if pa.types.is_null(one) or pa.types.is_null(other):  # all lists are empty
+        # The type of a column of empty lists is unknown.
+        if pa.types.is_null(one) or pa.types.is_null(other):
             return True
     if separate_floats and pa.types.is_floating(one) != pa.types.is_floating(other):
         return False
@@ -420,7 +422,7 @@ def assemble(
     domain_order: Sequence[str] | None = None,
     fields: tuple[InputField, ...] = (),
 ) -> Raw:
-    """Put training rows first, and number the users, which become domains.
+    """Return the samples with training rows first and users as numbers; users become domains.
 
     users: integers or text; None if there are none.
     domain_order: see `number_domains`.
@@ -495,7 +497,7 @@ def _item_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type that the values of a column are read in."""
+    """Return the type in which the values of a column are read."""
     if isinstance(kind, pa.BaseExtensionType):
         return _stored_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -531,6 +533,6 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
 
 
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return the number of the first row with an empty value, as a part of a sentence."""
+    """Return a text with the first row that has an empty value (", the first in row 3")."""
     rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
     return f", the first in row {rows[0]}"

@@ -1,4 +1,4 @@
-"""Text as language data: files of the user's own, and the topics of Python's documentation."""
+"""Read text for language models: the user's files, or topics of Python's documentation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Corpus(Source):
     """The settings of sources that read text.
 
     length: tokens in a row.
-    tokenizer: "characters" of the text, "bytes", or a folder or name of a Hugging Face tokenizer;
-    see `text_vocabulary`.
+    tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer; see
+    `text_vocabulary`.
     packing: True joins the documents of a user before they are cut into rows; see `pack`.
     test_fraction: the share at the end of each document that is for testing.
     """
@@ -60,11 +60,12 @@ class _Corpus(Source):
 class Text(_Corpus):
     """A source that reads files of text: one file, or all *.txt in a folder and its subfolders.
 
-    Files called test.txt, or in a folder called test, are the central test set; without any, it is
-    the last `test_fraction` of each document.
-    separator: the text between two documents of a file, where \n stands for a new line; None: a
+    Files called test.txt, and files in a folder called test, are the central test set. If there are
+    none, the last `test_fraction` of each document is the central test set.
+
+    separator: the text between two documents of a file, where \\n stands for a new line; None: a
     file is one document.
-    user: "file" or "document", whatever partition=natural makes a client.
+    user: with partition=natural, each "file" or each "document" is a client.
     """
 
     root: str | None = None
@@ -100,7 +101,7 @@ class Text(_Corpus):
             content = regular_file(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} cannot be read as UTF-8 ({error}). Convert it, or take it out of "
+                f"{path} cannot be read as UTF-8 ({error}). Convert it, or remove it from "
                 "data.root."
             ) from error
         name, is_test = self._user_of(path)
@@ -116,7 +117,7 @@ class Text(_Corpus):
             yield _NamedText(user, part, is_test)
 
     def _user_of(self, path: Path) -> tuple[str, bool]:
-        """Return the name of a file's user, and whether it is a test file."""
+        """Return the name of a file's user, and True if it is a test file."""
         root = require_root(self.root, "data=text", "a file of text")
         if root.is_file():
             return path.stem, False
@@ -131,9 +132,9 @@ class Text(_Corpus):
 class PythonTopics(_Corpus):
     """A source of text that needs no file: the topics of the reference that `help()` shows.
 
-    About 80 documents and 500,000 characters of English with code, which ship with Python
-    (`pydoc_data.topics`, PSF license). They differ between versions of Python. Each topic is a
-    user.
+    These are about 80 documents, with 500,000 characters of English and code, which come with
+    Python (`pydoc_data.topics`, PSF license). They differ between versions of Python. Each topic is
+    a user.
     """
 
     def read(self) -> Raw:
@@ -141,8 +142,8 @@ class PythonTopics(_Corpus):
             from pydoc_data.topics import topics
         except ImportError as error:
             raise ValueError(
-                f"data=python_topics: this Python has no pydoc_data ({error}). Install all of its "
-                "standard library, or set data=text."
+                f"data=python_topics: this Python has no pydoc_data ({error}). Install Python with "
+                "its whole standard library, or set data=text."
             ) from error
         texts = [_NamedText(name, topics[name]) for name in sorted(topics)]
         return self._pack(texts, "data=python_topics")

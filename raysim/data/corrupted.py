@@ -1,4 +1,4 @@
-"""Label noise, rotation and pooling of a whole data set; the result is a cached file."""
+"""Add label noise to a whole data set, rotate and pool its images, and cache the result."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _build(source: Source, clean: Dataset, partition: Partition, seed: int) -> S
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
-    """Return all labels; exactly floor(ratio * n_k) of client k's n_k training labels change."""
+    """Return all labels; floor(ratio * n_k) of client k's n_k training labels are made wrong."""
     rng = stream(seed, "noise")
     order = rng.permutation(clean.train_rows)
     shifts = rng.integers(1, max(clean.num_classes, 2), len(clean))

@@ -27,10 +27,11 @@ IMAGES_AT_ONCE = 4096
 class Rotation:
     """The rotation of images by one of the A `angles` (degrees).
 
-    per: "client" turns the images of client k by angle k mod A; with "image" each client draws q ~
-    Dir(concentration, ...) over the angles, then each of its images draws an angle from q.
-    test: "all" has the central test set once at every angle; "spread" turns its image j by angle j
-    mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
+    per: "client" turns all images of client k by angle number k mod A; with "image" each client
+    draws a distribution q ~ Dir(concentration, ...) over the angles, and each of its images draws
+    an angle from q.
+    test: "all" repeats the central test set at every angle; "spread" turns its image j by angle
+    number j mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
     """
 
     per: Literal["none", "client", "image"] = "none"
@@ -55,7 +56,7 @@ def symmetric_label_noise(
 ) -> Ints:
     """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C (classes).
 
-    The first rows of `order` change.
+    The labels of the first rows in `order` change.
     shifts: the shift of each label, from 1 to C-1.
     """
     noisy = np.array(labels, dtype=np.int64)
@@ -75,19 +76,19 @@ def image_rotation_angles(
 ) -> Floats:
     """Draw the angle of each image by inverse CDF.
 
-    probabilities: of the A angles, [A], or a row for each image, [n, A].
+    probabilities: [A], the probabilities of the A angles, or [n, A] with a row for each image.
     """
     numbers = image_angle_numbers(np.asarray(probabilities), np.asarray(uniforms))
     return np.asarray(angles, dtype=np.float64)[numbers]
 
 
 def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
-    """Return the number of each client's angle."""
+    """Return the position of each client's angle in the list of angles."""
     return clients % num_angles
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Return the number of the first angle whose cumulative probability exceeds the uniform.
+    """Return the position of the first angle whose cumulative probability exceeds the uniform.
 
     An angle of probability 0 is never returned.
     """
@@ -143,7 +144,7 @@ def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Float
 
 def _cos_sin(angle: float) -> tuple[float, float]:
     quarters, rest = divmod(angle, 90.0)
-    if rest == 0:  # exact, so that four quarter turns are the identity
+    if rest == 0:  # exact for quarter turns: four of them are the identity
         return ((1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0))[int(quarters) % 4]
     return math.cos(math.radians(angle)), math.sin(math.radians(angle))
 

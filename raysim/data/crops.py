@@ -17,9 +17,9 @@ ASPECT = (3 / 4, 4 / 3)  # width by height
 
 
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
-    """Return the top, left, height and width of a rectangle per image, int64 [4, B].
+    """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
-    area: the smallest and the largest share of the image.
+    area: the smallest and the largest share of the image that a rectangle covers.
     uniforms: draws in [0, 1), [4, TRIES, B]. A try draws a share of the area (uniform) and an
     aspect ratio (log-uniform in 3/4 to 4/3), both rounded to pixels. The first rectangle that fits
     is placed uniformly. If none fits, the rectangle is the centre: the whole image, cut to the
@@ -65,9 +65,9 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return where each of `size` pixels is read, [B, size], inside the rectangle only.
+    """Return the coordinates at which each of `size` pixels is read, [B, size].
 
-    -1 and 1 are the edges of the image.
+    They are inside the rectangle; -1 and 1 are the edges of the image.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)

@@ -1,4 +1,4 @@
-"""The rows of every client in two integer arrays, for any number of clients."""
+"""Store the row numbers of every client in two integer arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CSR:
     """The row numbers of N clients: client k has `indices[offsets[k]:offsets[k+1]]`.
 
     Both arrays are int64; `offsets` has N + 1 entries, the first of which is 0. The arrays can also
-    be read by name, such as `csr["indices"]`, like those of the project's test vectors.
+    be read by name, such as `csr["indices"]`.
     """
 
     indices: Ints
@@ -67,9 +67,9 @@ class Partition:
     test, validation: rows that are held out from each client's rows.
     validation: None if nothing is held out.
     spare: training rows that `partition.fraction` left out; None if it left out none.
-    unseen: clients that are never trained, ascending; None if all are trained.
-    with_unseen: the training rows of all clients, also of unseen ones; None means that these are
-    the same as `train`.
+    unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
+    with_unseen: the training rows of all clients, also of unseen clients; None if there are no
+    unseen clients, so that `train` has all rows.
     """
 
     train: CSR
@@ -88,13 +88,13 @@ class Partition:
         return self.train if self.with_unseen is None else self.with_unseen
 
     def parts_of_clients(self) -> list[CSR]:
-        """Return the parts that clients hold: all training rows, test and validation rows."""
+        """Return the parts with clients' rows: all training rows, test rows, validation rows."""
         parts = (self.all_train, self.test, self.validation)
         return [part for part in parts if part is not None]
 
     @property
     def unseen_count(self) -> int:
-        """Return how many clients of `train` are unseen; 0 for pooled data with its one client."""
+        """Return the number of unseen clients in `train`; 0 for pooled data (one client)."""
         if self.unseen is None or self.with_unseen is None:
             return 0
         return len(self.unseen)

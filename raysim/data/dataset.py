@@ -1,4 +1,4 @@
-"""A data set as one Arrow file, written once into a cache folder and then memory-mapped."""
+"""Store a data set as one Arrow file in a cache folder, and read it as a memory map."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from raysim.primitives.kinds import (
 )
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
-# classes [n], or a class for each position [n, ...]; or values, or several labels that are there
-# (1) or not (0), [n, outputs]
+# classes [n], or a class for each position [n, ...]; or [n, outputs] with values, or with 1 for
+# labels that are present and 0 for absent labels
 LabelArray: TypeAlias = Ints | NDArray[np.float32]
 
-FORMAT = 5  # increase it when the same settings give other bytes
+FORMAT = 5  # increase this number when the same settings lead to a different file
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +45,10 @@ class Samples:
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
     class_names: the names of the model's outputs.
     tokens: None if inputs are not token sequences.
-    columns: which columns became inputs, labels and users, for the plan of a run.
+    columns: a text that says which columns are inputs, labels and users, for the plan of a run.
     fields: the parts of a row of inputs, if samples have several inputs.
     targets: the parts of a row of labels, if they are structures.
-    tokenizer: what makes text of the tokens of language data (causal.py), else "".
+    tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
     """
 
     inputs: Inputs
@@ -113,7 +113,7 @@ class Dataset:
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        """Return the shape of one label: () for a class, the positions for a class at each."""
+        """Return the shape of one label: () for a class per sample, else the positions."""
         return self.labels.shape[1:]
 
     @cached_property
@@ -129,7 +129,7 @@ class Dataset:
     def groups(self) -> tuple[Ints, list[str]]:
         """Return the class of every row, and the names of the classes.
 
-        Samples without a label are a group of their own. All rows of data without classes are in
+        Samples without a label are a separate group. If the data has no classes, all rows are in
         one group.
         """
         if self.has_unlabelled:
@@ -141,7 +141,7 @@ class Dataset:
 
 
 def cache_folder(cache: str | None) -> Path:
-    """Return the setting `data.cache`, else $RAYSIM_CACHE, else ~/.cache/raysim."""
+    """Return the folder `data.cache` if it is set, else $RAYSIM_CACHE, else ~/.cache/raysim."""
     return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
@@ -150,8 +150,8 @@ def open_or_build(
 ) -> Dataset:
     """Open the data set that `content` (JSON) determines, or build and write it first.
 
-    Processes that need the same data set at the same time wait for the first one. A file appears
-    complete or not at all.
+    If several processes need the same data set at the same time, one builds it and the others wait.
+    Other processes never see an incomplete file.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -166,7 +166,7 @@ def open_or_build(
 def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """Return the file with this name in this machine's cache folder; write it if it is missing.
 
-    read: function that returns the file's bytes on another machine.
+    read: a function that fetches the file's bytes from another machine.
     """
     path = cache_folder(None) / name
     if not path.exists():
@@ -233,10 +233,10 @@ def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
 def _map_file(path: Path) -> Samples:
     """Return the data that `_write` wrote, as views of the file.
 
-    A damaged file raises one of many errors.
+    A damaged file can raise errors of many types.
     """
     if not path.is_file():
-        raise OSError("it is no file")
+        raise OSError("it is not a file")
     batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
     batch.validate()
     text = batch.schema.metadata[b"raysim"]
@@ -251,7 +251,7 @@ def _map_file(path: Path) -> Samples:
     domains = batch.column(2).to_numpy()
     if not _is_verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum is wrong")
         _mark_verified(path)
     return Samples(
         inputs,

@@ -1,4 +1,4 @@
-"""Several data sets as one; each is a domain, with a common image size and channels."""
+"""Join several data sets with a common image shape to one; each data set is a domain."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Domains(Source):
     """A source of several data sets; domain k is the k-th name in `domains`.
 
     A name is scikit-learn's `digits`, a data set that torchvision downloads, or a folder in `root`
-    with strips, Parquet files or pictures. All must have the same classes in the same order. `size`
-    and `channels` convert them to one shape.
+    with strips, Parquet files or pictures. All data sets must have the same classes in the same
+    order. `size` and `channels` convert all images to one shape.
     """
 
     root: str | None = None
@@ -83,9 +83,9 @@ class Domains(Source):
             names = _without_words(part.class_names)
             if names != class_names:
                 raise ValueError(
-                    f"data.domains: {name} has the classes {_shorten(names)}, {self.domains[0]} "
-                    f"has {_shorten(class_names)}, and domains of one data set must have the same "
-                    "classes in the same order. Leave one out, or rename its classes."
+                    f"data.domains: {name} has the classes {_shorten(names)}, but "
+                    f"{self.domains[0]} has {_shorten(class_names)}. All domains must have the "
+                    "same classes in the same order. Leave one domain out, or rename its classes."
                 )
         return class_names
 
@@ -103,8 +103,8 @@ class Domains(Source):
         hint = suggest(name, ["digits", *TORCHVISION_SOURCES], "known are")
         raise ValueError(
             f"data.domains names {name}, but data.root={root} has no folder {name} with strips, "
-            "Parquet files or pictures. Give the folder around it in data.root, or another "
-            f"domain; {hint}."
+            f"Parquet files or pictures. Set data.root to the folder that contains {name}, or "
+            f"choose another domain; {hint}."
         )
 
     def _stack_images(self, parts: list[Raw], rows_of_part: list[Ints]) -> Pixels:
@@ -126,9 +126,9 @@ class Domains(Source):
 
 
 def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
-    """Return the rows of each part in the whole.
+    """Return the row numbers that each part gets in the joined data set.
 
-    The training rows of all parts come first, one part after the other, then the test rows.
+    The training rows of all parts come first, part after part, then the test rows.
     """
     train_sizes = [part.train_rows for part in parts]
     test_sizes = [len(part.labels) - part.train_rows for part in parts]
@@ -143,7 +143,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
 
 
 def _without_words(names: list[str]) -> list[str]:
-    """Return the class names; of names such as "0 - zero" (torchvision's MNIST) only the digit."""
+    """Return the class names; names such as "0 - zero" (torchvision's MNIST) become "0"."""
     have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
     return [name.partition(" ")[0] for name in names] if have_words else names
 

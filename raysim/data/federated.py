@@ -1,4 +1,4 @@
-"""A source, its corruptions and a partition as one federated data set."""
+"""Make federated data from a source, its corruptions and a partition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysim.data.raw import Source
 from raysim.primitives.kinds import IGNORED, PackedShape
 from raysim.primitives.streams import stream
 
-# Settings that titles leave out: where data lie, and how batches are made.
+# Settings that titles leave out: paths, and how batches are made.
 SETTINGS_OUTSIDE_TITLES = frozenset(
     ("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline)))
 )
@@ -31,9 +31,9 @@ CHANNEL_COUNTS = (1, 3, 4)  # of images
 class FederatedData:
     """The data that a run trains and evaluates on.
 
-    It is pickled as a path and a few integer arrays.
+    Pickling stores a path and a few integer arrays.
     central: the rows of the central test set.
-    title: data set and partitioner, for plots.
+    title: the names of the data set and of the partitioner, for plots.
     users: the name of each client's user, as text; None if clients are not users.
     """
 
@@ -50,19 +50,19 @@ class FederatedData:
 
     def user(self, client: int) -> str | None:
         """Return the name of a client's user, or None."""
-        # in pooled data one client trains for all
+        # in pooled data one client trains on the rows of all clients
         is_pooled = len(self.partition.train) != len(self.partition.test)
         if self.users is None or is_pooled:
             return None
         return str(self.users[client].as_py())
 
     def number(self, client: int) -> str:
-        """Return the client's number as text: "2", or "2 (user alice)"."""
+        """Return the client's number as text, with its user's name: "2", or "2 (user alice)"."""
         user = self.user(client)
         return str(client) if user is None else f"{client} (user {user})"
 
     def label(self, client: int) -> str:
-        """Return the client's name in texts: "client 2", or "client 2 (user alice)"."""
+        """Return the client's name for messages: "client 2", or "client 2 (user alice)"."""
         return f"client {self.number(client)}"
 
 
@@ -88,7 +88,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     partition = partitioner.split(labels, domains, len(group_names), seed)
     partition = _score_labelled(partition, clean)
     dataset = corrupt(source, clean, partition, seed)
-    # a user's partitioner need not extend `Partitioner`, and may have neither of these
+    # a user's partitioner need not extend `Partitioner`, and may lack both attributes
     name_users = getattr(partitioner, "users", None)
     users = None
     if callable(name_users):
@@ -137,22 +137,22 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
     action = "Set partition=iid, quantity, domain, natural or listed"
     if clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all()):
         action = (
-            "Set data.kind=classification if these whole numbers are classes, or "
+            "Set data.kind=classification if these whole numbers are classes; otherwise set "
             "partition=iid, quantity, domain, natural or listed"
         )
     raise ValueError(
-        f"the partition {type(partitioner).__name__} assigns classes to clients, and the data "
-        f"has no classes (it is for {clean.kind}). {action}."
+        f"the partition {type(partitioner).__name__} assigns classes to clients, but this data "
+        f"(for {clean.kind}) has no classes. {action}."
     )
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return rows of the central test set that the clients are tested on."""
+    """Return for each client the rows of the central test set that it is tested on."""
     if source.rotation.per != "none":
         raise ValueError(
-            "partition.test_fraction=null takes clients' tests from the central test set, which "
-            f"data.rotation.per={source.rotation.per} turns by other angles. Set a share, such as "
-            "0.2."
+            "partition.test_fraction=null takes clients' test samples from the central test set, "
+            f"but data.rotation.per={source.rotation.per} turns that set by other angles. Set a "
+            "share, such as 0.2."
         )
     start = clean.train_rows
     if start == len(clean):
@@ -160,8 +160,8 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
         if hasattr(source, "test_fraction"):
             action += ", or increase data.test_fraction"
         raise ValueError(
-            "partition.test_fraction=null takes clients' tests from the central test set, and the "
-            f"data has none. {action}."
+            "partition.test_fraction=null takes clients' test samples from the central test set, "
+            f"but this data has none. {action}."
         )
     num_domains = int(clean.domains[:start].max()) + 1
     tests = partitioner.tests(clean.groups()[0][start:], clean.domains[start:], num_domains)
@@ -174,28 +174,29 @@ def _check_settings(source: Source, clean: Dataset) -> None:
     for key, values in (("mean", source.mean), ("std", source.std)):
         if values is not None and len(values) not in (1, channels):
             raise ValueError(
-                f"data.{key}={values} has {len(values)} values, the inputs have {channels} "
-                "channels. Give one value, or one per channel."
+                f"data.{key}={values} has {len(values)} values, but the inputs have {channels} "
+                "channels. Give one value, or one value per channel."
             )
     if isinstance(clean.shape, PackedShape) and source.mean is not None:
         raise ValueError(
-            f"data.mean={source.mean} is for one input, and samples of this data have "
-            f"{len(clean.shape.fields)}. Normalise them before, and leave it out."
+            f"data.mean={source.mean} is for one input, but samples of this data have "
+            f"{len(clean.shape.fields)} inputs. Normalise the inputs before, and set "
+            "data.mean=null."
         )
     if source.label_noise and clean.kind != "classification":
         raise ValueError(
-            f"data.label_noise={source.label_noise} changes classes, and the data has none "
-            f"({clean.kind}). Set it to 0."
+            f"data.label_noise={source.label_noise} changes classes, but this data has none (it is "
+            f"for {clean.kind}). Set it to 0."
         )
     if source.label_noise and clean.num_classes < 2:
         raise ValueError(
-            f"data.label_noise={source.label_noise} needs at least two classes, the data has one. "
-            "Set it to 0."
+            f"data.label_noise={source.label_noise} needs at least two classes, but the data has "
+            "one. Set it to 0."
         )
     if source.label_noise and clean.has_unlabelled:
         raise ValueError(
-            f"data.label_noise={source.label_noise} changes the class of every sample, and some "
-            "have none (data.ignore). Set it to 0."
+            f"data.label_noise={source.label_noise} needs a class for every sample, but some "
+            "samples have none (data.ignore). Set it to 0."
         )
     if clean.is_images:
         _check_image_sizes(source, clean)
@@ -215,7 +216,7 @@ def _refuse_image_settings(source: Source, clean: Dataset) -> None:
     for key, value in settings.items():
         if value:
             raise ValueError(
-                f"data.{key}={value} is for images, and the data has {clean.inputs.dtype} inputs "
+                f"data.{key}={value} is for images, but the data has {clean.inputs.dtype} inputs "
                 f"of shape {list(clean.shape)}. Leave it out."
             )
 
@@ -230,7 +231,7 @@ def _check_image_sizes(source: Source, clean: Dataset) -> None:
     if "crop" in source.augment and source.crop_padding > max(height, width):
         raise ValueError(
             f"data.crop_padding={source.crop_padding} is more than images of {height} x {width} "
-            "pixels, so that a crop may show nothing of them. Decrease it."
+            "pixels, so that a crop could lie outside an image. Decrease it."
         )
 
 
@@ -252,7 +253,7 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the training row of clients that have only one. Their scores do not change."""
+    """Remove the training row of every client that has only one; scores do not change."""
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
     is_kept = np.repeat(train.counts != 1, train.counts)
@@ -271,11 +272,11 @@ def pool_clients(data: FederatedData) -> FederatedData:
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
     """Draw a share of the clients with training samples, and take them out of training.
 
-    The number of drawn clients is rounded. They keep their training samples, because methods may
-    adapt a model to these before it is scored on the clients' test rows. Their validation samples
-    are not used: they take no part in the choice of the best round. Raise ValueError if no client
-    is left on one side, if nothing could be scored, or if a trained client shares samples with an
-    unseen one.
+    The number of drawn (unseen) clients is rounded. Unseen clients keep their training samples,
+    because methods may adapt a model to these before it is scored on the clients' test rows. Their
+    validation samples are not used to choose the best round. Raise ValueError if no client is drawn
+    or none is left to train, if no drawn client has test samples, or if a trained client shares
+    samples with an unseen client.
     """
     if not share:
         return data
@@ -283,18 +284,18 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
     candidates = np.flatnonzero(train.counts)
     count = round(share * len(candidates))
     selection = (
-        f"evaluate.unseen={share:g} selects {count} of {len(candidates)} clients with training "
+        f"evaluate.unseen={share:g} selects {count} of the {len(candidates)} clients with training "
         "samples"
     )
     if not count:
         raise ValueError(f"{selection}. Increase it, or set evaluate.unseen=0.")
     if count == len(candidates):
-        raise ValueError(f"{selection}, so that none is left to train. Decrease it.")
+        raise ValueError(f"{selection}, so that no client is left to train. Decrease it.")
     unseen = np.sort(stream(seed, "unseen").permutation(candidates)[:count])
     if not partition.test.counts[unseen].any():
         raise ValueError(
-            f"{selection}, and none of these has test samples to be scored on. Set "
-            "partition.test_fraction above 0."
+            f"{selection}, but no selected client has test samples. Set partition.test_fraction "
+            "above 0."
         )
     trained = _remove_rows(train, unseen)
     unseen_rows = []
@@ -302,9 +303,9 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
         unseen_rows += [train.rows(client), partition.test.rows(client)]
     if np.isin(np.concatenate(unseen_rows), trained.indices).any():
         raise ValueError(
-            f"evaluate.unseen={share:g}: clients share samples in this partition, so that trained "
-            "clients would see those of unseen ones. Set evaluate.unseen=0, or choose another "
-            "partition."
+            f"evaluate.unseen={share:g}: clients share samples in this partition, so trained "
+            "clients would see samples of unseen clients. Set evaluate.unseen=0, or choose "
+            "another partition."
         )
     validation = partition.validation
     if validation is not None:
@@ -316,7 +317,7 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
 
 
 def _remove_rows(part: CSR, clients: Ints) -> CSR:
-    """Return the part with the same clients, without the rows of some clients."""
+    """Return a part in which the clients of `clients` have no rows; other clients keep theirs."""
     counts = part.counts
     counts[clients] = 0
     is_kept = ~np.isin(part.owners, clients)
@@ -327,7 +328,8 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 def data_warnings(data: FederatedData) -> Iterator[str]:
     """Yield warnings about data that are probably a mistake.
 
-    Most classes have no sample, images have their channels last, or nothing can be scored.
+    It warns if most classes have no sample, if images seem to have their channels last, or if
+    nothing can be scored.
     """
     dataset = data.open()
     if dataset.kind == "classification":

@@ -1,4 +1,4 @@
-"""Several inputs of a sample, and targets that are structures, stored as one row of floats."""
+"""Store several inputs of a sample, or a structured target, as one row of floats."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raysim.data.labels import LabelSet
 from raysim.data.values import as_float32, plain_array
 from raysim.primitives.kinds import InputField, TargetField
 
-LARGEST_TOKEN = 2**24  # above it float32 does not have every integer
+LARGEST_TOKEN = 2**24  # float32 cannot store every integer above this number
 
 
 def pack_fields(
     columns: Mapping[str, NDArray[Any]] | Sequence[NDArray[Any]], place: str
 ) -> tuple[NDArray[np.float32], tuple[InputField, ...]]:
-    """Return the inputs of all samples as rows [n, floats], and what each part of a row is.
+    """Return the inputs of all samples as rows [n, floats], and a description of each part.
 
     columns: the arrays [n, ...] by the name of the model's argument, or in the order of its
     arguments. uint8 becomes floats from 0 to 1, floats stay, other integers are token numbers.
@@ -33,19 +33,19 @@ def pack_fields(
         key = f"{place}, {name if isinstance(columns, Mapping) else f'input {name}'}"
         if count >= 0 and len(values) != count:
             raise ValueError(
-                f"{key}: {len(values)} rows, and other inputs have {count}. Give each sample all "
-                "inputs."
+                f"{key}: this input has {len(values)} rows, but other inputs have {count}. Give "
+                "every sample all inputs."
             )
         count = len(values)
         values = values[:, None] if values.ndim == 1 else values
         has_tokens = values.dtype.kind in "iu" and values.dtype != np.uint8
         if has_tokens and values.size and not 0 <= values.min() <= values.max() < LARGEST_TOKEN:
             raise ValueError(
-                f"{key}: integers are token numbers from 0 to {LARGEST_TOKEN - 1}, and these are "
-                f"{values.min()} to {values.max()}. Store measurements as floats."
+                f"{key}: integers are token numbers and must be from 0 to {LARGEST_TOKEN - 1}, but "
+                f"these are from {values.min()} to {values.max()}. Store measurements as floats."
             )
         if values.dtype.kind not in "iufb":
-            raise ValueError(f"{key}: inputs of type {values.dtype}. Give numbers.")
+            raise ValueError(f"{key}: inputs have the type {values.dtype}. Give numbers.")
         floats = as_float32(values, key)
         if values.dtype == np.uint8:
             floats = floats / np.float32(255)
@@ -57,20 +57,20 @@ def pack_fields(
 
 # ---- targets -------------------------------------------------------------------------------------
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
-    """Return the targets of all samples as rows [n, floats], and what each part of a row is.
+    """Return the targets of all samples as rows [n, floats], and a description of each part.
 
     targets: for each sample a dictionary of arrays. All samples have the same names, and the shapes
     of an array may differ in the first axis only, such as boxes [k, 4]. Each part of a row starts
     with the length of the first axis and is filled up with zeros.
-    Raise ValueError for targets that differ otherwise.
+    Raise ValueError if targets differ in another way.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     for row, target in enumerate(targets):
         if list(target) != names:
             raise ValueError(
-                f"{place}: the target of row {row} has {', '.join(map(str, target))}, and that of "
-                f"row 0 has {', '.join(names)}. Give all samples the same names in one order."
+                f"{place}: the target of row {row} has {', '.join(map(str, target))}, but that of "
+                f"row 0 has {', '.join(names)}. Give all targets the same names in the same order."
             )
         for name in names:
             columns[name].append(np.atleast_1d(_target_array(target[name], f"{place}, {name}")))
@@ -98,14 +98,14 @@ def _pack_column(
     for row, array in enumerate(arrays):
         if array.size and array.shape[1:] != inner:
             raise ValueError(
-                f"{place}: row {row} has the shape {list(array.shape)}, and others end in "
-                f"{list(inner)}. Only the first axis may differ."
+                f"{place}: row {row} has the shape {list(array.shape)}, but shapes of earlier rows "
+                f"end in {list(inner)}. Only the first axis may differ."
             )
         if array.dtype.kind not in "iufb":
-            raise ValueError(f"{place}: values of type {array.dtype}. Give numbers.")
+            raise ValueError(f"{place}: values have the type {array.dtype}. Give numbers.")
         if has_integers and array.size and np.abs(array).max() >= LARGEST_TOKEN:
             raise ValueError(
-                f"{place}: integers of {LARGEST_TOKEN} and above are not stored. Give floats."
+                f"{place}: integers of {LARGEST_TOKEN} and above cannot be stored. Give floats."
             )
     longest = max(len(array) for array in arrays)
     size = math.prod(inner)

@@ -1,4 +1,4 @@
-"""Tables from Python (pandas, polars, Arrow, Hugging Face): stored once, then read as Parquet."""
+"""Store tables of pandas, polars, Arrow and Hugging Face in the cache as Parquet files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raysim.data.dataset import cache_folder
 from raysim.data.parquet import Parquet
 from raysim.primitives.files import replace_file, wait_for_folder
 
-TEST_FRACTION = 0.2  # of a table without a table of test rows, as with data=csv
+TEST_FRACTION = 0.2  # of the rows of a single table are for testing, as with data=csv
 
 
 def is_table(data: object) -> bool:
-    """Return True for a table with named columns, or a dictionary of one for training and test."""
+    """Return True for a table with named columns, or for {"train": table, "test": table}."""
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return all(_is_one_table(part) for part in data.values())
     return _is_one_table(data)
@@ -78,14 +78,14 @@ def _as_parquet(table: Any, place: str) -> bytes:
         pq.write_table(table, buffer)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ValueError(
-            f"{place} cannot be stored as Parquet ({error}). Convert its columns to numbers, text "
-            "or lists of them."
+            f"{place} cannot be stored as Parquet ({error}). Convert its columns to numbers, text, "
+            "or lists of numbers or text."
         ) from error
     return buffer.getvalue()
 
 
 def _write_dataset(dataset: Any, buffer: io.BytesIO) -> None:
-    """Write a data set of `datasets`, with the names of its classes and its pictures."""
+    """Write a data set of the package `datasets` as Parquet, with class names and pictures."""
     import datasets
 
     was_disabled = datasets.are_progress_bars_disabled()

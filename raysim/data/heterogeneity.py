@@ -1,4 +1,4 @@
-"""Measures of how much the clients of a split differ."""
+"""Measure how much the clients of a split differ in labels and sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return the measures of `SCALES`, as means over the clients that have samples.
 
     counts: [N, C], training samples of each of N clients in each of C classes. The divergence is 0
-    if every client has the class shares of all clients together, and nears 1 if no two clients
-    share a class. It compares labels only, not the images of one class.
+    if all clients have the same shares of the classes, and close to 1 if no two clients share a
+    class. It compares only labels, not inputs.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]

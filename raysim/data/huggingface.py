@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`: a folder of `save_to_disk`, or a name on the hub."""
+"""Read data sets of Hugging Face's `datasets`: from a folder, or by a name on the hub."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from raysim.primitives.files import user_path
 
 @dataclass(frozen=True)
 class HuggingFace(Source):
-    """The splits `train` and `test` of a data set.
+    """A source that reads the splits `train` and `test` of a Hugging Face data set.
 
     root: a folder that `save_to_disk` wrote.
-    name, config: instead of `root`, the names on the hub, from which `datasets` downloads.
+    name, config: instead of `root`, the names of a data set on the hub, which `datasets` downloads.
     columns: the input columns, one column of images or columns that `read_inputs` reads; None takes
     all columns but the label and the user.
     label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
@@ -161,8 +161,8 @@ class HuggingFace(Source):
         """Return the training split, and the test split or None."""
         if not self.root and not self.name:
             raise ValueError(
-                "data=huggingface needs data.root: a folder that save_to_disk wrote, or data.name: "
-                "a name on the hub. Set one of them."
+                "data=huggingface needs data.root (a folder that save_to_disk wrote) or data.name "
+                "(a name on the hub). Set one of them."
             )
         if self.root and self.name:
             raise ValueError(
@@ -185,8 +185,8 @@ class HuggingFace(Source):
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
         if "train" not in splits:
             raise ValueError(
-                f"data.{key}={self.root or self.name} has the splits {', '.join(splits)}, and none "
-                "is called train. Rename one."
+                f"data.{key}={self.root or self.name} has the splits {', '.join(splits)}, but no "
+                "split train. Rename one of them."
             )
         return [splits[name] for name in ("train", "test") if name in splits]
 

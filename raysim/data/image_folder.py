@@ -1,4 +1,4 @@
-"""Folders of pictures: one for each class, optionally inside one for each domain."""
+"""Read pictures from folders: one per class, or one per domain with a folder per class."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PictureFile(NamedTuple):
 class ImageFolder(Source):
     """A source of pictures in root/class/ or root/domain/class/.
 
-    Both may also be below root/train/ and root/test/. A file root/split.csv with the columns path,
-    domain, class and split (train or test) lists the pictures and says which are for testing.
+    The folders may also be below root/train/ and root/test/. A file root/split.csv with the columns
+    path, domain, class and split (train or test) lists the pictures and says which are for testing.
     Without this file and without the folders train and test, `test_fraction` of each class of each
     domain is for testing, evenly spread by name.
     """
@@ -85,7 +85,7 @@ class ImageFolder(Source):
         if not pictures:
             raise ValueError(
                 f"data.root={root} holds no pictures class/*.jpg or domain/class/*.jpg. Give a "
-                "folder that has some."
+                "folder with such pictures."
             )
         return sorted(pictures)
 
@@ -96,19 +96,20 @@ def _read_split_file(path: Path) -> list[PictureFile]:
             reader = csv.DictReader(file)
             missing = sorted(set(CSV_COLUMNS) - set(reader.fieldnames or ()))
             if missing:
-                raise ValueError(f"it lacks the column {missing[0]}")
+                raise ValueError(f"it does not have the column {missing[0]}")
             rows = []
             for values in reader:
                 rows.append([values[column] for column in CSV_COLUMNS])
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"{path} is no table of path, domain, class and split ({error}). Correct it."
+            f"{path} is not a table of path, domain, class and split ({error}). Correct it."
         ) from error
     pictures = []
     for line, row in enumerate(rows, 2):
         if any(value is None or "\0" in value for value in row):
             raise ValueError(
-                f"{path}, line {line} has no path, domain, class and split. Correct it."
+                f"{path}, line {line} does not have all of path, domain, class and split. Correct "
+                "it."
             )
         pictures.append(PictureFile(*row))
     for picture in pictures:
@@ -146,7 +147,8 @@ def _search_split(root: Path, folder: Path, split: str) -> list[PictureFile]:
         regular_file(path)
         if len(parts) not in (2, 3):
             raise ValueError(
-                f"{path} lies too deep. Move pictures into class/ or domain/class/ below {folder}."
+                f"{path} is in too many nested folders. Move pictures into class/ or domain/class/ "
+                f"below {folder}."
             )
         depths.add(len(parts))
         domain = parts[0] if len(parts) == 3 else root.name

@@ -1,4 +1,4 @@
-"""The meaning of labels: one rule for every source, and the stored numbers."""
+"""Decide what labels mean, by the same rule for all sources, and convert them to numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import IGNORED, Kind, TargetField
 from raysim.primitives.memory import check_memory
 
-MAX_CLASSES_OF_FLOATS = 100  # more different whole floats are values
-EXACT_FLOATS = 2.0**53  # every whole number below it is a float64
+MAX_CLASSES_OF_FLOATS = 100  # floats with more different whole values are not classes
+EXACT_FLOATS = 2.0**53  # float64 can store every whole number below it
 
 
 class LabelSet(NamedTuple):
@@ -39,9 +39,9 @@ def read_labels(
     values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]; or a list of labels
     for each row.
     kind: `data.kind`; None uses `infer_kind`.
-    names: the names of the outputs, if the source has them.
-    place: the source in messages.
-    ignore: `data.ignore`, the class that stands for no label; it is stored as `IGNORED`.
+    names: the names of the outputs; None if the source has none.
+    place: the name of the source in errors.
+    ignore: `data.ignore`, the class that means "no label"; it is stored as `IGNORED`.
     Raise ValueError for kind="causal", whose labels follow from the inputs (causal.py), and for
     labels that do not fit the kind.
     """
@@ -72,20 +72,21 @@ def read_labels(
 
 
 def no_streams(place: str) -> ValueError:
-    """Return the error for data from which no token streams are made."""
+    """Return the error for a source that cannot make token streams for data.kind=causal."""
     return ValueError(
-        f"data.kind=causal: {place} gives no token streams. Set data=text, csv, jsonl, "
-        "parquet, huggingface, leaf or markov."
+        f"data.kind=causal: {place} cannot be read as text for a language model. Set data=text, "
+        "csv, jsonl, parquet, huggingface, leaf or markov."
     )
 
 
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that follows from the form of the labels.
 
-    Integers and text [n] are classes. Floats [n] are classes if they are whole numbers from 0 on,
-    at most 100 different ones, with two rows each on average; other floats are values. Integers [n,
-    labels] that are all 0 or 1, and lists of labels, are several labels that are present or absent.
-    Other integers, and text, of more than one dimension are a class for each position.
+    Integers and text [n] are classes. Floats [n] are classes if they are at most 100 different
+    whole numbers from 0 on, and on average two rows or more have the same number; other floats are
+    values. Integers [n, labels] that are all 0 or 1, and lists of labels, are several labels that
+    are present or absent. Other integers and text of more than one dimension are a class for each
+    position.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"
@@ -123,8 +124,8 @@ def _read_lists(
         return _read_values(stack_lists(rows, place), kind, names, place)
     if not rows or any(len(row) != 1 for row in rows):
         raise ValueError(
-            f"{place} has lists of labels, which are no classes. Give one class for each sample, "
-            "or set data.kind=multilabel or data.kind=regression."
+            f"{place} has lists of labels, which cannot be classes. Give one class for each "
+            "sample, or set data.kind=multilabel or data.kind=regression."
         )
     classes = _to_classes(np.array([row[0] for row in rows]), place)
     numbers, class_names = number_labels(classes, names, place)
@@ -153,8 +154,8 @@ def _read_positions(
         values = values[:, 0]
     if values.ndim < 2:
         raise ValueError(
-            f"{place} has one label for each sample (shape {list(values.shape)}), and "
-            "data.kind=positions needs one for each position. Set data.kind=classification."
+            f"{place} has one label for each sample (shape {list(values.shape)}), but "
+            "data.kind=positions needs a label for each position. Set data.kind=classification."
         )
     classes = _to_classes(values.reshape(-1), place)
     numbers, class_names = _number_counted(classes, names, place, ignore)
@@ -167,7 +168,8 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
     has_text = any(isinstance(label, str) for row in rows for label in row)
     if not has_text and isinstance(ignore, str):
         raise ValueError(
-            f"{place} has numbers as labels, and data.ignore={ignore} is text. Give a number."
+            f"{place} has numbers as labels, but data.ignore={ignore} is text. Set data.ignore to "
+            "a number."
         )
     filler = str(ignore) if has_text else ignore
     return np.array([[*row, *[filler] * (width - len(row))] for row in rows])
@@ -176,16 +178,16 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
 def _number_counted(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return classes [n] as numbers, `IGNORED` for those that do not count, and their names."""
-    if classes.dtype.kind == "V":  # records are no labels, which `number_labels` says
+    """Return classes [n] as numbers, with `IGNORED` for ignored labels, and the class names."""
+    if classes.dtype.kind == "V":  # records cannot be labels; `number_labels` raises that error
         return number_labels(classes, names, place)
     counts = classes != (str(ignore) if classes.dtype.kind in "OU" else ignore)
     if np.all(counts):
         return number_labels(classes, names, place)
     if not np.any(counts):
         raise ValueError(
-            f"{place} has no label besides data.ignore={ignore}. Give some labels, or set "
-            "data.ignore to another one."
+            f"{place} has only the label data.ignore={ignore}. Give other labels, or set "
+            "data.ignore to another label."
         )
     numbers, class_names = number_labels(classes[counts], names, place, len(classes))
     stored = np.full(len(classes), IGNORED, np.int64)
@@ -194,7 +196,7 @@ def _number_counted(
 
 
 def _are_whole_classes(values: NDArray[Any]) -> bool:
-    """Return True if floats are few whole numbers from 0 on."""
+    """Return True if floats are whole numbers from 0 on, with few different values."""
     if not len(values) or not np.isfinite(values).all() or (np.floor(values) != values).any():
         return False
     if values.min() < 0 or values.max() >= len(values):
@@ -206,7 +208,7 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
     """Return class labels as integers or text."""
     if values.ndim > 1:
         raise ValueError(
-            f"{place} has labels of shape {list(values.shape)}, which are no classes. Give one "
+            f"{place} has labels of shape {list(values.shape)}, which cannot be classes. Give one "
             "class for each sample, or set data.kind=multilabel or data.kind=regression."
         )
     if values.dtype.kind != "f":
@@ -215,14 +217,14 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
     is_class = np.isfinite(floats) & (np.floor(floats) == floats) & (np.abs(floats) < EXACT_FLOATS)
     if not is_class.all():
         raise ValueError(
-            f"{place} has the label {floats[~is_class][0]:g}, which is no class. Set "
+            f"{place} has the label {floats[~is_class][0]:g}, which cannot be a class. Set "
             "data.kind=regression, or correct it."
         )
     return floats.astype(np.int64)
 
 
 def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
-    """Return values as float32. Raise ValueError for finite ones beyond its range."""
+    """Return values as float32. Raise ValueError for finite values outside its range."""
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(floats)):
@@ -244,8 +246,8 @@ def _to_indicators(
     for label in flat:
         if type(label) not in (int, str):
             raise ValueError(
-                f"{place} has the label {label} in a list, and lists of labels hold integers or "
-                "text. Convert them, or set data.kind=regression."
+                f"{place} has the label {label} in a list, but lists of labels must hold integers "
+                "or text. Convert the labels, or set data.kind=regression."
             )
     are_integers = all(type(label) is int for label in flat)
     values = np.array(flat, np.int64 if are_integers else object)

@@ -1,4 +1,4 @@
-"""A split that the user lists: training rows for each client."""
+"""Split training rows over clients by lists that the user gives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5]
 class Listed(Partitioner):
     """A partition that a file lists: the training rows of every client.
 
-    file: JSON, a list of lists or an object of lists; the first list is client 0's. Rows are
-    counted from 0. Rows in no list are not used.
+    file: a JSON file with a list of lists, or an object of lists; client 0 gets the first list.
+    Rows are counted from 0. Rows that are in no list are not used.
     """
 
     file: str | None = None
@@ -80,7 +80,7 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True for lists of rows, and False for a dictionary of settings."""
+    """Return True if the value is lists of rows, False if it is a dictionary of settings."""
     if isinstance(part, Mapping):
         list_types = (list, tuple, range, np.ndarray)
         are_lists = all(isinstance(value, list_types) for value in part.values())
@@ -97,7 +97,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content
     if not isinstance(lists, (list, tuple)) or not lists:
-        raise ValueError(f"{place} holds no list of clients. Give {form}.")
+        raise ValueError(f"{place} does not contain lists for clients. Give {form}.")
     names = list(content if isinstance(content, Mapping) else range(len(content)))
     parts = []
     for name, rows in zip(names, lists, strict=True):
@@ -111,7 +111,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
         owner, other_owner = names[csr.owners[first]], names[csr.owners[second]]
         raise ValueError(
             f"{place} gives row {csr.indices[first]} to client {owner} and to client "
-            f"{other_owner}. Give it to one."
+            f"{other_owner}. Give each row to one client."
         )
     is_wrong = (csr.indices < 0) | (csr.indices >= (total or np.inf))
     if is_wrong.any():
@@ -120,7 +120,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
         if total is not None:
             allowed = f"the training data has the rows 0 to {total - 1}"
         raise ValueError(
-            f"{place} gives row {csr.indices[wrong]} to client {names[csr.owners[wrong]]}, and "
+            f"{place} gives row {csr.indices[wrong]} to client {names[csr.owners[wrong]]}, but "
             f"{allowed}. Leave it out."
         )
     return csr

@@ -1,4 +1,4 @@
-"""Strips: many equal images stacked from top to bottom in one lossless picture file."""
+"""Read strips: picture files in which many images of equal size are stacked vertically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Strips(Source):
 
     The files are <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json. The splits are
     train and test; other files are not read. meta.json gives the names of the classes (`classes`)
-    and the height of an image in pixels (`height`); without it images are square.
+    and the height of an image in pixels (`height`); without a height, images are square.
     root: this folder, or a folder that contains it as `name`.
     """
 
@@ -71,12 +71,12 @@ class Strips(Source):
 
 
 def are_strips(folder: Path) -> bool:
-    """Return True if the folder has the label file of a data set that is stored as strips."""
+    """Return True if the folder contains strips: it has the label file of a split."""
     return _label_file(folder, "train").is_file()
 
 
 def _strip_files(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split in order; if there are none, the name of the first one."""
+    """Return the strips of a split in order; if there are none, the path of the first one."""
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 
@@ -92,7 +92,7 @@ def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
         height, names = description.get("height"), description.get("classes")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no readable JSON mapping ({error}). Fetch it again."
+            f"{path} is not a readable JSON object ({error}). Download it again."
         ) from error
     is_height = height is None or (type(height) is int and height > 0)
     require(f"{path}: height", height, is_height, "a number of pixels")
@@ -107,9 +107,9 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
     try:
         with label_file.open("rb") as content:
             labels = np.lib.format.read_array(content)  # never unpickles
-    except Exception as error:  # a damaged header fails in many ways
+    except Exception as error:  # a damaged header can raise any error
         raise ValueError(
-            f"{label_file} is no readable NumPy file ({error}). Fetch it again."
+            f"{label_file} is not a readable NumPy file ({error}). Download it again."
         ) from error
     if labels.dtype.kind not in "iuU":
         raise ValueError(f"{label_file} has labels of type {labels.dtype}. Give integers or text.")
@@ -118,8 +118,8 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
     for path, images in zip(paths, strips, strict=True):
         if images.shape[1:] != strips[0].shape[1:]:
             raise ValueError(
-                f"{path} has images of the shape {images.shape[1:]} (channels, height, width), the "
-                f"strips before it {strips[0].shape[1:]}. Give them one shape."
+                f"{path} has images of the shape {images.shape[1:]} (channels, height, width), but "
+                f"earlier strips have {strips[0].shape[1:]}. Give all images the same shape."
             )
     images = np.concatenate(strips)
     if labels.shape != (len(images),):
@@ -142,8 +142,8 @@ def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
     height = height or width
     if total % height:
         raise ValueError(
-            f"{path} is {total} pixels high, no multiple of {height}. Stack whole images from top "
-            "to bottom."
+            f"{path} is {total} pixels high, which is not a multiple of {height}. Stack whole "
+            "images from top to bottom."
         )
     images = pixels.reshape(-1, height, width, 1 if is_grey else 3)
     return images.transpose(0, 3, 1, 2)

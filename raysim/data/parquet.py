@@ -44,13 +44,13 @@ from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.files import existing_file, parse_json, regular_file, user_path
 from raysim.primitives.kinds import Kind
 
-ROWS_AT_ONCE = 256  # pictures that are read from a file at once
+ROWS_AT_ONCE = 256  # rows of pictures that are read from a file at once
 
 
 class ParquetColumns(NamedTuple):
     """The columns of Parquet files that are the input, the label and the user.
 
-    user: this column may be missing in the files.
+    user: the column of users, which may be missing in the files.
     unused: columns that are left out.
     """
 
@@ -69,8 +69,8 @@ class Parquet(Source):
 
     root: one such folder, a list of such folders, or a folder that contains them. Several folders
     are domains with the names of the folders.
-    image_column: the picture files, as bytes or in a struct {bytes, path}, as Hugging Face stores
-    them.
+    image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
+    Face stores them.
     columns: the input columns, for data without an image column; None takes all columns but the
     label and the user.
     label, user: the same settings as `label_column` and `domain_column`, under the names that
@@ -174,7 +174,7 @@ class Parquet(Source):
         )
 
     def _read_documents(self, folders: list[Path]) -> Raw:
-        """Return each row as a document; without users, each of several folders is one."""
+        """Return each row as a document; without users, each of several folders is a user."""
         names = _read_schema(split_files(folders[0], "train")[0]).names
         user: str | None = self.user or self.domain_column
         if user not in names and self.user is None:
@@ -243,8 +243,8 @@ class Parquet(Source):
             names = [folder.name for folder in folders]
             if len(set(names)) < len(names):
                 raise ValueError(
-                    f"data.root={self.root} has two folders with the same name, and a domain takes "
-                    "the name of its folder. Rename one."
+                    f"data.root={self.root} has two folders with the same name, but domains are "
+                    "named after their folders. Rename one folder."
                 )
         else:
             root = user_path(self.root)
@@ -255,21 +255,21 @@ class Parquet(Source):
         for folder in folders:
             if not split_files(folder, "train"):
                 raise ValueError(
-                    f"data.root={folder} holds no train.parquet and no train-*.parquet. Give a "
-                    "folder that has them."
+                    f"data.root={folder} holds neither train.parquet nor train-*.parquet. Give a "
+                    "folder with training files."
                 )
             if self.test_fraction is None and not split_files(folder, "test"):
                 raise ValueError(
-                    f"data.root={folder} holds no test.parquet and no test-*.parquet. Give a "
-                    "folder that has them, or set data.test_fraction."
+                    f"data.root={folder} holds neither test.parquet nor test-*.parquet. Give a "
+                    "folder with test files, or set data.test_fraction."
                 )
         return folders
 
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row, an integer or text.
 
-        Without a column of domains it is the folder's name. Raise ValueError if the settings give a
-        column that is missing.
+        Without a column of domains, the domain is the folder's name. Raise ValueError if a column
+        in the settings is missing.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -322,9 +322,8 @@ class Parquet(Source):
             bytes_type = kind.field("bytes").type
         if not (pa.types.is_binary(bytes_type) or pa.types.is_large_binary(bytes_type)):
             raise ValueError(
-                f"{path}: column {self.image_column} holds {kind}, and not the bytes of picture "
-                "files, alone or as `bytes` of a struct. Set data.image_column to a column that "
-                "does."
+                f"{path}: column {self.image_column} holds {kind}, but pictures must be bytes, or "
+                "a struct with the bytes in `bytes`. Set data.image_column to such a column."
             )
         with _readable(path):
             batches = pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE, columns=[self.image_column])
@@ -359,7 +358,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise ValueError(
-            f"{path} is no readable Parquet file ({error}). Fetch it again."
+            f"{path} is not a readable Parquet file ({error}). Download it again."
         ) from error
 
 
@@ -388,9 +387,9 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Put the folder's name in front of the names in a domain column.
+    """Return the domains of all files, each with its folder's name in front, and their order.
 
-    parts: the domains of each file. Return also the order of the domains, or None if some are text.
+    parts: the domains of each file. The order is None if some domains are text.
     """
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}
@@ -411,8 +410,8 @@ def _prefix_folders(
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
     """Raise ValueError if files mix text and numbers, or lists and single labels.
 
-    kind: with None and classification, floats and integers cannot be mixed either, because integers
-    would silently become values.
+    kind: `data.kind`; with None and "classification" floats and integers cannot be mixed either,
+    because integers would silently become values.
     """
     first_paths: dict[pa.DataType, Path] = {}
     for path in paths:
@@ -448,15 +447,15 @@ def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
         for row in part:
             if len(row) != width:
                 raise ValueError(
-                    f"{path}: column {name} has a list of {len(row)} labels, and {paths[0]} lists "
-                    f"of {width}. Make them equally long."
+                    f"{path}: column {name} has a list of {len(row)} labels, but lists in "
+                    f"{paths[0]} have {width}. Make all lists equally long."
                 )
         arrays.append(np.array(part).reshape(len(part), width))
     return np.concatenate(arrays)
 
 
 def _read_class_names(paths: list[Path], label: str) -> list[str] | None:
-    """Return the class names from the files' metadata, as raysim or Hugging Face write them.
+    """Return the class names in the files' metadata, which raysim or Hugging Face wrote.
 
     Raise ValueError if two files have different class names.
     """
@@ -465,8 +464,8 @@ def _read_class_names(paths: list[Path], label: str) -> list[str] | None:
         names = _read_names_of_file(path, label)
         if names and class_names and names != class_names:
             raise ValueError(
-                f"{path} names the classes {', '.join(names)}, the files before it "
-                f"{', '.join(class_names)}. Give all files the same names."
+                f"{path} names the classes {', '.join(names)}, but earlier files name "
+                f"{', '.join(class_names)}. Give all files the same class names."
             )
         class_names = class_names or names
     return class_names

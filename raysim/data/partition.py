@@ -59,9 +59,9 @@ __all__ = [  # the pure functions too: the shared test vectors name them in this
     "subsample",
 ]
 
-MAX_ATTEMPTS = 10_000  # draws before a split with a minimum size gives up
-# Proportions drawn before a large split gives up, after about four seconds; few settings that
-# need more draws succeed at all.
+MAX_ATTEMPTS = 10_000  # draws of a split before it fails because a client is below the minimum size
+# Shares drawn before a large split fails, after about four seconds. Settings that need more draws
+# rarely succeed.
 MAX_PROPORTIONS = 10**8
 BYTES_PER_CLIENT = 100  # of the arrays of a partition
 
@@ -70,7 +70,8 @@ BYTES_PER_CLIENT = 100  # of the arrays of a partition
 class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
-    labels, domains: [n], of each row. Data without classes have the label 0 everywhere.
+    labels, domains: [n], the label and the domain of each row. Data without classes have only the
+    label 0.
     proportions: the stream for the shares of clients.
     orders: the stream for permutations of rows.
     """
@@ -91,8 +92,8 @@ class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
     fraction: the share of each client's training rows that is kept.
-    test_fraction: the share of a client's rows that is held out for tests of this client; with
-    None, nothing is held out, and the client is tested on a part of the central test set (`tests`).
+    test_fraction: the share of each client's rows that is held out to test this client; with None
+    no rows are held out, and the client is tested on a part of the central test set (`tests`).
     validation_fraction: the share that is held out to choose the client's best round.
     """
 
@@ -109,14 +110,14 @@ class Partitioner:
         if test_fraction + self.validation_fraction >= 1:
             raise ValueError(
                 f"partition.test_fraction={test_fraction} and "
-                f"partition.validation_fraction={self.validation_fraction} leave nothing to train "
-                "on. Choose values whose sum is below 1."
+                f"partition.validation_fraction={self.validation_fraction} leave no samples to "
+                "train on. Choose values whose sum is below 1."
             )
         if self.test_fraction is None and type(self).tests is Partitioner.tests:
             raise ValueError(
                 "partition.test_fraction=null tests clients on central samples of their domain, "
-                "which only partition=domain and partition=domain_class can tell. Set a share "
-                "such as 0.2."
+                "and only partition=domain and partition=domain_class give clients a domain. Set "
+                "a share such as 0.2."
             )
         self.check()
 
@@ -124,14 +125,15 @@ class Partitioner:
         """Raise ValueError for settings that no data set can satisfy."""
 
     def assign(self, draws: Draws) -> CSR:
-        """Return the rows of each client, before anything is held out."""
+        """Return the rows of each client, before rows are held out for tests."""
         raise NotImplementedError
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Return each client's part of the central test set, as positions in this set.
 
-        labels, domains: of the central test rows.
-        num_domains: how many domains have training rows; they have the first numbers.
+        labels, domains: the labels and domains of the central test rows.
+        num_domains: the number of domains that have training rows; these domains have the first
+        numbers.
         """
         raise NotImplementedError
 
@@ -148,9 +150,9 @@ class Partitioner:
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Split the training rows 0 to n-1 over clients.
 
-        The held-out rows do not depend on `fraction`, and a smaller fraction keeps a subset of a
-        larger one. Raise ValueError, with the nearest setting that works, if these rows cannot be
-        split by these settings.
+        The held-out rows do not depend on `fraction`; a smaller fraction keeps a subset of the rows
+        of a larger fraction. Raise ValueError, with the nearest setting that works, if the rows
+        cannot be split with these settings.
         """
         draws = Draws(
             labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order")
@@ -188,15 +190,16 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """A partition of each class by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
+    """A partition that splits each class by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
 
     The shares are drawn again until every client has `minimum` samples.
     per: "class" draws the clients' shares of each class; "client" draws a class distribution for
-    each client, normalised per class.
-    balance: a client that has its equal share gets no further class.
-    grouping: 10 is the rule of FedDF (Lin et al. 2020): clients in groups of ten, each group with
-    its consecutive part of the shuffled data and its own draws.
-    minimum: None is 1, or half the mean client size with `grouping`.
+    each client, and then scales the clients' shares of each class to sum 1.
+    balance: True gives no further classes to a client that has 1/N of all samples (N clients).
+    grouping: the number of clients in a group; each group gets a consecutive part of the shuffled
+    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); 0 makes no groups.
+    minimum: the smallest number of samples of a client; None means 1, or half the mean number of
+    samples with `grouping`.
     """
 
     by_class: ClassVar[bool] = True
@@ -252,7 +255,7 @@ class Dirichlet(Partitioner):
             return sizes
 
         proportions = _draw_until_minimum(draw, client_sizes, minimum, self.alpha, self.clients)
-        # `rows` are shuffled already, so that their positions serve as the order
+        # `rows` are already shuffled, so their positions are a random order
         positions = dirichlet_label_split(
             labels=labels,
             proportions=proportions,
@@ -269,10 +272,10 @@ class DirichletClient(Partitioner):
     Clients draw samples without replacement.
     concentration: "symmetric" is Dir(alpha, ..., alpha); "prior_scaled" is Dir(alpha * p), where p
     are the shares of the classes in the data.
-    remaining: p are the shares of the classes that are left when a client's turn begins, as in
-    FedBR's release.
-    turns: with "rotating" clients take one sample each in turn; with "sequential" one client takes
-    all its samples before the next one.
+    remaining: True takes as p the shares of the classes among the samples that are left when a
+    client's turn begins, as in FedBR's code.
+    turns: with "rotating" each client takes one sample, then each a second one, and so on; with
+    "sequential" a client takes all its samples before the next client begins.
     """
 
     by_class: ClassVar[bool] = True
@@ -289,7 +292,7 @@ class DirichletClient(Partitioner):
         one_of("partition.turns", self.turns, ("rotating", "sequential"))
         if self.remaining and (self.concentration, self.turns) != ("prior_scaled", "sequential"):
             raise ValueError(
-                f"partition.remaining=true does not go with partition.concentration="
+                f"partition.remaining=true cannot be combined with partition.concentration="
                 f"{self.concentration} and partition.turns={self.turns}. Set "
                 "partition.concentration=prior_scaled and partition.turns=sequential."
             )
@@ -325,7 +328,7 @@ class DirichletClient(Partitioner):
         return distributions
 
     def _draw_next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
-        """Return the classes that the next client takes; subtract them from `pools`."""
+        """Return the class of each sample that the next client takes; update `pools`."""
         distribution = self._draw_distributions(draws, pools, 1)
         turns = np.zeros(size, dtype=np.int64)
         return draw_classes(distribution, turns, draws.proportions.random(size), pools)
@@ -339,7 +342,10 @@ class DirichletClient(Partitioner):
 
 @dataclass(frozen=True)
 class Shards(Partitioner):
-    """A partition of data sorted by label: equal shards, a few per client (McMahan et al. 2017)."""
+    """A partition of data sorted by label into equal shards (McMahan et al. 2017).
+
+    Each client gets `shards_per_client` random shards.
+    """
 
     by_class: ClassVar[bool] = True
     clients: int
@@ -357,7 +363,7 @@ class Shards(Partitioner):
                 possible = f"partition.shards_per_client={max(1, total // self.clients)}"
             raise ValueError(
                 f"partition.clients={self.clients} with "
-                f"partition.shards_per_client={self.shards_per_client} needs {shards} samples, "
+                f"partition.shards_per_client={self.shards_per_client} needs {shards} samples, but "
                 f"the training data has {total}. Set {possible} or less."
             )
         return shard_split(
@@ -417,7 +423,7 @@ class Domain(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Deal the samples of a domain to its clients in turn, so that classes are spread."""
+        """Give the samples of a domain to its clients in turn, so that each gets all classes."""
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
         sizes = np.bincount(domains[rows], minlength=num_domains)
@@ -430,10 +436,10 @@ class Domain(Partitioner):
 class Natural(Partitioner):
     """A partition in which every user is a client; users are the domains of the data.
 
-    column: the column with the user of each row, in data that have columns; with None, the domains
-    of the data, such as the users in LEAF's files.
+    column: the column with the user of each row, for data with columns; with None the users are the
+    domains of the data, such as the users in LEAF's files.
     minimum: users with fewer training samples are left out.
-    clients: how many of the remaining users are drawn; None takes all.
+    clients: the number of the remaining users that are drawn; None takes all.
     """
 
     column: str | None = None
@@ -448,16 +454,16 @@ class Natural(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         if not draws.domains.any():
             raise ValueError(
-                "partition=natural makes a client of each user, and all samples belong to one "
-                "user. Set partition.column to the column of users, give (inputs, labels, users) "
-                "from Python, or choose partition=iid, dirichlet or another."
+                "partition=natural makes each user a client, but all samples belong to one user. "
+                "Set partition.column to the column of users, give (inputs, labels, users) from "
+                "Python, or choose partition=iid, dirichlet or another."
             )
         sizes = np.bincount(draws.domains)
         order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)
         if not len(users):
             raise ValueError(
-                f"partition.minimum={self.minimum}: no user has so many training samples, the "
-                f"largest has {sizes.max()}. Set partition.minimum={sizes.max()} or less."
+                f"partition.minimum={self.minimum}: no user has so many training samples; the "
+                f"largest number is {sizes.max()}. Set partition.minimum={sizes.max()} or less."
             )
         if self.clients is not None and len(users) < self.clients:
             raise ValueError(
@@ -484,9 +490,9 @@ class Natural(Partitioner):
 
 @dataclass(frozen=True)
 class DomainClass(Partitioner):
-    """A partition with a client for each pair of domain and group of classes.
+    """A partition with one client for each pair of a domain and a group of classes.
 
-    Classes in no group are not used.
+    groups: lists of class numbers. Classes that are in no group are not used.
     """
 
     by_class: ClassVar[bool] = True
@@ -507,7 +513,7 @@ class DomainClass(Partitioner):
         largest = max(max(group) for group in self.groups)
         if largest >= draws.num_classes:
             raise ValueError(
-                f"partition.groups names class {largest}, the data has the classes 0 to "
+                f"partition.groups names class {largest}, but the data has the classes 0 to "
                 f"{draws.num_classes - 1}. Leave it out."
             )
         return domain_class_split(
@@ -539,7 +545,7 @@ def _check_minimum(total: int, clients: int, minimum: int) -> None:
     if clients * minimum > total:
         raise ValueError(
             f"partition.clients={clients} with at least {minimum} samples each needs "
-            f"{clients * minimum} samples, the training data has {total}. Set "
+            f"{clients * minimum} samples, but the training data has {total}. Set "
             f"partition.clients={total // minimum} or less."
         )
 
@@ -553,7 +559,7 @@ def _draw_until_minimum(
 ) -> Floats:
     """Return the first draw that gives every client `minimum` samples.
 
-    Only the sizes of the other draws are computed. Raise ValueError after `MAX_ATTEMPTS`.
+    For rejected draws only the clients' sizes are computed. Raise ValueError after `MAX_ATTEMPTS`.
     """
     shares = draw()
     max_attempts = min(MAX_ATTEMPTS, max(20, MAX_PROPORTIONS // shares.size))

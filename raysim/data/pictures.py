@@ -1,4 +1,4 @@
-"""From encoded pictures to one uint8 array: decode, convert to grey or RGB, resize."""
+"""Decode pictures, convert them to grey or RGB, resize them and stack them in an array."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PICTURE_SUFFIXES = frozenset(
 class Picture:
     """An encoded picture: a file or bytes.
 
-    place: the picture in messages.
+    place: the name of the picture in errors.
     """
 
     place: str
@@ -44,10 +44,11 @@ class Picture:
             else:
                 picture = Image.open(io.BytesIO(self.content))
             picture.load()
-        except Exception as error:  # every format fails in ways of its own
+        except Exception as error:  # every format has its own errors
             reason = str(error).replace(f" {str(self.content)!r}", "")
             raise ValueError(
-                f"{self.place} is not a readable picture ({reason}). Remove it or fetch it again."
+                f"{self.place} is not a readable picture ({reason}). Remove it or download it "
+                "again."
             ) from error
         if picture.mode.startswith(("I", "F")):
             raise ValueError(
@@ -62,10 +63,9 @@ def stack_images(
 ) -> Pixels:
     """Return all images as uint8 [count, c, h, w].
 
-    size: the height and width that they are resized to; None if all have one size already.
-    channels: the number of channels that they are converted to; None if all have the same number
-    already.
-    Raise ValueError if their shapes differ.
+    size: the height and width to which images are resized; None keeps their size.
+    channels: the number of channels to which they are converted; None keeps their channels.
+    Raise ValueError if the resulting shapes differ.
     """
     if isinstance(images, np.ndarray):
         height, width = images.shape[2:]
@@ -78,9 +78,9 @@ def stack_images(
             stack = np.empty((count, *pixels.shape), dtype=np.uint8)
         if pixels.shape != stack.shape[1:]:
             raise ValueError(
-                f"{place} has the shape {pixels.shape} (channels, height, width), the images "
-                f"before it {stack.shape[1:]}. Set data.size and data.channels to bring all to one "
-                "shape."
+                f"{place} has the shape {pixels.shape} (channels, height, width), but earlier "
+                f"images have {stack.shape[1:]}. Set data.size and data.channels to convert all "
+                "images to one shape."
             )
         stack[row] = pixels
     assert stack is not None, "callers check that there are images"
@@ -88,7 +88,7 @@ def stack_images(
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:
-    """Yield each image with its name for messages."""
+    """Yield each image with its name for errors."""
     from PIL import Image
 
     if not isinstance(images, np.ndarray):
@@ -102,7 +102,7 @@ def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]
 
 
 def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
-    """Return one picture as uint8 [c, h, w], converted first and then resized to size x size.
+    """Return a picture as uint8 [c, h, w], converted and then resized to size x size.
 
     Resizing is bilinear and antialiased.
     """

@@ -1,4 +1,4 @@
-"""A source of data: the settings that all sources share, and the samples that it returns."""
+"""Define the base class of data sources, and the samples that a source returns."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from raysim.primitives.kinds import (
 from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
-BYTES_PER_TOKEN = 64  # gru, the smallest network for tokens, learns 16 numbers for each
+BYTES_PER_TOKEN = 64  # model=gru, the smallest network for tokens, has 16 parameters for each token
 
 
 class Origin(NamedTuple):
-    """The columns, arrays or files that inputs, labels and users were read from.
+    """The names of the columns, arrays or files from which inputs, labels and users were read.
 
-    unused: columns that were left out.
+    unused: the names of columns that were left out.
     """
 
     inputs: str = ""
@@ -56,17 +56,17 @@ NO_ORIGIN = Origin()
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """The samples of a source: arrays, or pictures that are not decoded yet; training rows first.
+    """The samples of a source, training rows first: arrays, or pictures that are not decoded.
 
     inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
     labels: classes [n], or [n, ...] with a class for each position; or [n, outputs] with values, or
-    with 1 for labels that are present and 0 for others.
+    with 1 for labels that are present and 0 for absent labels.
     class_names: the names of the outputs.
     domains: the domain of each row; None for one domain.
-    tokens: the set of token numbers; with None its size follows from the largest number.
+    tokens: the set of token numbers; with None, all numbers up to the largest one.
     fields: the parts of a row of inputs, if samples have several inputs (`pack_fields`).
     targets: the parts of a row of labels, if they are structures (`pack_targets`).
-    tokenizer: what makes text of the tokens of language data (causal.py), else "".
+    tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -85,15 +85,14 @@ class Raw:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The base class of sources of data, with the settings that all share.
+    """The base class of data sources, with the settings that all sources have.
 
     only: names of the classes to keep, numbered in this order; None keeps all.
     size: images are resized to size x size pixels.
     channels: 1 makes images grey, 3 makes them RGB.
-    cache: the folder of built data sets; None uses `cache_folder`.
+    cache: the folder for the data sets that raysim writes; None uses `cache_folder`.
     kind: the kind of the task; None lets `labels.infer_kind` decide.
-    ignore: the label of positions and of samples that have none, which count neither in the loss
-    nor in scores.
+    ignore: the label of samples and positions without a label; losses and scores ignore them.
     label_noise: the share of each client's training labels that become another class.
     rotation, pool: corruptions of images (corrupted.py).
     pool: blocks of pool x pool pixels become means. `mean` and the settings after it are those of
@@ -135,8 +134,8 @@ class Source:
         require("data.std", self.std, are_positive, "above 0 and finite everywhere, or null")
         if (self.mean is None) != (self.std is None):
             raise ValueError(
-                f"data.mean={self.mean} and data.std={self.std} belong together. Set both, or null "
-                "for both."
+                f"data.mean={self.mean} and data.std={self.std} must be set together. Set both, or "
+                "null for both."
             )
         self._check_augmentation()
         self.check()
@@ -158,12 +157,13 @@ class Source:
         between("data.grey", self.grey, 0, 1)
 
     def check(self) -> None:
-        """Raise ValueError for settings of the subclass that are never valid."""
+        """Raise ValueError for invalid settings of the subclass, before any data is read."""
 
     def files(self) -> list[Path]:
         """Return the files that `read` reads; download missing files.
 
-        The data set is built again if a name, a size or a time of these files changes.
+        The data set is built again if the name, the size or the modification time of a file
+        changes.
         """
         return []
 
@@ -172,14 +172,14 @@ class Source:
         raise NotImplementedError
 
     def with_domains(self, column: str) -> Source:
-        """Return the source with a column's values as domains, for `partition=natural`."""
+        """Return a copy of the source that takes domains from a column, for `partition=natural`."""
         raise ValueError(
-            f"partition.column={column} names a column, and data source {type(self).__name__} has "
-            "no columns. Leave it null, or choose data=parquet or data=huggingface."
+            f"partition.column={column} names a column, but the data source {type(self).__name__} "
+            "has no columns. Set it to null, or choose data=parquet or data=huggingface."
         )
 
     def pipeline(self) -> Pipeline:
-        """Return the pipeline of the training step."""
+        """Return the pipeline that augments and normalises the inputs of a training step."""
         return Pipeline(
             None if self.mean is None else tuple(self.mean),
             None if self.std is None else tuple(self.std),
@@ -243,8 +243,8 @@ class Source:
         if isinstance(raw.inputs, dict):
             raise ValueError(
                 f"data source {name} has a dictionary of inputs ({', '.join(map(str, raw.inputs))})"
-                ". Join them in `read`: inputs, fields = raysim.data.fields.pack_fields(...), and "
-                "give both to `Raw`."
+                ". Join them in `read` with inputs, fields = raysim.data.fields.pack_fields(...), "
+                "and pass both to `Raw`."
             )
         if isinstance(raw.inputs, np.ndarray):
             are_images = raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4
@@ -260,8 +260,8 @@ class Source:
 def require_root(root: str | None, option: str, content: str) -> Path:
     """Return the path of `data.root`. Raise ValueError if it is not set.
 
-    option: the user's choice, such as "data=csv".
-    content: what the path must contain.
+    option: the user's choice, such as "data=csv", for the error.
+    content: a description of what the path must contain, for the error.
     """
     if not root:
         raise ValueError(f"{option} needs data.root: {content}. Set data.root=PATH.")
@@ -299,7 +299,7 @@ def convert_inputs(
         if lowest < 0:
             wrong, allowed = lowest, "0 or more"
         raise ValueError(
-            f"data source {name} has the token {wrong}, its tokens are {allowed}. Integers are "
+            f"data source {name} has the token {wrong}, but its tokens are {allowed}. Integers are "
             "token numbers: store measurements as floats."
         )
     return inputs.astype(np.int64), tokens
@@ -319,12 +319,13 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
         )
     if kind == "multilabel" and not np.isin(values, (0, 1)).all():
         raise ValueError(
-            f"data source {name} has labels for multilabel that are not all 0 (not there) or 1 "
-            "(there). Correct them, or set data.kind=regression if they are values."
+            f"data source {name} has labels for data.kind=multilabel that are not all 0 (absent) "
+            "or 1 (present). Correct them, or set data.kind=regression if they are values."
         )
     if not np.isfinite(values).all():
         raise ValueError(
-            f"data source {name} has labels for {kind} that are not all finite. Correct them."
+            f"data source {name} has labels for data.kind={kind} that are nan or infinite. Correct "
+            "them."
         )
     return values
 
@@ -337,12 +338,12 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
         raise no_streams(place)
     if raw.kind == "causal":
         raise ValueError(
-            f"data.kind={kind}: {place} is language data. Set data.kind=causal, or leave it null."
+            f"data.kind={kind}: {place} is language data. Set data.kind=causal or null."
         )
     if "structure" in (kind, raw.kind):
         raise ValueError(
-            f"data.kind={kind}: {place} has labels of kind {raw.kind}. Structures come from "
-            "Python, as a list of dictionaries; set data.kind=null."
+            f"data.kind={kind}: {place} has labels of kind {raw.kind}. Set data.kind=null, which "
+            "recognises structured labels (lists of dictionaries)."
         )
     labels: NDArray[Any] = raw.labels
     names: list[str] | None = raw.class_names
@@ -411,12 +412,12 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return the file of a user's class. The data set is built again if it changes."""
+    """Return the source file of a user's class; the data set is built again if it changes."""
     if cls.__module__.partition(".")[0] == "raysim":
         return []
     try:
         return [Path(inspect.getfile(cls))]
-    except (OSError, TypeError):  # a class of a notebook has no file
+    except (OSError, TypeError):  # a class that was defined in a notebook has no file
         return []
 
 
@@ -424,8 +425,8 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
     """Return the samples of these classes. Pictures of other classes are never decoded."""
     if raw.kind != "classification":
         raise ValueError(
-            f"data.only={list(classes)} keeps some classes, and the data has none ({raw.kind}). "
-            "Leave it null."
+            f"data.only={list(classes)} keeps some classes, but this data has none (it is for "
+            f"{raw.kind}). Set it to null."
         )
     for name in classes:
         if name not in raw.class_names:

@@ -1,4 +1,4 @@
-"""Rows of a data set: test rows, order, and numbers for labels and domains."""
+"""Choose test rows, order rows, and number labels and domains."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Return labels as numbers 0 to C-1, and the names of the C classes.
 
-    values: integers or text; text is numbered by its position in `names`, or alphabetically.
-    names: with None, integers get as many classes as the largest label needs, but at most `rows`
-    (None: as many as there are labels).
-    place: the source in messages.
+    values: integers or text. Text is numbered by its position in `names`, or alphabetically.
+    names: the class names; None: integer labels have the classes 0 to the largest label.
+    place: the name of the source in errors.
+    rows: without names, the largest allowed number of classes; None: the number of labels.
     """
     rows = len(values) if rows is None else rows
     if values.dtype.kind in "OU":
@@ -55,15 +55,15 @@ def number_labels(
     lowest, highest = int(values.min()), int(values.max())
     if not names and highest >= rows and lowest >= 0:
         raise ValueError(
-            f"{place} has the label {highest}, and {rows} samples: labels without names count the "
-            "classes from 0. Number them without gaps, give all classes their names, or set "
+            f"{place} has the label {highest}, but only {rows} samples. Labels without names are "
+            "class numbers from 0: number classes without gaps, name all classes, or set "
             "data.kind=regression for values."
         )
     classes = len(names) if names else highest + 1
     if lowest < 0 or highest >= classes:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
-            f"{place} has the label {wrong}, its classes are 0 to {classes - 1}. Correct it."
+            f"{place} has the label {wrong}, but its classes are 0 to {classes - 1}. Correct it."
         )
     return values.astype(np.int64), names or [str(label) for label in range(classes)]
 
@@ -76,8 +76,8 @@ def _number_text(
     unknown = sorted(set(present) - set(names))
     if unknown:
         raise ValueError(
-            f"{place} has the label {unknown[0]}, its class names are {', '.join(names)}. Correct "
-            "one of them."
+            f"{place} has the label {unknown[0]}, but its class names are {', '.join(names)}. "
+            "Correct the label or the names."
         )
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[value] for value in values.tolist()], dtype=np.int64), names
@@ -86,7 +86,7 @@ def _number_text(
 def number_domains(
     values: NDArray[Any], is_train: NDArray[np.bool_], order: Sequence[str] | None = None
 ) -> tuple[Ints, list[str]]:
-    """Return numbers for domains or users; those without training rows come last.
+    """Return numbers for domains or users; domains without training rows get the last numbers.
 
     values: the name of each row's domain.
     order: all names in the order of their numbers; None uses `natural_order`.
@@ -110,9 +110,10 @@ def natural_order(values: NDArray[Any]) -> list[str]:
 
 
 def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Concatenate names of domains, as integers if all are integers, else as text."""
+    """Join arrays of domain names, as integers if all are integers, else as text."""
     if all(part.dtype.kind in "iu" for part in parts):
         joined = np.concatenate(parts)
-        if joined.dtype.kind in "iu":  # signed and unsigned integers of 64 bits become floats
+        # NumPy would join signed and unsigned integers of 64 bits to floats.
+        if joined.dtype.kind in "iu":
             return joined
     return np.concatenate([part.astype(np.str_) for part in parts])

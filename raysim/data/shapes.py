@@ -1,4 +1,4 @@
-"""Generated images for segmentation: a circle, square or triangle on noise, and its pixels."""
+"""Generate images for segmentation: a circle, square or triangle on a noisy background."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CLASS_NAMES = ["background", "circle", "square", "triangle"]
 
 @dataclass(frozen=True)
 class Shapes(Source):
-    """Grey images [1, pixels, pixels] with one shape each, and the class of each pixel.
+    """A source of grey images [1, pixels, pixels] with one shape each, with pixel classes.
 
-    users: how many cameras took the images. Each has its own brightness and prefers one shape. With
-    partition=natural each is a client.
-    samples, test_samples: numbers of images.
+    users: the number of simulated cameras. Each camera has its own brightness and prefers one
+    shape; with partition=natural each camera is a client.
+    samples, test_samples: the numbers of images for training and for central tests.
     pixels: the height and width of an image.
     noise: standard deviation of the noise, in levels of 0 to 255.
     """
@@ -64,9 +64,9 @@ class Shapes(Source):
 
 
 def _draw_mask(rng: np.random.Generator, kind: int, pixels: int) -> NDArray[np.bool_]:
-    """Return the pixels of a shape at a random place.
+    """Return a mask of a shape at a random place: bool [pixels, pixels].
 
-    kind: its class, from 1 on.
+    kind: the class of the shape, from 1 on.
     """
     size = rng.uniform(0.12, 0.25) * pixels
     centre_y, centre_x = rng.uniform(size, pixels - size, 2)

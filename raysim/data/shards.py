@@ -1,4 +1,4 @@
-"""Tar files of samples, in the layout of webdataset: files with one key are one sample."""
+"""Read tar files in the layout of webdataset, where files with the same key form a sample."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
 
 
 class Part(NamedTuple):
-    """One file of a sample: its place in a tar file.
+    """One file of a sample, by its position in a tar file.
 
-    name: the file's name there.
+    name: the file's name in the tar file.
     """
 
     shard: Path
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the name of the file in messages."""
+        """Return the name of the file for errors."""
         return f"{self.shard}, {self.name}"
 
     def read(self) -> bytes:
@@ -63,16 +63,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class WebDataset(Source):
-    """A source of tar files whose samples are files with one key, such as 0007.jpg and 0007.cls.
+    """A source that reads tar files; files with the same key form a sample.
 
-    The key of a file is its path up to the first dot of its name; the ending after it says what the
-    file is: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
+    For example, 0007.jpg and 0007.cls are a sample. The key of a file is its path up to the first
+    dot of its name; the ending after the dot gives the type of the file: a picture, `npy`, `json`,
+    `txt`, or `cls` (an integer).
 
     root: a folder of *.tar, in which tar files whose names start with "test" are for testing, or a
     folder with the folders train and perhaps test of *.tar.
-    columns: the endings that are the input, such as jpg; several are inputs of their own, which the
-    network gets as arguments with the endings' names (`image` for image.png). None takes all
-    endings but those of label and user.
+    columns: the endings of the inputs, such as jpg. Several endings are separate inputs, which the
+    network gets as arguments with their names (`image` for image.png). None takes all endings
+    except those of label and user.
     label, user: the endings of labels and of users. None takes an ending with a usual name. A label
     is an integer, text, an array, a picture whose pixels are classes, or JSON, where an object is a
     structured target.
@@ -147,8 +148,8 @@ class WebDataset(Source):
             (test if path.name.startswith("test") else train).append(path)
         if not train:
             raise ValueError(
-                f"data.root={self.root} holds no *.tar and no train/*.tar. Give a folder that has "
-                "some."
+                f"data.root={self.root} holds neither *.tar nor train/*.tar. Give a folder with "
+                "tar files."
             )
         return train, test
 
@@ -162,14 +163,14 @@ class WebDataset(Source):
         endings = ", ".join(sample)
         if label is None:
             raise ValueError(
-                f"{place}: the samples have the endings {endings}, and none of them is a usual one "
-                "for labels. Set data.label."
+                f"{place}: the samples have the endings {endings}, and none is a usual ending of "
+                "labels. Set data.label to the ending of the labels."
             )
         columns = self.columns or [ending for ending in sample if ending not in (label, user)]
         if not columns:
             raise ValueError(
-                f"{place}: the samples have the endings {endings}, and none is left for the input. "
-                "Set data.columns or data.label."
+                f"{place}: the samples have the endings {endings}, so that none is left for the "
+                "input. Set data.columns or data.label."
             )
         return columns, label, user
 
@@ -187,8 +188,8 @@ class WebDataset(Source):
         picture = Picture(part.place, part.read()).open()
         if picture.mode not in ("1", "L", "P"):
             raise ValueError(
-                f"{part.place} has colours (mode {picture.mode}), and a picture of labels has one "
-                "class for each pixel. Save it with a palette or as grey levels."
+                f"{part.place} has colours (mode {picture.mode}), but a picture of labels must "
+                "have a class for each pixel. Save it with a palette or as grey levels."
             )
         if self.size is not None:
             picture = picture.resize((self.size, self.size), resample=0)  # the nearest pixel
@@ -214,7 +215,7 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _name(ending: str) -> str:
-    """Return the name of a part of a sample: `image` of image.png, `jpg` of jpg."""
+    """Return the name of a sample's part by its ending: `image` for image.png, `jpg` for jpg."""
     return ending.rpartition(".")[0] or ending
 
 
@@ -231,7 +232,8 @@ def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
                 members = [member for member in archive if member.isfile()]
         except (OSError, tarfile.TarError) as error:
             raise ValueError(
-                f"{shard} is no readable tar file ({error}). Write it again, without compression."
+                f"{shard} is not a readable tar file ({error}). Write it again, without "
+                "compression."
             ) from error
         for member in members:
             folder, _, name = member.name.rpartition("/")
@@ -241,7 +243,7 @@ def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
             part = Part(shard, member.name, member.offset_data, member.size)
             samples.setdefault((shard, f"{folder}/{stem}"), {})[ending.lower()] = part
         if not any(path == shard for path, _ in samples):
-            raise ValueError(f"{shard} has no samples. Write files KEY.ENDING into it.")
+            raise ValueError(f"{shard} has no samples. Write files named KEY.ENDING into it.")
     return list(samples.values())
 
 
@@ -251,8 +253,9 @@ def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
         if ending not in sample:
             other = next(iter(sample.values()))
             raise ValueError(
-                f"{other.place}: this sample has no file that ends in .{ending}, it has "
-                f"{', '.join(sample)}. Write it, or set data.columns, data.label and data.user."
+                f"{other.place}: this sample has no file that ends in .{ending}; it has "
+                f"{', '.join(sample)}. Write this file, or set data.columns, data.label and "
+                "data.user."
             )
 
 
@@ -267,11 +270,11 @@ def _read_text(part: Part) -> str:
     try:
         return part.read().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{part.place} is no text in UTF-8 ({error}). Convert it.") from error
+        raise ValueError(f"{part.place} is not text in UTF-8 ({error}). Convert it.") from error
 
 
 def _read_value(part: Part, ending: str) -> Any:
-    """Return the value in a file that is no picture."""
+    """Return the value in a file that is not a picture."""
     form = ending.rpartition(".")[2]
     try:
         if form == "npy":
@@ -285,8 +288,8 @@ def _read_value(part: Part, ending: str) -> Any:
     if form in TEXT_ENDINGS:
         return _read_text(part).strip()
     raise ValueError(
-        f"{part.place} ends in .{form}, which is not read. Use pictures, npy, json, txt or cls, or "
-        "name other endings in data.columns and data.label."
+        f"{part.place} ends in .{form}, which raysim cannot read. Use pictures, npy, json, txt or "
+        "cls, or name other endings in data.columns and data.label."
     )
 
 
@@ -295,7 +298,7 @@ def _stack(arrays: Sequence[NDArray[Any]], place: str) -> NDArray[Any]:
     if len(shapes) > 1:
         described = " and ".join(map(str, sorted(shapes)[:2]))
         raise ValueError(
-            f"{place}: the arrays have the shapes {described}. Give them one shape, or set "
-            "data.size for pictures."
+            f"{place}: the arrays have different shapes: {described}. Give all the same shape, or "
+            "set data.size for pictures."
         )
     return np.stack(arrays)

@@ -1,6 +1,6 @@
-"""All sources of data by name, and the sources that download or generate samples.
+"""List all data sources by name, and define those that download or generate samples.
 
-Each source results in one cached Arrow file (`dataset.py`). Its settings (`raw.py`) control the
+Each source writes one Arrow file into the cache (`dataset.py`). Its settings (`raw.py`) control the
 pixels (size, channels), the corruptions (`corrupted.py`) and the pipeline of the training step
 (`batches.py`).
 """
@@ -70,7 +70,7 @@ IDX_FILES = (
 )
 IDX_SETS = ("MNIST", "FashionMNIST")
 BATCH_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
-TORCHVISION_FILES = {  # what torchvision's classes read, below their root
+TORCHVISION_FILES = {  # the files that torchvision's classes read, below their root
     "MNIST": [f"MNIST/{file}" for file in IDX_FILES],
     "FashionMNIST": [f"FashionMNIST/{file}" for file in IDX_FILES],
     "CIFAR10": [f"cifar-10-batches-py/{file}" for file in BATCH_FILES],
@@ -83,7 +83,7 @@ TORCHVISION_FILES = {  # what torchvision's classes read, below their root
 # ---- data sets by name ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Digits(Source):
-    """The 1,797 digits of scikit-learn, 8x8 pixels, without download.
+    """A source of the 1,797 digits of scikit-learn, 8x8 pixels, without a download.
 
     Every fifth image of a class is a test image.
     """
@@ -207,9 +207,8 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set; download them first if one is missing.
 
-    Instead of torchvision's files, a folder with the data set's name may contain it as strips,
-    Parquet files or pictures. Raise ValueError if files are missing and the download is off or
-    fails.
+    Instead of torchvision's files, a folder with the data set's name may contain strips, Parquet
+    files or pictures. Raise ValueError if files are missing and the download is off or fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)
@@ -221,7 +220,7 @@ def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     missing = next(name for name in TORCHVISION_FILES[set_name] if not (root / name).is_file())
     if not source.download:
         raise ValueError(
-            f"data.root={root} holds no {set_name}: {missing} is missing there. Give the folder "
+            f"data.root={root} does not hold {set_name}: {missing} is missing. Give the folder "
             "that holds it, or set data.download=true."
         )
     with wait_for_folder(root, "data.root"):
@@ -243,7 +242,7 @@ def _root_folder(source: Downloadable) -> Path:
 def _find_complete_folder(root: Path, set_name: str) -> Path | None:
     """Return the folder with all of torchvision's files, or None.
 
-    It is the root, or the folder in it that has the data set's name.
+    The folder is the root, or the folder in the root that has the data set's name.
     """
     for folder in (root, find_folder(root, set_name)):
         if folder and all((folder / name).is_file() for name in TORCHVISION_FILES[set_name]):
@@ -260,21 +259,22 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
     processed = folder / set_name / "processed"
     if set_name in IDX_SETS and processed.is_dir():
         raise ValueError(
-            f"data.root={folder} holds no {set_name}: {missing} is missing there, and {processed} "
-            "of an old torchvision keeps this one from downloading it. Remove that folder."
+            f"data.root={folder} does not hold {set_name}: {missing} is missing, and torchvision "
+            f"cannot download it because of {processed}, which an old version wrote. Remove that "
+            "folder."
         )
     try:
         for split in ("train", "test"):
             _open_split(folder, set_name, split, download=True)
-    except Exception as error:  # torchvision and the network fail in many ways
+    except Exception as error:  # torchvision and the network can raise any error
         raise ValueError(
-            f"data.root={folder} holds no {set_name} ({missing} is missing there) and its download "
-            f"failed ({_download_error(error)}). Give a folder that holds it in data.root."
+            f"data.root={folder} does not hold {set_name} ({missing} is missing), and its download "
+            f"failed ({_download_error(error)}). Set data.root to a folder that holds it."
         ) from error
 
 
 def _download_error(error: Exception) -> str:
-    """Return the reason of a failed download, without the address around it."""
+    """Return the reason of a failed download, without the address in the error."""
     reasons = re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))
     return reasons[0] if reasons else str(error)
 
@@ -284,19 +284,19 @@ def _read_torchvision(folder: Path, set_name: str) -> Raw:
     try:
         train_images, train_labels, class_names = _read_split(folder, set_name, "train")
         test_images, test_labels, _ = _read_split(folder, set_name, "test")
-    except Exception as error:  # torchvision's reader fails in many ways on a damaged file
-        raise ValueError(f"{place} cannot be read there ({error}). Fetch it again.") from error
+    except Exception as error:  # with a damaged file torchvision can raise any error
+        raise ValueError(f"{place} cannot be read ({error}). Download it again.") from error
     halves = ((train_images, train_labels, "training"), (test_images, test_labels, "testing"))
     for images, labels, use in halves:
         if len(images) != len(labels):
             raise ValueError(
-                f"{place} has {len(images)} images and {len(labels)} labels for {use}. Fetch it "
+                f"{place} has {len(images)} images and {len(labels)} labels for {use}. Download it "
                 "again."
             )
     if train_images.shape[2:] != test_images.shape[2:]:
         raise ValueError(
             f"{place} has images of {_pixels(train_images)} pixels for training and of "
-            f"{_pixels(test_images)} for testing. Fetch it again."
+            f"{_pixels(test_images)} for testing. Download it again."
         )
     all_labels = np.concatenate([train_labels, test_labels])
     numbers, names = number_labels(all_labels, class_names, place)
@@ -315,7 +315,7 @@ def _read_split(
     Class names are digits if torchvision has none.
     """
     if set_name in IDX_SETS:
-        # torchvision's class prefers a pickle of an old version next to these files
+        # torchvision's class would read a pickle of an old version next to these files
         from torchvision.datasets import mnist
 
         names = TORCHVISION_FILES[set_name]
@@ -327,7 +327,7 @@ def _read_split(
     pixels = np.asarray(loaded.data)
     if pixels.ndim == 3:
         pixels = pixels[:, None]
-    elif set_name != "SVHN":  # which has its channels first
+    elif set_name != "SVHN":  # SVHN already has its channels first
         pixels = pixels.transpose(0, 3, 1, 2)
     labels = np.asarray(loaded.labels if set_name == "SVHN" else loaded.targets, dtype=np.int64)
     return pixels, labels, list(getattr(loaded, "classes", "0123456789"))
@@ -346,9 +346,9 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 
 @dataclass(frozen=True)
 class Synthetic(Source):
-    """Random points around Gaussian class prototypes, for tests and timing.
+    """A source of random points around Gaussian class prototypes, for tests and timing.
 
-    Each domain shifts all points, and each point gets noise.
+    Each domain adds a shift to all its points, and each point gets noise.
     noise, shift: standard deviations, in units of the prototypes' standard deviation.
     test_samples: the number of central test rows.
     """

@@ -1,4 +1,4 @@
-"""A picture of a split: the classes and the sizes of its clients."""
+"""Draw a picture of a split: the classes and the sizes of its clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysim.data.split_statistics import class_counts
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_BARS = 50  # clients that are drawn as bars; more become a heat map
+MAX_BARS = 50  # at most so many clients are drawn as bars, more as a heat map
 MAX_LEGEND = 20  # classes in a legend
 MAX_COLUMNS = 1000  # clients in a heat map
 MAX_CLASS_NAMES = 30  # next to a heat map
@@ -25,7 +25,7 @@ MAX_BINS = 30  # of the histogram of sizes
 def draw_partition(data: FederatedData, path: str | Path) -> None:
     """Write a PNG of the classes of every client and of the clients' sizes.
 
-    Classes are bars, or a heat map if there are many clients or classes.
+    The classes of clients are drawn as bars; of many clients or classes, as a heat map.
     """
     from matplotlib.figure import Figure
 
@@ -54,11 +54,12 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
 def size_edges(sizes: Ints) -> list[float]:
     """Return the edges of the bars in a histogram of clients' sizes."""
     low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
-    # whole numbers of samples, or bins would hold unequal counts of them
+    # edges between whole numbers: otherwise bars would cover unequal numbers of sizes
     width = (high - low) // MAX_BINS + 1
     edges = np.arange(low, high + width + 1, width) - 0.5
     if high == low:
-        edges = low + np.arange(-4.5, 5) * max(1, low // 40)  # one bar in the middle
+        # All sizes are equal: one bar in the middle.
+        edges = low + np.arange(-4.5, 5) * max(1, low // 40)
     return [float(edge) for edge in edges]
 
 

@@ -1,4 +1,4 @@
-"""Numbers that describe a split: sizes, classes per client and heterogeneity."""
+"""Describe a split by numbers: sizes, classes per client and heterogeneity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 def class_counts(data: FederatedData) -> Ints:
     """Return the training samples of each of N clients in each of C classes, [N, C].
 
-    Unseen clients are included. Data without classes have one group of all samples, [N, 1].
+    Unseen clients are included. If the data has no classes, all samples are one class, [N, 1].
     """
     train = data.partition.all_train
     groups, names = data.open().groups()
@@ -24,7 +24,7 @@ def class_counts(data: FederatedData) -> Ints:
 def statistics(data: FederatedData) -> dict[str, object]:
     """Return numbers that describe the split, and `class_counts` as "counts".
 
-    Numbers of classes are over clients with samples. "pooled_entropy" is the entropy of all
+    Means over clients leave out clients without samples. "pooled_entropy" is the entropy of all
     clients' labels together, in nats.
     """
     counts = class_counts(data)

@@ -1,4 +1,4 @@
-"""Pure functions that split rows over clients: every random draw is an argument.
+"""Split rows over clients by pure functions: every random draw is an argument.
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
 Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). No function makes
@@ -16,14 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from raysim.data.csr import CSR, Floats, Ints, Partition
 
-# Without it a cumulative sum of 0.99...9 gives a sample to a client whose share is 0, and
-# 100 * 0.29 gives 28.
+# Added before rounding down. Without it a cumulative sum of 0.99...9 would give a sample to a
+# client whose share is 0, and 100 * 0.29 would give 28.
 GUARD = 1e-9
 
 
 # ---- counts --------------------------------------------------------------------------------------
 def fraction_count(*, total: int, fraction: float) -> int:
-    """Return floor(total * fraction + 1e-9)."""
+    """Return total * fraction rounded down: floor(total * fraction + 1e-9)."""
     return math.floor(total * fraction + GUARD)
 
 
@@ -68,7 +68,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
 
 def _even_offsets(total: int, parts: int) -> Ints:
-    """Return the bounds of even parts, [parts + 1]; the first parts get one sample more."""
+    """Return the bounds of even parts, [parts + 1]; the first total % parts have one more."""
     numbers = np.arange(parts + 1)
     return numbers * (total // parts) + np.minimum(numbers, total % parts)
 
@@ -83,7 +83,7 @@ def iid_split(*, order: ArrayLike, num_clients: int) -> CSR:
 def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
     """Split shuffled rows over clients: client i gets the share `proportions[i]` of them.
 
-    permutation: the shuffled rows.
+    order: the shuffled rows.
     proportions: the shares of the N clients, [N].
     """
     indices = np.asarray(order, dtype=np.int64)
@@ -111,7 +111,7 @@ def dirichlet_label_split(
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
     """Convert class shares of each client, [N, C], to client shares of each class, [C, N].
 
-    A class that no client has in its distribution is shared equally.
+    Clients share a class equally if every client's share of it is 0.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -128,12 +128,12 @@ def dirichlet_client_split(
     uniforms: ArrayLike,
     order: ArrayLike,
 ) -> CSR:
-    """Let clients take single samples in turn, without replacement.
+    """Let clients take samples one by one, without replacement.
 
     proportions: each client's class distribution, [N, C].
     turns: the client that takes each sample, [n].
     uniforms: the draw in [0, 1) of each turn, [n].
-    order: within a class, samples are taken in this order.
+    order: a permutation of the rows; the samples of a class are taken in this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -142,7 +142,7 @@ def dirichlet_client_split(
 
 
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
-    """Return the class that is taken at each turn, by inverse CDF over the classes that are left.
+    """Return the class that is taken at each turn, by inverse CDF over the remaining classes.
 
     proportions: each client's class distribution, [N, C].
     pools: samples left of each class, [C]; taken samples are subtracted in place.
@@ -151,7 +151,8 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     classes = np.empty(len(turns), dtype=np.int64)
     for step, (client, uniform) in enumerate(zip(turns.tolist(), uniforms.tolist(), strict=True)):
         cumulative = np.cumsum(shares[client])
-        if not cumulative[-1] > 0:  # the client's classes are used up: it takes any other
+        # No samples of the client's classes are left: it takes any other class.
+        if not cumulative[-1] > 0:
             cumulative = np.cumsum(pools / pools.sum())
         label = int(np.searchsorted(cumulative / cumulative[-1], uniform, side="right"))
         if label == len(pools):  # rounding: take the last class of positive probability
@@ -164,9 +165,9 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give each turn a sample of its class; samples of a class are given in `order`.
+    """Give each turn a sample of its class, and return the rows of each client.
 
-    A client's rows are in the order of its turns.
+    The samples of a class are given in `order`. A client's rows are in the order of its turns.
     """
     samples = _sort_by_class(labels, order)
     sizes = np.bincount(labels)
@@ -224,8 +225,8 @@ def domain_class_split(
 ) -> CSR:
     """Make a client for each pair of domain and group of classes, with ascending rows.
 
-    The client's number is `domain * len(class_groups) + group`. Rows of classes in no group are not
-    used.
+    The client's number is `domain * len(class_groups) + group`. Rows whose class is in no group are
+    not used.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)
     largest = int(labels.max(initial=0))
@@ -242,10 +243,10 @@ def domain_class_split(
 
 # ---- parts of each client's rows -----------------------------------------------------------------
 def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> CSR:
-    """Keep the first `fraction_count` rows of each client in `order`.
+    """Keep a share of each client's rows: the first ones in `order`.
 
-    indices, offsets: the arrays of a `CSR`. The rows of a smaller fraction are among those of a
-    larger one.
+    indices, offsets: the arrays of a `CSR`.
+    fraction: the share; the rows of a smaller share are among the rows of a larger share.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -284,5 +285,5 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
 
 
 def _sort_by_class(labels: Ints, order: Ints) -> Ints:
-    """Return all row numbers by ascending class, within a class by `order`."""
+    """Return all row numbers, sorted by class; within a class they are in `order`."""
     return np.asarray(order[np.argsort(labels[order], kind="stable")], dtype=np.int64)

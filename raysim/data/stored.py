@@ -1,4 +1,4 @@
-"""A data set found by name, stored as strips, Parquet files or pictures."""
+"""Find a data set by its name and read it: strips, Parquet files or pictures."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Stored(Source):
             if not self.name or not root.is_dir() or find_folder(root, self.name):
                 raise
             raise ValueError(
-                f"data.root={root} has no folder {self.name} and is none itself: {error}"
+                f"data.root={root} has no folder {self.name}, and is not a data set itself: {error}"
             ) from error
 
     def read(self) -> Raw:
         return self.source().read()
 
     def source(self) -> Strips | Parquet | ImageFolder:
-        """Return the source for the stored form. Raise ValueError if there is no folder."""
+        """Return the source that reads this form of storage. Raise ValueError without a folder."""
         set_name = self.name or "the images"
         content = f"the folder with {set_name} as strips, Parquet files or folders of pictures"
         option = f"The data set {self.name}" if self.name else "This data set"

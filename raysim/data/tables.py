@@ -1,4 +1,4 @@
-"""Tables in CSV and JSON-lines files, whose columns are inputs, labels and users."""
+"""Read CSV and JSON-lines files, whose columns are inputs, labels and users."""
 
 from __future__ import annotations
 
@@ -43,16 +43,14 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 
 @dataclass(frozen=True)
 class TextTable(Source):
-    """A source that reads one file of rows, or a folder with a training file.
-
-    The folder may also have a file of test rows.
+    """A source that reads a file of rows, or a folder with a training and perhaps a test file.
 
     columns: the input columns; None takes all columns but the label and the user.
     label, user: the columns of labels and of users (clients, with partition=natural); None takes a
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
-    targets: columns that are one structured target together, in place of a label.
-    separate: True makes each input column an input of its own, which the network gets as the
-    argument with the column's name.
+    targets: columns that together are one structured target, instead of a label.
+    separate: True makes each input column a separate input, which the network gets as the argument
+    with the column's name.
     test_fraction: the share of each class of each user that is for testing, without a test file.
     length, padding, tokenizer: see `TokenSettings`.
     kind="causal": each row is a document for a language model (causal.py), and needs no label.
@@ -72,7 +70,7 @@ class TextTable(Source):
     prompt: str | None = None
     packing: bool | None = None
     option: ClassVar[str] = ""  # what the user chose, such as "data=csv"
-    endings: ClassVar[tuple[str, ...]] = ()  # of its files; messages name the first one
+    endings: ClassVar[tuple[str, ...]] = ()  # endings of its files; errors name the first one
 
     def check(self) -> None:
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
@@ -142,8 +140,8 @@ class TextTable(Source):
         """Return the columns of the structured target, or the column of labels."""
         if self.targets and self.label:
             raise ValueError(
-                f"data.targets={'+'.join(self.targets)} and data.label={self.label} both name what "
-                "is learnt. Set one of them to null."
+                f"data.targets={'+'.join(self.targets)} and data.label={self.label} both name the "
+                "target. Set one of them to null."
             )
         return self.targets or [self.label or find_label(names, place)]
 
@@ -176,7 +174,7 @@ class TextTable(Source):
             if names.count(name) > 1:
                 raise ValueError(f"{path} has two columns called {name!r}. Rename one.")
         if not table.num_rows:
-            raise ValueError(f"{path} has no rows. Write some, or name another file.")
+            raise ValueError(f"{path} has no rows. Add rows, or name another file.")
         return table
 
     def parse(self, path: Path) -> pa.Table:
@@ -212,15 +210,18 @@ class Csv(TextTable):
             for mark in ";\t|,":
                 if mark in header:
                     raise ValueError(
-                        f"{path} has one column, {header!r}. Set data.delimiter={mark!r} if that "
-                        "separates the columns."
+                        f"{path} has one column, {header!r}. Set data.delimiter={mark!r} if this "
+                        "character separates the columns."
                     )
         return table
 
 
 @dataclass(frozen=True)
 class JsonLines(TextTable):
-    """A source with a JSON object in each line, with equal keys; lists are vectors or tokens."""
+    """A source that reads files with a JSON object in each line.
+
+    All objects have the same keys; lists are vectors or tokens.
+    """
 
     option: ClassVar[str] = "data=jsonl"
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
@@ -234,12 +235,13 @@ def _concatenate(tables: list[pa.Table], paths: list[Path]) -> pa.Table:
     for table, path in zip(tables, paths, strict=True):
         if set(table.column_names) != set(tables[0].column_names):
             raise ValueError(
-                f"{path} has the columns {', '.join(table.column_names)}, and {paths[0]} has "
-                f"{', '.join(tables[0].column_names)}. Give both the same columns."
+                f"{path} has the columns {', '.join(table.column_names)}, but {paths[0]} has "
+                f"{', '.join(tables[0].column_names)}. Give both files the same columns."
             )
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise ValueError(
-            f"{paths[-1]} does not fit {paths[0]} ({first_line(error)}). Use the same types."
+            f"{paths[-1]} does not fit {paths[0]} ({first_line(error)}). Use the same column types "
+            "in both."
         ) from error

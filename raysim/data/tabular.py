@@ -1,4 +1,4 @@
-"""Tables of scikit-learn, and the user's own NumPy archives."""
+"""Read tables of scikit-learn and the user's NumPy archives."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ ROWS = ".rows"  # end of the name of the number of rows that each sample has in 
 
 @dataclass(frozen=True)
 class Tabular(Source):
-    """A table that comes with scikit-learn, scaled to columns of mean 0 and deviation 1.
+    """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
-    breast_cancer and wine have classes. diabetes has a value, the progression of the disease, which
-    is scaled like the columns. Means and deviations are those of the training rows.
+    The labels of breast_cancer and wine are classes. The label of diabetes is a value, the
+    progression of the disease, which is scaled like the columns. Means and deviations are those of
+    the training rows.
     test_fraction: the share of each class that is for testing.
     """
 
@@ -70,11 +71,12 @@ class NumPy(Source):
 
     Each file has x [n, ...], y, and optionally user [n].
     x: uint8 levels (images are [n, channels, height, width]), floats, or integers, which are token
-    numbers; `padding` is the number that fills short sequences. y: labels [n] or [n, outputs], see
-    `labels.infer_kind`. user: the user of each sample, for partition=natural.
-    Several inputs are arrays x.NAME, each [n, ...], in place of x. A structured target is made of
-    arrays y.NAME [n, ...] in place of y; with an array y.NAME.rows [n], y.NAME has all rows of all
-    samples one after another, and y.NAME.rows says how many belong to each sample.
+    numbers; `padding` is the number that fills short sequences.
+    y: labels [n] or [n, outputs], see `labels.infer_kind`.
+    user: the user of each sample, for partition=natural. Several inputs are arrays x.NAME, each [n,
+    ...], instead of x. A structured target is stored as arrays y.NAME [n, ...] instead of y. If the
+    samples have different numbers of rows, y.NAME has the rows of all samples one after another,
+    and y.NAME.rows [n] has the number of rows of each sample.
     test_fraction: the share of the rows that is for testing, without test.npz.
     """
 
@@ -111,9 +113,9 @@ class NumPy(Source):
 class Npz(Source):
     """A source with one NumPy archive for each client, in the layout of PFLlib.
 
-    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has x [n, ...] and y,
-    as `NumPy` describes them. The name of a file is the user of its rows; with partition=natural
-    this user is a client.
+    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each file has x [n, ...]
+    and y, as `NumPy` describes them. The name of a file is the user of its rows; with
+    partition=natural each user is a client.
     test_fraction: the share of each user's rows that is for testing, without the folder test.
     """
 
@@ -191,9 +193,9 @@ def _assemble(
     padding: int,
     place: str,
 ) -> Raw:
-    """Return the samples.
+    """Return the samples in the arrays of an archive.
 
-    is_test: the mask of test rows. With None, `test_fraction` of the rows become test rows.
+    is_test: the mask of test rows; with None, `test_fraction` of the rows become test rows.
     """
     users = arrays.get("user")
     values = arrays["y"] if "y" in arrays else _read_targets(arrays, place)
@@ -237,8 +239,8 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
             are_counts = rows.ndim == 1 and rows.dtype.kind in "iu" and rows.min(initial=0) >= 0
             if not are_counts or int(rows.sum()) != len(values):
                 raise ValueError(
-                    f"{place}: {key}{ROWS} must say for each sample how many of the {len(values)} "
-                    f"rows of {key} it has. Write integers whose sum is {len(values)}."
+                    f"{place}: {key}{ROWS} must give the number of rows of {key} that each sample "
+                    f"has. Write integers whose sum is {len(values)}."
                 )
             parts[key.removeprefix(TARGET)] = np.split(values, np.cumsum(rows)[:-1])
         else:
@@ -255,18 +257,19 @@ def _concatenate(
         for key in first:
             if key not in archive:
                 raise ValueError(
-                    f"{place}: {first_name} has {key}, and {name} has none. Write it to both."
+                    f"{place}: {first_name} has the array {key}, but {name} does not. Write it to "
+                    "both."
                 )
             if _value_kind(key, first[key].dtype) != _value_kind(key, archive[key].dtype):
                 raise ValueError(
-                    f"{place}: {key} of {first_name} is {first[key].dtype} and of {name} "
-                    f"{archive[key].dtype}. Write both in one type."
+                    f"{place}: {key} of {first_name} has the type {first[key].dtype}, but {key} of "
+                    f"{name} has {archive[key].dtype}. Write both in one type."
                 )
             shape, other_shape = first[key].shape[1:], archive[key].shape[1:]
             if shape != other_shape:
                 raise ValueError(
-                    f"{place}: {key} of {first_name} has rows of shape {list(shape)} and of {name} "
-                    f"{list(other_shape)}. Give them one shape."
+                    f"{place}: {key} of {first_name} has rows of shape {list(shape)}, but {key} of "
+                    f"{name} has {list(other_shape)}. Give both the same shape."
                 )
     joined = {}
     for key in first:
@@ -275,7 +278,7 @@ def _concatenate(
 
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
-    """Return what values of a type are: levels, integers (classes or tokens), values or text."""
+    """Return what a type's values are: levels, integers (classes or tokens), values or text."""
     if _is_input(key) and dtype == np.uint8:
         return "levels"
     return "integers" if dtype.kind in "iub" else dtype.kind
@@ -288,16 +291,16 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
             names = list(file)
             used = [key for key in names if key in ARRAY_NAMES or key.startswith((INPUT, TARGET))]
             arrays = {key: file[key] for key in used}
-    except Exception as error:  # a damaged archive fails in many ways
+    except Exception as error:  # a damaged archive can raise any error
         reason = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
         raise ValueError(
-            f"{path} is no readable NumPy archive ({reason}). Write arrays of numbers or text with "
-            "numpy.savez."
+            f"{path} is not a readable NumPy archive ({reason}). Write arrays of numbers or text "
+            "with numpy.savez."
         ) from error
     if "data" in names and not arrays:
         raise ValueError(
-            f"{path} holds a pickled object, data, and raysim never unpickles, because a pickle "
-            "can run any program. Convert a file that you trust with "
+            f"{path} holds a pickled object. raysim never unpickles, because a pickle can run any "
+            "program. If you trust the file, convert it with "
             'd = numpy.load(path, allow_pickle=True)["data"].item(); '
             'numpy.savez(path, x=d["x"], y=d["y"]).'
         )
@@ -318,6 +321,6 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
     if len(set(lengths.values())) > 1:
         sizes = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise ValueError(
-            f"{path} has arrays of different lengths ({sizes}). Give each a row per sample."
+            f"{path} has arrays of different lengths ({sizes}). Give each array one row per sample."
         )
     return arrays

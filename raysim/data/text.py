@@ -1,4 +1,4 @@
-"""Token sequences and other data of users: LEAF's files, and generated Markov chains."""
+"""Read the files of the benchmark LEAF, or generate token sequences with Markov chains."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Leaf(Source):
     """A source that reads LEAF's files (Caldas et al. 2018).
 
     The files are root/train/*.json and root/test/*.json. Every user is a domain. Inputs are text,
-    whose characters become tokens; lists of numbers; names of pictures (CelebA); or lists of fields
-    (Sent140). Labels that are single characters are the 80 of LEAF's Shakespeare.
+    whose characters become tokens; or lists of numbers; or names of pictures (CelebA); or lists of
+    fields (Sent140). Labels that are single characters are classes: the 80 characters of LEAF's
+    Shakespeare.
     kind="causal": a language model of the texts, see causal.py; overlapping texts are joined.
-    length: how many characters of a text are kept, the last ones; with kind="causal" those of a
-    row.
+    length: the number of characters at the end of a text that are kept; with kind="causal" the
+    number of characters of a row.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
     images: the folder of the pictures.
@@ -101,13 +102,13 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters they belong to the texts, which are windows of longer
-        ones, as in Shakespeare; see `join_windows`.
+        If the answers are single characters, as in Shakespeare, each follows its text, and the
+        texts are overlapping windows of a longer text; see `join_windows`.
         """
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
-                f"data.kind=causal: the inputs x of {place} are no text. Choose data of text, or "
-                "set data.field to the field that is the text."
+                f"data.kind=causal: the inputs x of {place} are not text. Choose other data, or "
+                "set data.field to the field with the text."
             )
         are_next = all(isinstance(answer, str) and len(answer) == 1 for answer in answers)
         are_windows = are_next and self.field is None
@@ -127,7 +128,7 @@ class Leaf(Source):
         if self.images is None and are_files:
             raise ValueError(
                 f"{rows.place}: the inputs x are names of picture files such as {texts[0]!r}. Set "
-                "data.images to the folder that holds them, and data.size to bring them to one "
+                "data.images to the folder with these files, and data.size to resize them to one "
                 "size."
             )
         are_letters = rows.labels.dtype.kind == "U" and rows.labels.ndim == 1
@@ -152,7 +153,8 @@ class Leaf(Source):
         for path in paths:
             if not path.is_file():
                 raise ValueError(
-                    f"data.images={images} holds no {path.name}. Give the folder that has it."
+                    f"data.images={images} does not contain {path.name}. Give the folder that has "
+                    "it."
                 )
         numbers = np.arange(len(names))
         raw = assemble(numbers, labels, rows.users, rows.is_test, None, rows.origin("files"))
@@ -163,8 +165,8 @@ class Leaf(Source):
     def _read_numbers(self, inputs: list[Any], rows: _LeafRows) -> Raw:
         if self.images is not None:
             raise ValueError(
-                f"data.images={self.images}: the inputs x are no names of picture files. Leave it "
-                "null."
+                f"data.images={self.images}: the inputs x are not names of picture files. Set it "
+                "to null."
             )
         _refuse_fields(inputs, rows.place)
         place = f"{rows.place}: the inputs x"
@@ -176,7 +178,7 @@ class Leaf(Source):
         except ValueError as error:
             size = int(np.prod(values.shape[1:]))
             raise ValueError(
-                f"data.shape={self.shape} does not hold the {size} numbers of an input in "
+                f"data.shape={self.shape} does not fit the {size} numbers of an input in "
                 f"{rows.place}. Correct it."
             ) from error
         floats = as_float32(values, place)
@@ -186,10 +188,10 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Yield texts, joined from windows of which each is one character further than the one before.
+    """Join windows, each shifted by one character from the previous window; yield the texts.
 
-    A window that does not continue the one before starts a new text. LEAF's Shakespeare has all
-    windows of 80 characters, and the character that follows each.
+    A window that does not continue the previous window starts a new text. LEAF's Shakespeare has
+    all windows of 80 characters, and the character that follows each window.
     """
     text = ""
     for window in windows:
@@ -214,7 +216,7 @@ class _LeafRows:
     place: str
 
     def origin(self, form: str) -> Origin:
-        """Return the files and fields that inputs of this form, labels and users were read from."""
+        """Return the files and fields from which the inputs, labels and users were read."""
         return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 
 
@@ -225,8 +227,8 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
             form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
             raise ValueError(
-                f"data.field={field}: an input x of {place} is {form} and has no text in this "
-                "field. Set data.field to a field that is text."
+                f"data.field={field}: an input x of {place} is {form}, without text in this field. "
+                "Set data.field to a field with text."
             )
         texts.append(x[field])
     return texts
@@ -242,7 +244,7 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
             longest = max(text_fields, key=lambda field: len(x[field]))
             raise ValueError(
                 f"{place}: each input x is a list of {len(x)} fields. Set data.field to the number "
-                f"of the field that is the text, for example data.field={longest} (it begins with "
+                f"of the field with the text, for example data.field={longest} (it begins with "
                 f"{x[longest][:40]!r}; for Sent140 it is 4)."
             )
 
@@ -260,23 +262,23 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
                 )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no file of LEAF ({error}). Give one with user_data, and x and y of each "
-            "user."
+            f"{path} is not a file of LEAF ({error}). Give a file with user_data, which has x and "
+            "y of each user."
         ) from error
     return users
 
 
 @dataclass(frozen=True)
 class Markov(Source):
-    """A source of token sequences that Markov chains generate; every user is a domain.
+    """A source that generates token sequences with Markov chains; every user is a domain.
 
     kind="causal": the labels are the next tokens at every position; see causal.py.
-    label="next": the label is the token that follows the sequence. A user's transition
-    probabilities are (1 - skew) times those of a common chain plus skew times those of a chain of
-    the user.
+    label="next": the label is the token that follows the sequence. The transition probabilities of
+    a user are (1 - skew) times those of a common chain plus skew times those of a separate chain of
+    this user.
     label="chain": the label is the number of the chain, out of `chains`, that generated the
-    sequence. The share `skew` of a user's sequences comes from the user's favourite chain, the
-    others from any chain.
+    sequence. The share `skew` of a user's sequences comes from the user's favourite chain; the
+    other sequences come from any chain.
     length: the number of tokens of a sequence after padding at the end.
     shortest: the smallest number of tokens before padding.
     samples, test_samples: the number of sequences of each user.
@@ -314,8 +316,8 @@ class Markov(Source):
     def read(self) -> Raw:
         if self.kind == "causal" and self.label != "next":
             raise ValueError(
-                f"data.label={self.label}: data.kind=causal learns the next tokens. Set "
-                "data.label=next."
+                f"data.label={self.label}: data.kind=causal learns the next token of each "
+                "position. Set data.label=next."
             )
         rng = stream(self.seed, "markov")
         rows_of_user = self.samples + self.test_samples
@@ -340,7 +342,7 @@ class Markov(Source):
     def _pack(
         self, sequences: Ints, lengths: Ints, names: NDArray[Any], is_test: NDArray[np.bool_]
     ) -> Raw:
-        """Return each sequence as a document of its own; token t is number t + 1."""
+        """Return each sequence as a separate document; token t of a chain is stored as t + 1."""
         documents = []
         for sequence, length, name, test in zip(sequences, lengths, names, is_test, strict=True):
             documents.append(Document(sequence[:length] + 1, str(name), bool(test)))
@@ -348,7 +350,7 @@ class Markov(Source):
         return pack(documents, vocabulary, self.length + 1, False, "data=markov", Origin())
 
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
-        """Return probabilities of the next token, [chains, V, V], and the chain of each row."""
+        """Return the transition probabilities, [chains, V, V], and the chain of each row."""
         size = self.vocabulary
 
         def draw(count: int) -> Floats:
@@ -366,7 +368,7 @@ class Markov(Source):
 def _draw_sequences(
     transitions: Floats, chains: Ints, length: int, rng: np.random.Generator
 ) -> Ints:
-    """Draw a sequence for each entry of `chains`, [n, length], by inverse CDF."""
+    """Draw a sequence of each entry of `chains` by inverse CDF, [n, length]."""
     cumulative = np.cumsum(transitions, axis=2)
     sequences = np.empty((len(chains), length), np.int64)
     sequences[:, 0] = rng.integers(transitions.shape[2], size=len(chains))

@@ -1,4 +1,4 @@
-"""From columns of NumPy, PyTorch, pandas, SciPy or Arrow to plain NumPy arrays."""
+"""Convert columns of NumPy, PyTorch, pandas, SciPy or Arrow to plain NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
-NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)  # PyTorch's floats that NumPy has
+# Floating types of PyTorch that NumPy has, too.
+NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -22,15 +23,15 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
 
     Other types of NumPy, such as dates, stay unchanged, and the caller refuses them. The columns of
     a table become the columns of one array.
-    place: the column in messages, such as "data: the labels for train".
+    place: the name of the column in errors, such as "data: the labels for train".
     Raise ValueError for missing values, rows of different shapes and mixed types.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)
     if isinstance(column, Mapping):
         raise ValueError(
-            f"{place} are a dictionary with {', '.join(map(str, column))}, and raysim reads one "
-            "array. Join its arrays, for example with numpy.column_stack, or give a pandas frame."
+            f"{place} are a dictionary with {', '.join(map(str, column))}, but raysim reads one "
+            "array. Join the arrays, for example with numpy.column_stack, or give a pandas frame."
         )
     if isinstance(column, (pa.Array, pa.ChunkedArray, pa.Table, pa.RecordBatch)):
         column = column.to_pandas(types_mapper=pd.ArrowDtype)
@@ -53,14 +54,14 @@ def as_float32(values: NDArray[Any], place: str) -> NDArray[np.float32]:
     Raise ValueError for numbers that are not finite or outside the range of float32.
     """
     if not np.isfinite(values).all():
-        raise ValueError(f"{place} are nan or infinite. Replace or remove them.")
+        raise ValueError(f"{place} contain nan or infinite numbers. Replace or remove them.")
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.isfinite(floats).all():
         largest = np.format_float_scientific(np.abs(values).max(), 2, trim="-")
         raise ValueError(
-            f"{place} are as large as {largest}, and raysim stores float32, which ends at "
-            f"{LARGEST_FLOAT32:.3g}. Scale them down, or remove these rows."
+            f"{place} are as large as {largest}, but raysim stores float32, whose largest number "
+            f"is {LARGEST_FLOAT32:.3g}. Scale them down, or remove these rows."
         )
     return floats
 
@@ -88,7 +89,8 @@ def _refuse_missing(is_missing: NDArray[np.bool_], place: str) -> None:
 def _read_tensor(tensor: torch.Tensor, place: str) -> NDArray[Any]:
     if tensor.is_meta:
         raise ValueError(
-            f"{place} are a tensor on the device meta, which holds no values. Give one with values."
+            f"{place} are a tensor on the device meta, which has no values. Give a tensor with "
+            "values."
         )
     if tensor.is_nested:
         raise ValueError(
@@ -114,8 +116,8 @@ def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
         values = _read_series(frame.iloc[:, number], f"{place}, column {name}")
         if values.dtype.kind not in "biuf" and frame.shape[1] > 1:
             raise ValueError(
-                f"{place}: column {name} holds no numbers, and only columns of numbers can be one "
-                "input together. Leave it out, or encode it as numbers."
+                f"{place}: column {name} does not hold numbers, but only columns of numbers can be "
+                "one input together. Leave the column out, or encode it as numbers."
             )
         columns.append(values)
     return np.stack(columns, axis=1) if columns else np.empty((len(frame), 0))
@@ -141,7 +143,8 @@ def _read_list(rows: Sequence[Any], place: str) -> NDArray[Any]:
         rows = [_read_tensor(row, place) if isinstance(row, torch.Tensor) else row for row in rows]
     try:
         values = np.asarray(rows)
-        if values.dtype.kind in "USO":  # NumPy turns numbers, None and nan next to text into text
+        # NumPy converts numbers, None and nan to text if a column also has text.
+        if values.dtype.kind in "USO":
             values = np.array(rows, dtype=object)
     except (ValueError, TypeError) as error:
         raise _unequal_shapes(place) from error
@@ -151,8 +154,8 @@ def _read_list(rows: Sequence[Any], place: str) -> NDArray[Any]:
 def _read_array(values: NDArray[Any], place: str) -> NDArray[Any]:
     if not values.ndim:
         raise ValueError(
-            f"{place} are one {type(values.item()).__name__}. Give an array with a row for each "
-            "sample."
+            f"{place} are a single {type(values.item()).__name__}. Give an array with a row for "
+            "each sample."
         )
     if values.dtype.kind == "S":
         return _decode(values.ravel().tolist(), place).reshape(values.shape)
@@ -172,11 +175,11 @@ def _read_array(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _unequal_shapes(place: str) -> ValueError:
-    return ValueError(f"{place} are not all of one shape. Pad short ones, or cut long ones.")
+    return ValueError(f"{place} have different shapes. Pad short rows, or cut long rows.")
 
 
 def _read_items(items: list[Any], place: str) -> NDArray[Any]:
-    """Return Python values of one type as a flat array."""
+    """Return Python values, which must have the same type, as a flat array."""
     types: tuple[tuple[tuple[type, ...], Any], ...] = (
         ((str,), np.str_),
         ((bool, np.bool_), np.bool_),
@@ -203,7 +206,7 @@ def _read_items(items: list[Any], place: str) -> NDArray[Any]:
         keys = ", ".join(map(str, items[0]))
         raise ValueError(
             f"{place} are dictionaries with {keys}, but raysim needs one array per sample. Join "
-            "the arrays of a sample into one, or give the one that is the input."
+            "the arrays of a sample, or give only the array that is the input."
         )
     raise ValueError(f"{place} are values of type {names[0]}. Convert them to numbers or text.")
 
@@ -213,7 +216,7 @@ def _decode(items: list[bytes], place: str) -> NDArray[Any]:
         return np.array([item.decode() for item in items], np.str_)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{place} are bytes that are no UTF-8 text ({error}). Decode them first."
+            f"{place} are bytes that are not UTF-8 text ({error}). Decode them first."
         ) from error
 
 

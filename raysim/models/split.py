@@ -319,7 +319,7 @@ class CustomModel(ExternalModel):
         net = self.source(**arguments)
         if not isinstance(net, nn.Module):
             raise ValueError(
-                f"the model {self.source.__name__} makes a {type(net).__name__}, and no "
-                "torch.nn.Module: return one"
+                f"the model {self.source.__name__} returns a {type(net).__name__}, not a "
+                "torch.nn.Module. Return a module."
             )
         return net

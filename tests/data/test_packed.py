@@ -126,7 +126,7 @@ def test_error_names_strips_of_unequal_size(tmp_path: Path) -> None:
 def test_error_names_wrong_description_of_strips(meta: object, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|no multiple of 1000"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|not a multiple of 1000"):
         Strips(root=str(tmp_path)).build()
 
 

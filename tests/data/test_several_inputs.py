@@ -63,10 +63,10 @@ def test_packed_inputs_are_taken_apart_exactly() -> None:
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ({"a": NUMBERS, "b": WORDS[:5]}, "b: 5 rows"),
+        ({"a": NUMBERS, "b": WORDS[:5]}, "b: .*5 rows"),
         ({"a": WORDS - 1}, "a: integers"),
         ({"a": WORDS + 2**24}, "a: integers"),
-        ((NUMBERS, np.array(["x"] * 60)), "input 1: inputs of type"),
+        ((NUMBERS, np.array(["x"] * 60)), "input 1: .*type"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(inputs: Any, text: str) -> None:

@@ -74,7 +74,7 @@ def test_targets_are_stored_and_taken_apart_exactly() -> None:
         ([{"a": [1.0]}, {"b": [1.0]}], "row 1 has b"),
         ([{"a": np.ones((2, 4))}, {"a": np.ones((1, 3))}], "a: row 1 has the shape"),
         ([{"a": [2**25]}], "a: integers"),
-        ([{"a": ["x"]}], "a: values of type"),
+        ([{"a": ["x"]}], "a: .*type"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(targets: Any, text: str) -> None:

@@ -159,7 +159,7 @@ def own(name: str = "mine", **attributes: Any) -> Method:
             own(begin=lambda self, *, job: None),
             r"'mine' has the hook begin\(job\), .* Write def begin\(self, job\)",
         ),
-        (own(loss=0.5), "method 'mine' has loss=0.5, the name of a hook"),
+        (own(loss=0.5), "method 'mine' sets loss=0.5"),
         (
             own(finish=lambda self, ctx: None),
             "method 'mine': the hook 'finish' was renamed to 'end'",

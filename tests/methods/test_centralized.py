@@ -43,7 +43,7 @@ def test_centralized_only_declares_pooled_data() -> None:
 def test_methods_with_a_model_per_client_are_refused(method: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=f"'{method.name}' does not combine with method 'centralized'",
+        match=f"'{method.name}' cannot be combined with method 'centralized'",
     ):
         check_composition([Centralized(), method])
 

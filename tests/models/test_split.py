@@ -120,7 +120,7 @@ def test_squeezed_outputs_are_rejected() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
     with pytest.raises(
         ValueError,
-        match=r"\[3\] .*\[3, 1\].*squeezes",
+        match=r"\[3\] .*\[3, 1\].*squeeze",
     ):
         split_network(net, 1, inputs())
 
@@ -213,7 +213,8 @@ class Bare(ModelRecipe):
 
 def test_recipe_without_head_is_split_too() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
-    assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]  # type: ignore[operator]
+    # Type: ignore[operator].
+    assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]
 
 
 def test_custom_network_learns() -> None:

@@ -454,7 +454,7 @@ def test_pipe_as_checkpoint_file_does_not_block(file: str, tmp_path: Path) -> No
     path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)
-    assert f"{file} is no regular file" in checkpoint.find_damage(path)
+    assert f"{file} is not a regular file" in checkpoint.find_damage(path)
 
 
 def test_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
