@@ -259,11 +259,11 @@ def test_load_needs_unstorable_methods_again() -> None:
         ({"data": ([], [])}, "train has no samples"),
         (
             {"data": ([[1.0, 2.0], [3.0]], [0, 1])},
-            "data: the inputs for train are not all of one shape",
+            "data: the inputs for train have different shapes",
         ),
         (
             {"data": ([torch.ones(2), torch.ones(3)], [0, 1])},
-            "the inputs for train are not all of one shape",
+            "the inputs for train have different shapes",
         ),
         (
             {"data": torch.utils.data.DataLoader([(0.0, 1)])},
