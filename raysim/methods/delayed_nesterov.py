@@ -12,7 +12,8 @@ of updates between two changes of the momentum:
     other t         x <- x + eta (c beta m + D_t / N)
 
 Stale updates move the model at once, and the momentum only as a mean of N. With c = 0 the sum of N
-steps is one step of Nesterov's momentum with the mean of the N updates.
+steps is one step of Nesterov's momentum with the mean of the N updates. The coefficients are also
+those of the optimizer in the code of HALoS (github.com/utnslab/halos), which follows the paper.
 
 Departures from the paper
 - The signs are those of updates, not of gradients.

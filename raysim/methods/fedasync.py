@@ -147,6 +147,7 @@ class FedAsync(Method):
             "fadas",
             "inco",
             "delayed_nesterov",
+            "streaming_diloco",
         ):
             run.excludes(other, _SETS)
         for other in ("fedbuff", "groupdro"):

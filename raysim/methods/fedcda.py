@@ -290,6 +290,7 @@ class FedCDA(Method):
             "fedasync",
             "fadas",
             "delayed_nesterov",
+            "streaming_diloco",
         ):
             run.excludes(other, _TAKES_A_STEP)
         for other in ("fedbuff", "groupdro"):

@@ -12,12 +12,18 @@ Client i has the rank r_i:
 with Frobenius norms; |B_i A_i| is that of the products of all layers together. The mean of the
 factors is not the factors of the mean product: the aggregation is not exact.
 
+Choices where the paper, which writes one pair of matrices, is silent
+- With several layers, the term is a sum over layers, and the weight is the norm of all products
+  together. A client has one rank for all layers, and prunes all of them at once, to 1 or more.
+- lam = 0.001 and gamma = 0.99 by default.
+
 Departures from the paper
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - Weights multiply those of the run and other methods, which are uniform unless `weighting` says
   otherwise. They apply to the head, too, which is trained and averaged like any other parameter.
-- A client has one rank for all layers, and prunes all of them at once.
-- Virtual time and traffic count the rank before pruning, because a plan cannot depend on training.
+- A client keeps its pruned rank as client state. The paper's server learns it from the smaller
+  matrices, and sends no more from then on; here virtual time and traffic count the rank before
+  pruning, because a plan cannot depend on training.
 """
 
 from __future__ import annotations

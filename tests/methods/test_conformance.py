@@ -105,6 +105,7 @@ from raysim.methods.pfedavg import PFedAvg
 from raysim.methods.pfedme import PFedMe
 from raysim.methods.qfedavg import QFedAvg
 from raysim.methods.scaffold import Scaffold
+from raysim.methods.streaming_diloco import WHOLE_MODEL_METHODS, StreamingDiLoCo
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
 from raysim.models import Lora, Mlp, ModelRecipe
@@ -379,6 +380,15 @@ TABLE: dict[str, Row] = {
                 lambda: DelayedNesterov(1.0, 0.0, 1), run=UNIFORM
             )
         },
+    ),
+    "streaming_diloco": Row(
+        lambda: StreamingDiLoCo(2, momentum=0.5),
+        {
+            "one fragment, momentum=0, server_lr=1": Plain(
+                lambda: StreamingDiLoCo(1, 1.0, 0.0), run=UNIFORM
+            )
+        },
+        private=True,
     ),
     "fedadagrad": Row(FedAdagrad),
     "fedadam": Row(lambda: FedAdam(bias_correction=True)),
@@ -783,13 +793,14 @@ ALTERNATIVES = [
         "flexlora",
         "flora",
         "delayed_nesterov",
+        "streaming_diloco",
     ],  # the server's step
     # FedCDA sets the model itself.
     *(
         ["fedcda", name]
         for name in (
             *("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas"),
-            "delayed_nesterov",
+            *("delayed_nesterov", "streaming_diloco"),
         )
     ),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
@@ -829,6 +840,8 @@ ALTERNATIVES = [
     ),
     ["flora", "partialfed"],  # models on clients
     ["hetlora", "fedcm"],  # a direction of ranks that a client does not have
+    # A job sends a part of the parameters, and these use all of them.
+    *(["streaming_diloco", name] for name in WHOLE_MODEL_METHODS),
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
@@ -848,7 +861,7 @@ ALTERNATIVES = [
         ["fedasync", name]
         for name in (
             *("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco"),
-            "delayed_nesterov",
+            *("delayed_nesterov", "streaming_diloco"),
         )
     ),
     *(

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023) and its asynchronous form (Liu et al. 2024), written from PyTorch.
+"""DiLoCo (2023), its asynchronous form (2024) and the streaming one (2025), written from PyTorch.
 
 On the clients torch.optim.AdamW, whose state a client keeps from job to job; on the server
 torch.optim.SGD with Nesterov's momentum on the mean of received minus trained, or the delayed one.
@@ -6,7 +6,7 @@ torch.optim.SGD with Nesterov's momentum on the mean of received minus trained, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -114,3 +114,44 @@ def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> B
             "delayed_nesterov.steps": torch.tensor([len(gradients)]),
         },
     )
+
+
+def streaming(world: World, lr: float, momentum: float, fragments: Sequence[Sequence[str]]) -> Book:
+    """Run rounds of which each synchronises one fragment, a list of names of parameters."""
+    names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
+    u = {name: torch.zeros_like(world.start[name]) for name in names}
+    own: dict[int, Params] = {}
+    known: dict[int, Params] = {}
+    last: dict[int, int] = {}
+    for jobs in world.rounds:
+        changes: list[tuple[int, float, Params]] = []
+        for job, weight in zip(jobs, weights(world, jobs), strict=True):
+            received = models[job.version]
+            start = {**received, **own.get(job.client, {})}
+            known.setdefault(job.client, {name: received[name] for name in names})
+            for version in range(last.get(job.client, job.version), job.version):
+                for name in fragments[version % len(fragments)]:
+                    start[name] = known[job.client][name] = received[name]
+            trained = clients.train(job, start)
+            own[job.client] = {name: trained[name] for name in names}
+            last[job.client] = job.version
+            due = job.version % len(fragments)
+            change = {name: trained[name] - known[job.client][name] for name in fragments[due]}
+            changes.append((due, float(weight), change))
+        x = dict(models[-1])
+        for number, fragment in enumerate(fragments):
+            mine = [(weight, change) for due, weight, change in changes if due == number]
+            total = sum(weight for weight, _ in mine)
+            for name in fragment if mine else ():
+                d = torch.stack([weight / total * change[name] for weight, change in mine]).sum(0)
+                u[name] = momentum * u[name] + d
+                x[name] = x[name] + lr * (d + momentum * u[name])
+        models.append(x)
+    private = {}
+    for client, moments in clients.kept.items():
+        private[client] = moments | {
+            "streaming_diloco.local": flatten(own[client], names),
+            "streaming_diloco.received": flatten(known[client], names),
+            "streaming_diloco.version": torch.tensor([last[client]]),
+        }
+    return Book(models[-1], private, {"streaming_diloco.momentum": flatten(u, names)})

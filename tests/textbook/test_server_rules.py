@@ -22,9 +22,10 @@ from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from raysim.methods.fedprox import FedProx
 from raysim.methods.groupdro import GroupDRO
 from raysim.methods.inco import InCo
+from raysim.methods.streaming_diloco import StreamingDiLoCo
 from raysim.simulation.schedule import Buffered, Immediate, Synchronous
 from textbook.check import LOCAL, Row, check
-from textbook.diloco import delayed, diloco
+from textbook.diloco import delayed, diloco, streaming
 from textbook.fedbuff import fedbuff, fedbuff_fedadam, fedbuff_fedexp
 from textbook.fedcda import fedcda
 from textbook.fedexp import fedexp
@@ -56,6 +57,10 @@ MANY = {
         1,
     )
 }
+
+FIRST, HEAD = (
+    [f"model.{layer}.weight", f"model.{layer}.bias"] for layer in ("extractor.1", "head")
+)
 
 # DiLoCo's local training: AdamW that a client keeps.
 INNER = Local(optimizer="adamw", lr=0.01, weight_decay=0.1, batch=8, epochs=2, keep_optimizer=True)
@@ -136,6 +141,27 @@ ROWS = (
             {"local": INNER},
             LONG,
             Immediate(concurrency=3),
+        ),
+        "streaming diloco, all clients in each round": Row(
+            partial(streaming, lr=0.7, momentum=0.6, fragments=[FIRST, HEAD]),
+            lambda: [StreamingDiLoCo(2, 0.7, 0.6)],
+            {"local": INNER},
+            LONG,
+            Synchronous(4),
+        ),
+        "streaming diloco, some clients in each round": Row(
+            partial(streaming, lr=0.7, momentum=0.6, fragments=[FIRST, HEAD]),
+            lambda: [StreamingDiLoCo(2, 0.7, 0.6)],
+            {"local": INNER},
+            LONG | BY_SAMPLES,
+            Synchronous(2),
+        ),
+        "streaming diloco, stale updates": Row(
+            partial(streaming, lr=0.7, momentum=0.6, fragments=[FIRST, HEAD]),
+            lambda: [StreamingDiLoCo(2, 0.7, 0.6)],
+            {"local": INNER},
+            LONG,
+            BUFFER,
         ),
         "groupdro": Row(partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)]),
         "groupdro with BatchNorm": Row(

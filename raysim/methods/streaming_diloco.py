@@ -1,0 +1,195 @@
+"""Streaming DiLoCo: the model is cut into fragments, of which each job synchronises one.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
+Free Lunch" (2025), Algorithm 2, on DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's
+momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P.
+l is what client i ended its last job with, and g what it received last, for each parameter:
+
+    receive     the fragments that were due since the client's last job: l_p <- x_p,  g_p <- x_p
+    train       l <- AdamW(l), all fragments
+    send        D_p = l_p - g_p for p = v mod P
+    aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
+                x_p <- x_p + eta (d_p + beta u_p)
+
+Each fragment is sent in every P-th round, so that a round sends 1/P of the bytes, and all the same
+bytes as DiLoCo with rounds that are P times as long. Fragments that are not due keep the local
+values of each client.
+
+Departures from the paper
+- A round is the time between two synchronisations, H / P steps for a fragment that is synchronised
+  after H steps. The exchange is not hidden behind further steps (tau = 0), and clients take over
+  the received values without mixing them with their own (alpha = 0).
+- Values travel as floats of 32 bits, not 4.
+- Updates of one aggregation may be stale and belong to several fragments; each fragment moves by
+  the mean of its own updates. A client with a lost job receives what was due since the job before.
+- Traffic counts the fragments that were due since the client's last job. For a client that missed
+  rounds it counts as if these were the last ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.method import Method
+from raysim.primitives.checks import at_least, between, one_of
+from raysim.vectors.layout import Entry, Layout
+
+if TYPE_CHECKING:
+    from raysim.api.declarations import Participation
+    from raysim.api.declare import Declarations
+    from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import Aggregation, ServerView
+    from raysim.api.setup import Setup
+
+Pattern = Literal["strided", "sequential"]
+
+# Methods that read a client's whole movement, or keep models or values for each parameter.
+WHOLE_MODEL_METHODS = (
+    "scaffold", "fedcm", "fedspeed", "ditto", "apfl", "pfedme", "fedala", "partialfed", "local",
+    "fedproto", "ca2fl", "ace", "fednova", "qfedavg", "hetlora", "centralized",
+)  # fmt: skip
+
+
+def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
+    """Return the places of each fragment in the vector.
+
+    A layer is what has one name up to the first number in it ("model.net.blocks.0"), or one module.
+    strided: layer i belongs to fragment i mod count. sequential: neighbouring layers belong
+    together, in equal numbers. With fewer layers than fragments some fragments are empty.
+    """
+    layers: dict[str, list[Entry]] = {}
+    for entry in layout.entries:
+        if entry.stop <= layout.trained:
+            layers.setdefault(_layer_name(entry.name), []).append(entry)
+    numbers = np.arange(len(layers))
+    fragment = numbers % count if pattern == "strided" else numbers * count // len(layers)
+    entries: list[list[Entry]] = [[] for _ in range(count)]
+    for number, layer in zip(fragment.tolist(), layers.values(), strict=True):
+        entries[number] += layer
+    return tuple(layout.stretches(part) for part in entries)
+
+
+def _layer_name(name: str) -> str:
+    """Return the name up to the first number; without one, the name of the module."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    return numbered.group() if numbered else name.rpartition(".")[0]
+
+
+def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
+    """Return the fragments that were due from one version to another."""
+    return [number % count for number in range(max(since, version - count), version)]
+
+
+class StreamingDiLoCo(Method):
+    """A method that synchronises one fragment of the model in each round.
+
+    fragments: P. server_lr: eta. momentum: beta. pattern: how layers are divided, "strided" or
+    "sequential".
+    """
+
+    name = "streaming_diloco"
+    paper = "Douillard et al. 2025"
+    weighting = "uniform"
+
+    def __init__(
+        self,
+        fragments: int = 3,
+        server_lr: float = 0.7,
+        momentum: float = 0.9,
+        pattern: Pattern = "strided",
+    ):
+        self.fragments = at_least("method.streaming_diloco.fragments", fragments, 1)
+        self.server_lr = at_least("method.streaming_diloco.server_lr", server_lr, 0.0)
+        self.momentum = between("method.streaming_diloco.momentum", momentum, 0.0, 1.0)
+        self.pattern = one_of("method.streaming_diloco.pattern", pattern, ("strided", "sequential"))
+
+    def setup(self, run: Setup) -> None:
+        """Keep both models of each client and the momentum; count one fragment for each job."""
+        for other in WHOLE_MODEL_METHODS:
+            run.excludes(other, "it uses all parameters of a job, and a job sends a part of them")
+        run.owns("step")
+        run.check(self._check_fragments)
+        run.client_state("local", run.zeros)
+        run.client_state("received", run.zeros)
+        run.client_state("version", lambda samples: torch.full((1,), -1))
+        run.server_state("momentum", run.zeros)
+        run.omit(
+            lambda job: run.layout.trained - self._floats_down(run.layout, job),
+            lambda job: run.layout.trained - self._size(run.layout, job.version % self.fragments),
+        )
+
+    def _check_fragments(self, run: Declarations) -> Sequence[str]:
+        """Return a warning if there are fewer layers than fragments."""
+        fragments = fragments_of(run.layout, self.fragments, self.pattern)
+        empty = sum(not places for places in fragments)
+        if not empty:
+            return ()
+        return (
+            f"method.streaming_diloco.fragments={self.fragments}: {empty} of them are empty, "
+            "because the clients share fewer layers. Their rounds synchronise nothing; set it to "
+            f"{self.fragments - empty}.",
+        )
+
+    def _size(self, layout: Layout, fragment: int) -> int:
+        places = fragments_of(layout, self.fragments, self.pattern)[fragment]
+        return sum(place.stop - place.start for place in places)
+
+    def _floats_down(self, layout: Layout, job: Participation) -> int:
+        """Return the floats of the fragments that were due since the client's last job."""
+        if not job.earlier_jobs:
+            return layout.trained
+        since = job.earlier_jobs - 1  # its last version, unless it missed rounds
+        due = due_fragments(since, job.version, self.fragments)
+        return sum(self._size(layout, fragment) for fragment in due)
+
+    # --- a client's job -----------------------------------------------------------------------
+    def begin(self, job: LocalJob) -> None:
+        """Start from the client's own model, with the fragments that were due as received."""
+        trained = job.layout.trained
+        version = int(job.state["version"])
+        received = job.broadcast[:trained].clone()
+        if version >= 0:
+            places = fragments_of(job.layout, self.fragments, self.pattern)
+            local, known = job.state["local"].clone(), job.state["received"].clone()
+            for fragment in due_fragments(version, job.version, self.fragments):
+                for place in places[fragment]:
+                    local[place] = known[place] = received[place]
+            start = job.start.clone()
+            start[:trained] = local
+            job.start, received = start, known
+        job.scratch["received"] = received
+
+    def end(self, job: LocalJob) -> None:
+        """Keep the trained model, and leave only the change of one fragment in the update."""
+        trained, fragment = job.layout.trained, job.version % self.fragments
+        received: Tensor = job.scratch["received"]
+        params = job.params[:trained]
+        local = params.clone()
+        params.copy_(job.broadcast[:trained])
+        for place in fragments_of(job.layout, self.fragments, self.pattern)[fragment]:
+            params[place] = local[place] + (params[place] - received[place])
+        job.state["local"], job.state["received"] = local, received
+        job.state["version"] = torch.tensor([job.version])
+
+    # --- an aggregation -----------------------------------------------------------------------
+    def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
+        """Return the step of Nesterov's momentum for the fragments with updates, else 0."""
+        weights = [0.0] * self.fragments
+        for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
+            weights[update.version % self.fragments] += weight
+        total = float(sum(aggregation.weights))
+        step = torch.zeros_like(direction)
+        momentum = server.state["momentum"]
+        places = fragments_of(server.layout, self.fragments, self.pattern)
+        for weight, fragment in zip(weights, places, strict=True):
+            for place in fragment if weight else ():
+                mean = direction[place] / (weight / total)
+                momentum[place] = self.momentum * momentum[place] + mean
+                step[place] = self.server_lr * (mean + self.momentum * momentum[place])
+        return step
