@@ -8,9 +8,9 @@
         check()
 
 `checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a
-selection, a topology, a fleet or an observer. Each check makes a few tiny runs in this process,
-which take a fraction of a second each. It raises AssertionError with one sentence if the part
-fails. raysim's own parts pass the same checks.
+selection, a topology, a fleet, a compressor or an observer. Each check makes a few tiny runs in
+this process, which take a fraction of a second each. It raises AssertionError with one sentence if
+the part fails. raysim's own parts pass the same checks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from raysim.api.compression import Compressor
 from raysim.api.learner import Learner
 from raysim.api.method import Method
-from raysim.conformance import learners, methods, parts
+from raysim.conformance import compressors, learners, methods, parts
 from raysim.conformance.study import Study
 from raysim.data.raw import Source
 from raysim.experiment.objects import OBJECT, object_node
@@ -57,6 +58,8 @@ def checks(part: object, study: Study | None = None) -> list[Check]:
 def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     if not isinstance(part, Observer):
         yield "a file can hold it", lambda: _check_storable(part)
+    if isinstance(part, Compressor):
+        yield from compressors.checks(part, study)
     if isinstance(part, Method):
         yield from methods.checks(part, study)
         if isinstance(part, Learner):
@@ -78,7 +81,8 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         if len(kinds_of_part) != 1:
             raise TypeError(
                 f"{part!r} is not a part of a run. Give a method, a learner, a model, data, a "
-                "partition, a schedule, a selection, a topology, a fleet or an observer."
+                "partition, a schedule, a selection, a topology, a fleet, a compressor or an "
+                "observer."
             )
         yield from kinds_of_part[0](part, study)
 

@@ -19,7 +19,7 @@ from raysim.commands.new.package import NAME, TEMPLATE, next_steps
 
 GROUPS = (
     "method", "model", "data", "partition", "schedule", "selection", "topology", "fleet",
-    "observer",
+    "compression", "observer",
 )  # fmt: skip
 OPTIONS = (*GROUPS, "learner")  # the learner takes the place of method and model
 OVERRIDES = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
@@ -87,7 +87,8 @@ def test_folder_above_the_package_is_answered(
 def test_parts_run_in_process_and_continue(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
-    assert summary["methods"] == ["mine"] and summary["choices"]["observer"] == ["mine"]
+    assert summary["methods"] == ["mine", "mine_means"]
+    assert summary["choices"]["observer"] == ["mine"]
     assert Path("run/best.txt").read_text().startswith("round ")
     assert cli.call([*RUN, "out=run", "resume=latest", "rounds=4"]) == 0
 

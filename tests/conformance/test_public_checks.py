@@ -13,6 +13,7 @@ from torch import nn
 
 from raysim import (
     CSR,
+    Compressor,
     Fleet,
     Method,
     ModelRecipe,
@@ -416,3 +417,98 @@ def test_error_names_failing_observer() -> None:
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):
         checks(Failing())[0]()
+
+
+# --- compressors -------------------------------------------------------------------------------
+class Halves(Compressor):
+    """Send the first half of the parameters."""
+
+    name = "halves"
+
+    def words(self, layout: Any) -> int:
+        return int(layout.trained // 2)
+
+    def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
+        half: np.ndarray = values[: self.words(layout)].numpy().view(np.uint32)
+        return half
+
+    def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
+        out.zero_()
+        out.numpy()[: len(message)] = message.view(np.float32)
+
+
+class TooLong(Halves):
+    """Send one word more than declared."""
+
+    def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
+        return np.append(super().encode(values, layout, key, kept), np.uint32(0))
+
+
+class Drawn(Halves):
+    """Send a random word that does not follow from the key."""
+
+    def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
+        message = super().encode(values, layout, key, kept).copy()
+        message[0] = np.random.default_rng().integers(2**32)
+        return message
+
+
+class Changing(Halves):
+    """Change the values of the sender."""
+
+    def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
+        values += 1.0
+        return super().encode(values, layout, key, kept)
+
+
+class Adding(Halves):
+    """Leave the old values of the other half."""
+
+    def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
+        out.numpy()[: len(message)] = message.view(np.float32)
+
+
+class Telepathic(Halves):
+    """Decode from what the sender remembers."""
+
+    def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
+        self.mean = float(values.mean()) + 1.0
+        return super().encode(values, layout, key, kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mean": 0.0}
+
+    def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
+        super().decode(message, layout, out)
+        out[len(message) :] = self.mean
+
+
+class Doubled(Halves):
+    """Decode three times the values."""
+
+    def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
+        super().decode(message, layout, out)
+        out *= 3.0
+
+
+@pytest.mark.parametrize(
+    ("compressor", "name"),
+    [
+        (TooLong(), "a message has the declared size"),
+        (Drawn(), "a message has the declared size"),
+        (Changing(), "a message has the declared size"),
+        (Adding(), "decoding needs the message alone"),
+        (Telepathic(), "decoding needs the message alone"),
+        (Doubled(feedback="ef14"), "error feedback shortens errors"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_wrong_message_of_a_compressor_is_caught(compressor: Compressor, name: str) -> None:
+    assert message_of(compressor, name)
+
+
+def test_good_messages_of_a_compressor_pass() -> None:
+    part = Halves(feedback="ef14")
+    names = [str(check).partition(": ")[2] for check in checks(part)]
+    for name in names[1:4]:
+        assert message_of(part, name) == ""

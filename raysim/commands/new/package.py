@@ -76,6 +76,6 @@ def next_steps(folder: Path) -> str:
     lines = [f"  {command:<{width}}  {text}" for command, text in steps.items()]
     kinds = (
         "a method, a model, a learner, data, a partition, a schedule, a selection, a topology, a "
-        "fleet and an observer of your own"
+        "fleet, a compressor and an observer of your own"
     )
     return "\n".join([f"{folder} holds {kinds}:", *lines])

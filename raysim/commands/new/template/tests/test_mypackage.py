@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mypackage.compressor import MyCompressor
 from mypackage.data import MyData
 from mypackage.fleet import MyFleet
 from mypackage.learner import MyLearner
@@ -21,7 +22,7 @@ from raysim.conformance import Check, checks
 
 PARTS = [
     MyMethod(), MyModel(), MyLearner(), MyData(), MyPartition(), MySchedule(), MySelection(),
-    MyTopology(), MyFleet(), MyObserver(),
+    MyTopology(), MyFleet(), MyCompressor(), MyObserver(),
 ]  # fmt: skip
 GROUPS = ["data", "partition", "schedule", "selection", "topology", "fleet", "observer"]
 
@@ -32,7 +33,7 @@ def test_part_passes_check(check: Check) -> None:
 
 
 # The learner has its own model and training, so that it takes the place of model and method.
-@pytest.mark.parametrize("trained", [["method", "model"], ["learner"]], ids="+".join)
+@pytest.mark.parametrize("trained", [["method", "model", "compression"], ["learner"]], ids="+".join)
 def test_parts_run_together(trained: list[str], tmp_path: Path) -> None:
     overrides = [f"{group}=mypackage" for group in [*trained, *GROUPS]]
     result = raysim.run(

@@ -1,0 +1,39 @@
+"""A compressor: neighbouring parameters share one number, the mean of their changes."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from raysim import Compressor
+from raysim.api.compression import Direction, Feedback
+from raysim.primitives.checks import at_least
+from raysim.vectors.layout import Layout
+
+
+class MyCompressor(Compressor):
+    """A compressor that sends the mean of each block of entries.
+
+    block: entries in a block. direction and feedback: see `raysim.Compressor`.
+    """
+
+    name = "mypackage_means"
+    paper = "none"
+
+    def __init__(self, block: int = 2, direction: Direction = "up", feedback: Feedback = "ef14"):
+        super().__init__(direction, feedback)
+        self.block = at_least("compression.block", block, 1)
+
+    def words(self, layout: Layout) -> int:
+        """Return the size of a message in words of 32 bits: a float for each block."""
+        return -(-layout.trained // self.block)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the means, as words; zeros fill the last block."""
+        padded = np.zeros(self.words(layout) * self.block, np.float32)
+        padded[: len(values)] = values.numpy()
+        return padded.reshape(-1, self.block).mean(1).view(np.uint32)
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the mean of each entry's block."""
+        out.numpy()[:] = message.view(np.float32).repeat(self.block)[: len(out)]
