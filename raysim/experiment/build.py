@@ -57,7 +57,7 @@ from raysim.simulation.network import make_network
 from raysim.simulation.schedule import Schedule, check_concurrency, check_sites
 from raysim.simulation.server import default_weighting
 from raysim.training.initial_weights import read_initial_weights
-from raysim.training.run_spec import RunSpec, declare_run, sample_flops
+from raysim.training.run_spec import RunSpec, check_base, declare_run, sample_flops
 from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
 
 # Values of an option, by their keys.
@@ -229,6 +229,7 @@ def _build_experiment(
     if isinstance(topology, Star):  # else the clients of a replica are not known yet
         check_concurrency(schedule, data.partition.train.counts)
     declarations = declare_run(spec)
+    check_base(spec)
     spec, client_warnings = drop_untrainable_clients(spec, declarations, partitioner)
     if client_warnings:
         declarations = declare_run(spec)

@@ -27,7 +27,7 @@ from raysim.simulation.best_model import best_criterion
 from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
 from raysim.simulation.network import describe_network
-from raysim.training.run_spec import RunSpec, declare_run, evaluation_of
+from raysim.training.run_spec import RunSpec, declare_as_drawn, evaluation_of
 from raysim.vectors.layout import Layout
 
 # More users than these are listed only in clients.parquet.
@@ -43,7 +43,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     Raise `ValueError` if the run cannot begin with its fleet.
     """
     spec, settings = experiment.spec, experiment.spec.settings
-    declarations = declare_run(spec)
+    declarations = declare_as_drawn(spec)
     networks, layout = declarations.networks, declarations.layout
     numbers: Any = statistics(spec.data)
     personal = {entry.name for entry in layout.entries if entry.personal}

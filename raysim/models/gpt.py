@@ -78,6 +78,10 @@ class GptNetwork(nn.Module):
         if recipe.tied:
             self.head.weight = self.embedding.weight
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the output layer, under the name that networks of transformers use."""
+        return self.head
+
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         values = self.drop(self.embedding(tokens) + self.position[:length])

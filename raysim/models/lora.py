@@ -11,14 +11,17 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
-from raysim.primitives.checks import above, at_least, in_range
+from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.errors import suggest
 from raysim.primitives.extras import import_optional
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Parts of the names of an adapter's factors, and of the layer that it adapts (peft).
+ADAPTER, ADAPTED = ".lora_", ".base_layer."
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,28 @@ class Lora:
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
     layer in front of the head, or every convolution if there is no linear layer; layers with fewer
-    inputs or outputs than the rank are left out.
+    inputs or outputs than the rank are left out, and so is the output layer of a language model,
+    which its function `get_output_embeddings` returns (the name is that of transformers).
+    base: the type in which the frozen weights of linear layers, convolutions and embeddings are
+    stored; the computation is in the type of the run.
     """
 
     rank: int = 0
     alpha: float = 16.0
     dropout: float = 0.0
     layers: list[str] | None = None
+    base: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         at_least("model.lora.rank", self.rank, 0)
         above("model.lora.alpha", self.alpha, 0)
         in_range("model.lora.dropout", self.dropout, least=0, below=1)
+        one_of("model.lora.base", self.base, ("float32", "bfloat16"))
+        if self.base != "float32" and not self.rank:
+            raise ValueError(
+                f"model.lora.base={self.base} stores frozen weights, and no weight is frozen "
+                "without adapters. Set model.lora.rank above 0, or model.lora.base=float32."
+            )
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,11 @@ def _linear_types() -> tuple[type[nn.Module], ...]:
 
 def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     """Return the names of the layers that get an adapter with `model.lora.layers=null`."""
-    modules = [(name, module) for name, module in inner.named_modules() if name]
+    output_layers = _output_layers(inner)
+    modules = []
+    for name, module in inner.named_modules():
+        if name and not any(module is layer for layer in output_layers):
+            modules.append((name, module))
     linear = [name for name, module in modules if isinstance(module, _linear_types())]
     convolutions = [
         name for name, module in modules if isinstance(module, CONVOLUTIONS) and module.groups == 1
@@ -139,6 +156,12 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
             f"most {max(widths.values())}."
         )
     return names
+
+
+def _output_layers(inner: nn.Module) -> list[object]:
+    """Return the layers that make the logits of tokens; often they share the embedding's weight."""
+    finders = [getattr(module, "get_output_embeddings", None) for module in inner.modules()]
+    return [find() for find in finders if callable(find)]
 
 
 def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:

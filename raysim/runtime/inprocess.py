@@ -15,7 +15,7 @@ from raysim.simulation.runtime import LostNode
 from raysim.simulation.schedule import Schedule
 from raysim.training.determinism import openblas_threads
 from raysim.training.resident import StateHandle
-from raysim.training.run_spec import RunSpec
+from raysim.training.run_spec import RunSpec, share_frozen_weights
 from raysim.training.worker import Worker
 from raysim.vectors.tree_sum import add_up
 
@@ -106,5 +106,6 @@ def run(
     folder, resume: see `Coordinator`.
     """
     with preserve_torch_settings():
+        spec = share_frozen_weights(spec)
         runtime = InProcess(Worker(spec))
         yield from Coordinator(spec, schedule, fleet, runtime, folder, resume).run()

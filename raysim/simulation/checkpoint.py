@@ -66,10 +66,14 @@ class Snapshot:
     jobs: Mapping[int, int]
 
 
-def save_model(tensors: Arrays, path: Path) -> None:
-    """Write named tensors as one file; the file appears complete or not at all."""
+def save_model(tensors: Arrays, path: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write named tensors as one file; the file appears complete or not at all.
+
+    notes: texts for the header of the file.
+    """
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
-        save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, draft)
+        save_file(arrays, draft, None if notes is None else dict(notes))
 
 
 def _size(tensors: Arrays) -> int:

@@ -115,7 +115,8 @@ class Coordinator:
             best=self.evaluator.best,
             best_model=best_model,
         )
-        self.saver = RunSaver(state, self.initial, settings, folder, resume)
+        base = "" if spec.frozen is None else spec.frozen.sha256
+        self.saver = RunSaver(state, self.initial, settings, folder, resume, base)
 
     @property
     def server(self) -> Server:

@@ -11,6 +11,7 @@ from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.checkpoint import Checkpoints
 from raysim.simulation.events import Finished, Saved
 from raysim.simulation.snapshot import RunState
+from raysim.training.frozen_weights import BASE
 from raysim.training.run_spec import RunSettings
 from raysim.vectors.layout import Vector
 
@@ -20,12 +21,20 @@ class RunSaver:
 
     initial: the initial model, whose tensors have the names that the final one needs. folder: where
     the model and checkpoints are written; "" writes none. address: the address of the checkpoint to
-    continue from; "" starts a new run.
+    continue from; "" starts a new run. base: the checksum of the frozen weights to which the model
+    belongs, which its file holds; "" if no weight is frozen.
     """
 
     def __init__(
-        self, run: RunState, initial: Vector, settings: RunSettings, folder: str, address: str
+        self,
+        run: RunState,
+        initial: Vector,
+        settings: RunSettings,
+        folder: str,
+        address: str,
+        base: str = "",
     ):
+        self._base = base
         self._run, self._initial, self._folder, self._address = run, initial, folder, address
         self._every = settings.checkpoint.every if folder else 0
         self._rounds = settings.rounds
@@ -82,4 +91,5 @@ class RunSaver:
             return
         named = self._initial.named(vector, counters)
         arrays = {key: tensor.numpy() for key, tensor in named.items()}
-        checkpoint.save_model(arrays, Path(self._folder) / name)
+        notes = {BASE: self._base} if self._base else None
+        checkpoint.save_model(arrays, Path(self._folder) / name, notes)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raysim.api.context import Context
 from raysim.training.client_vector import load_vector
+from raysim.training.frozen_weights import frozen_parameters
 from raysim.vectors.layout import Vector
 
 
@@ -36,7 +37,11 @@ class FrozenNetworks:
         """Return the vector of a set of frozen networks, with the values loaded last."""
         if name not in self._vectors:
             trained = self._trained
-            networks = {key: copy.deepcopy(net).eval() for key, net in trained.networks.items()}
+            # Weights that nobody trains are the same in all sets.
+            same = {id(p): p for _, p in frozen_parameters(trained.networks)}
+            networks = {}
+            for key, network in trained.networks.items():
+                networks[key] = copy.deepcopy(network, dict(same)).eval()
             vector = Vector(networks, trained.layout, trained.data.device, trained.data.dtype)
             for parameter in vector.parameters.values():
                 parameter.requires_grad_(False)

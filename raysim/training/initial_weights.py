@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from raysim.models.lora import ADAPTED, ADAPTER
 from raysim.models.split import original_names
 from raysim.primitives.errors import first_line, suggest
 from raysim.primitives.files import regular_file, user_path
+from raysim.training.frozen_weights import BASE, base_sha256
 
 MODEL = "model."
-# Parts of the names of an adapter's factors, and of the layer that it adapts (peft).
-ADAPTER, ADAPTED = ".lora_", ".base_layer."
 MAX_NAMES = 3  # of tensors in an error
 
 
@@ -57,10 +57,15 @@ class Init:
 
 @dataclass(frozen=True, eq=False)
 class InitialWeights:
-    """The tensors of a file as arrays, and the settings that select among them."""
+    """The tensors of a file as arrays, and the settings that select among them.
+
+    base: the checksum of the frozen weights to which the adapters in the file belong, see
+    `base_sha256`; "" if the file does not say.
+    """
 
     init: Init
     tensors: Mapping[str, np.ndarray]
+    base: str = ""
 
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
         """Copy the values into the networks. Raises ValueError with the tensors that do not fit.
@@ -78,6 +83,20 @@ class InitialWeights:
         targets = _Targets(networks, personal)
         chosen = self._select(targets)
         return [name for name in targets.tensors if name not in chosen]
+
+    def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
+        """Raise ValueError if the file's adapters belong to other frozen weights than the run's."""
+        if not self.base:
+            return
+        drawn = self.drawn(networks, personal)
+        names = [name for name, _ in networks["model"].named_parameters() if ADAPTER in name]
+        takes_adapters = any(f"{MODEL}{name}" not in drawn for name in names)
+        if takes_adapters and base_sha256(networks["model"]) != self.base:
+            raise ValueError(
+                f"init.file={self.init.file}: its adapters belong to other frozen weights than "
+                "this run has. Set seed, model and data as in the run that wrote it, or draw the "
+                "adapters with init.redraw."
+            )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
         """Return the arrays that are used, by the full names of the run's tensors."""
@@ -276,7 +295,15 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
         )
     tensors = _read(path, init.file)
     filled = Init(init.file, init.only, init.redraw, digest)
-    return filled, InitialWeights(filled, tensors)
+    return filled, InitialWeights(filled, tensors, _read_base(path))
+
+
+def _read_base(path: Path) -> str:
+    """Return the checksum of the frozen weights in the header of a file of safetensors, or ""."""
+    if path.suffix != ".safetensors":
+        return ""
+    with safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get(BASE, "")
 
 
 def _read(path: Path, shown: str) -> dict[str, np.ndarray]:

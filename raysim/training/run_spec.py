@@ -27,10 +27,13 @@ from raysim.data.causal import stored_vocabulary
 from raysim.data.dataset import Dataset
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
+from raysim.models.lora import find_adapters
 from raysim.models.split import ExternalModel, WholeNetwork, check_outputs
+from raysim.models.stored_weights import store_base
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.kinds import PackedShape
 from raysim.training.attack import Attack, Attackers
+from raysim.training.frozen_weights import FrozenWeights, base_sha256, collect_arrays
 from raysim.training.initial_weights import Init, InitialWeights
 from raysim.training.rates import is_in_part
 from raysim.vectors.layout import Layout
@@ -169,6 +172,7 @@ class RunSpec:
     selection: the rule that chooses the clients of a dispatch.
     topology: the models of the server, and how they exchange.
     devices: the kind of each client's device; None if the fleet is not known.
+    frozen: the frozen weights that all processes of a node share; None builds them in each process.
     """
 
     model: ModelRecipe
@@ -192,6 +196,7 @@ class RunSpec:
     selection: Selection = field(default_factory=Random)
     topology: Topology = field(default_factory=Star)
     devices: Labels | None = None
+    frozen: FrozenWeights | None = None
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)
@@ -267,6 +272,34 @@ def build_model(spec: RunSpec) -> nn.Module:
 
 def declare_run(spec: RunSpec) -> Declarations:
     """Return what the methods of a run declare, with its networks; equal in every process."""
+    declarations = declare_as_drawn(spec)
+    store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
+    if spec.frozen is not None:
+        spec.frozen.put_into(declarations.networks)
+    return declarations
+
+
+def share_frozen_weights(spec: RunSpec) -> RunSpec:
+    """Return the spec with the frozen weights of a model with adapters, built once."""
+    if "peft" not in sys.modules:
+        return spec  # no model can have adapters
+    networks = declare_as_drawn(spec).networks
+    if not find_adapters(networks["model"]):
+        return spec
+    checksum = base_sha256(networks["model"])
+    store_base(networks["model"], spec.model.lora, spec.dtype)
+    return replace(spec, frozen=FrozenWeights(collect_arrays(networks, spec.dtype), checksum))
+
+
+def check_base(spec: RunSpec) -> None:
+    """Raise ValueError if `init.file` has adapters for other frozen weights; see `Init`."""
+    if spec.weights is not None and spec.weights.base:
+        declarations = declare_as_drawn(spec)
+        spec.weights.check_base(declarations.networks, declarations.private_names)
+
+
+def declare_as_drawn(spec: RunSpec) -> Declarations:
+    """Do what `declare_run` does, and leave frozen weights as they were drawn or read."""
     settings, task = spec.settings, spec.task
     facts = RunSettingsForMethods(
         settings.local,

@@ -99,6 +99,36 @@ def test_adapters_start_on_weights_of_a_run_without_them(trained: Path, tmp_path
             start(build(compose([*words, f"init.file={tmp_path / 'less.safetensors'}"])))
 
 
+def test_adapters_of_a_file_need_their_frozen_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    words = [*MLP, "model.lora.rank=2"]
+    raysim.run([*words, f"out={tmp_path / 'run'}"], quiet=True)
+    init = f"init.file={tmp_path / 'run' / 'model.safetensors'}"
+    start(build([*words, init]))
+    start(build([*words, init, "model.lora.base=bfloat16"]))  # the same weights, rounded
+    with pytest.raises(RefusedError, match=r"init\.file"):
+        build([*words, init, "seed=5"])
+    build([*words, init, "seed=5", "init.only=head"])
+
+
+def test_base_in_bfloat16_has_the_bits_of_rounded_weights(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    weights = load_file(trained / "model.safetensors")
+    frozen = {name for name in weights if "extractor" in name and name.endswith("weight")}
+    round_ = {name: value.bfloat16().float() for name, value in weights.items() if name in frozen}
+    assert any(not torch.equal(round_[name], weights[name]) for name in frozen)
+    save_file({**weights, **round_}, tmp_path / "rounded.safetensors")
+    checksums = []
+    for name, base, file in (
+        ("stored", "bfloat16", trained / "model.safetensors"),
+        ("rounded", "float32", tmp_path / "rounded.safetensors"),
+    ):
+        words = [*MLP, "model.lora.rank=2", f"model.lora.base={base}", f"init={file}"]
+        result = raysim.run([*words, f"out={tmp_path / name}"], quiet=True)
+        checksums.append(result.summary["model_sha256"])
+    assert checksums[0] == checksums[1]
+
+
 def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     """With a rate of almost 0 the model stays at its initial weights."""
     file = trained / "model.safetensors"

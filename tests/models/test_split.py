@@ -19,6 +19,7 @@ from raysim.methods.fedprox import FedProx
 from raysim.models import (
     Cct7,
     CustomModel,
+    Gpt,
     Lora,
     Mlp,
     MnistCnn,
@@ -308,6 +309,18 @@ def test_adapters_reject_rank_above_layer_size(recipe: ModelRecipe, lora: Lora) 
 def test_adapters_leave_out_layers_below_the_rank() -> None:
     model = Mlp((8, 3), Lora(rank=4)).build((1, 8, 8), 4, 0)
     assert [adapter.layer for adapter in find_adapters(model)] == ["extractor.1"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_leave_out_output_layer_of_a_gpt(tied: bool) -> None:
+    recipe = Gpt(width=8, heads=2, blocks=1, tied=tied, lora=Lora(rank=2))
+    model = recipe.build((5,), 11, 0, Tokens(11))
+    layers = [adapter.layer.rpartition(".")[2] for adapter in find_adapters(model)]
+    assert layers == ["qkv", "out", "up", "down"]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+    named = replace(recipe, lora=Lora(rank=2, layers=["qkv", "head"]))
+    assert len(find_adapters(named.build((5,), 11, 0, Tokens(11)))) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raysim.experiment.execute import run
-from raysim.models import HuggingFaceModel
+from raysim.models import HuggingFaceModel, Lora
+from raysim.models.lora import find_adapters
 from raysim.primitives.kinds import Tokens
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -94,6 +95,13 @@ def test_hugging_face_causal_model_sees_no_later_token(tmp_path: Path) -> None:
     again = HuggingFaceModel(str(tmp_path), pretrained=True, task="causal")
     fewer = again.build((5,), 6, 1, Tokens(6)).eval()  # the data has fewer tokens
     assert torch.allclose(fewer(tokens.clamp(max=5)), model(tokens.clamp(max=5))[:, :6], atol=1e-6)
+
+
+def test_adapters_leave_out_output_layer_of_hugging_face() -> None:
+    pytest.importorskip("peft")
+    recipe = HuggingFaceModel("gpt2", options=GPT2, task="causal", lora=Lora(rank=2))
+    layers = [adapter.layer for adapter in find_adapters(recipe.build((5,), 7, 0, Tokens(7)))]
+    assert len(layers) == 4 and not any("lm_head" in layer for layer in layers)
 
 
 def test_hugging_face_causal_model_refuses_bad_settings() -> None:

@@ -27,7 +27,7 @@ from raysim.runtime.ray.cluster import Say, bundle_options, reserve, run_bundles
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import Participants
-from raysim.training.run_spec import RunSpec
+from raysim.training.run_spec import RunSpec, share_frozen_weights
 
 IDLE_TIMEOUT_S = 2  # an idle process answers within this time
 Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
@@ -140,6 +140,7 @@ def start_processes(
 
     places: the arguments `folder` and `resume` of the coordinator.
     """
+    spec = share_frozen_weights(spec)
     request, shared = (run_bundles(size), options.strategy), ray.put(spec)
     base_name = _waiting.name if _waiting else Path(places[0]).name
     name = f"{base_name or 'raysim'}-{uuid.uuid4().hex[:6]}"

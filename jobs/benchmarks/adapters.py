@@ -1,0 +1,171 @@
+"""Measure what a run with adapters costs: the time of a job, and the memory of the frozen weights.
+
+    uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
+    uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
+
+`steps` trains a GPT of 3.3 million parameters with adapters of rank 8, one job of 20 steps at a time,
+in raysim and in a plain loop in turns. A row has the medians of the CPU seconds of a job and of their
+ratios. The limit is 1.05.
+
+`memory` runs raysim with different numbers of workers and clients. A row has the memory that all of
+Ray's processes hold at the same time, each shared page counted once, as a multiple of the frozen
+weights beyond the first row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import raysim
+from jobs.command import run
+from raysim.experiment.build import build
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.coordinator import Coordinator
+from raysim.simulation.events import Round
+from raysim.simulation.fleet import Ideal
+from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import RunSpec, build_model, share_frozen_weights
+from raysim.training.worker import Worker
+
+LIMIT = 1.05
+STEPS, BATCH, LENGTH, RATE = 20, 8, 64, 0.01
+BASES = ("float32", "bfloat16")
+GPT = [
+    "data=python_topics", "data.tokenizer=bytes", f"data.length={LENGTH}", "model=gpt",
+    "model.width=256", "model.blocks=4", "model.lora.rank=8", "partition=iid", "partition.clients=2",
+    "partition.test_fraction=0", "local.epochs=null", f"local.steps={STEPS}", f"local.batch={BATCH}",
+    "local.sampling=replacement", f"local.lr={RATE}", "evaluate.every=100000", "runtime=inprocess",
+]  # fmt: skip
+WIDTH, LAYERS = 4000, 4
+MLP = [
+    "data=digits", "model=mlp", f"model.widths={[WIDTH] * LAYERS}", "model.lora.rank=4",
+    "partition=iid", "rounds=4", "evaluate.every=100000", "tracking=none", "checkpoint.every=0",
+    "runtime=local", "runtime.threads=1",
+]  # fmt: skip
+FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # of the large layers in float32
+
+
+# --- the time of a job --------------------------------------------------------------------------
+def raysim_job_s(spec: RunSpec, jobs: int) -> float:
+    """Return the CPU seconds of a job, without the first round and the end of the run."""
+    spec = replace(spec, settings=replace(spec.settings, rounds=jobs + 2))
+    coordinator = Coordinator(spec, Synchronous(1), Ideal(), InProcess(Worker(spec)))
+    ends = []
+    for event in coordinator.run():
+        if isinstance(event, Round):
+            ends.append(time.process_time())
+    return (ends[-2] - ends[0]) / jobs
+
+
+def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jobs: int) -> float:
+    """Return the CPU seconds of the same steps: torch.optim.SGD on the factors of peft."""
+    factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    start = time.process_time()
+    for _ in range(jobs):
+        optimizer = torch.optim.SGD(factors, lr=RATE)
+        for _ in range(STEPS):
+            rows = torch.randint(len(tokens), (BATCH,), generator=generator)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens[rows]), labels[rows])
+            loss.backward()
+            optimizer.step()
+    return (time.process_time() - start) / jobs
+
+
+def measure_steps(blocks: int, jobs: int) -> None:
+    """Print a row for each type of the frozen weights."""
+    specs = {}
+    for base in BASES:
+        spec = build([*GPT, f"model.lora.base={base}"]).spec
+        specs[base] = share_frozen_weights(replace(spec, threads=1))
+    torch.set_num_threads(1)
+    plain = build_model(specs["float32"])
+    dataset = specs["float32"].data.open()
+    tokens = torch.from_numpy(dataset.inputs.copy())
+    labels = torch.from_numpy(dataset.labels.copy()).long()
+    print(f"CPU seconds of a job of {STEPS} steps; limit {LIMIT}", flush=True)
+    for base, spec in specs.items():
+        pairs = []
+        for _ in range(blocks):
+            pairs.append((plain_job_s(plain, tokens, labels, jobs), raysim_job_s(spec, jobs)))
+        ratio = statistics.median(ours / theirs for theirs, ours in pairs)
+        theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+        text = f"base={base:9} peft and torch {theirs:.3f}  raysim {ours:.3f}  ratio {ratio:.3f}"
+        print(text, flush=True)
+
+
+# --- memory -------------------------------------------------------------------------------------
+def ray_bytes() -> int:
+    """Return the memory of all workers of Ray; a page that several share counts once (Linux)."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+                continue
+            lines = (process / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def peak_bytes(overrides: list[str]) -> int:
+    """Run raysim; return the most memory that Ray's workers hold at the same time."""
+    peak, has_ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.1):
+            peak[0] = max(peak[0], ray_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            raysim.run([*overrides, f"out={folder}/run"], quiet=True)
+    finally:
+        has_ended.set()
+        watcher.join()
+    return peak[0]
+
+
+def measure_memory() -> None:
+    """Print a row for each number of workers and clients."""
+    print(f"frozen weights: {FROZEN_BYTES / 2**20:.0f} MiB in float32", flush=True)
+    for base in BASES:
+        first = None
+        for workers, clients in ((1, 4), (2, 4), (2, 64)):
+            words = [f"runtime.workers={workers}", f"partition.clients={clients}"]
+            words += [f"model.lora.base={base}", "schedule.cohort=4"]
+            used = peak_bytes([*MLP, *words])
+            first = used if first is None else first
+            more = (used - first) / FROZEN_BYTES
+            text = f"base={base:9} workers {workers}  clients {clients:3}  {used / 2**20:6.0f} MiB"
+            print(f"{text}  {more:+.2f} times the weights", flush=True)
+
+
+def main() -> None:
+    """Measure what the arguments name."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("what", choices=("steps", "memory"))
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=3, help="jobs in a block (3)")
+    given = parser.parse_args()
+    if given.what == "steps":
+        measure_steps(given.blocks, given.jobs)
+    else:
+        measure_memory()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,73 @@
+"""The frozen weights of a run with adapters: one copy for all processes of a node.
+
+The process that starts a run builds them once. On Ray they travel in the object store, where all
+processes of a node read the same memory; in process, coordinator and worker use the same arrays.
+They are only read: a method that changes weights makes parameters or buffers of them, which belong
+to the vector.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from raysim.models.lora import ADAPTED, ADAPTER
+
+# The name of `base_sha256` in the header of a file with adapters.
+BASE = "raysim.base_sha256"
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenWeights:
+    """The frozen parameters of a run's networks, by full name.
+
+    sha256: the checksum of the base that a file of adapters names, see `base_sha256`.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    sha256: str
+
+    def put_into(self, networks: Mapping[str, nn.Module]) -> None:
+        """Let the networks use these arrays; nothing is copied."""
+        for name, parameter in frozen_parameters(networks):
+            parameter.data = torch.from_numpy(self.arrays[name])
+
+
+def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the full name and the parameter of all frozen parameters."""
+    for network, module in networks.items():
+        for path, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                yield f"{network}.{path}", parameter
+
+
+def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Return the frozen parameters as arrays; floats get the type of the vector."""
+    arrays = {}
+    for name, parameter in frozen_parameters(networks):
+        values = parameter.detach()
+        if values.is_floating_point():
+            values = values.to(dtype)
+        arrays[name] = values.numpy()
+    return arrays
+
+
+def base_sha256(model: nn.Module) -> str:
+    """Return a checksum of the frozen weights of a model, without factors of adapters.
+
+    It does not depend on which layers have an adapter.
+    """
+    digest = hashlib.sha256()
+    values = {}
+    for path, parameter in model.named_parameters():
+        if not parameter.requires_grad and ADAPTER not in path:
+            values[path.replace(ADAPTED, ".")] = parameter.detach().float().contiguous()
+    for path in sorted(values):
+        digest.update(path.encode())
+        digest.update(values[path].numpy())
+    return digest.hexdigest()
