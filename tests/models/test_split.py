@@ -119,10 +119,7 @@ def test_network_that_does_not_fit_is_rejected(
 
 def test_squeezed_outputs_are_rejected() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
-    with pytest.raises(
-        ValueError,
-        match=r"\[3\] .*\[3, 1\].*squeeze",
-    ):
+    with pytest.raises(ValueError, match="squeeze"):
         split_network(net, 1, inputs())
 
 
