@@ -493,6 +493,32 @@ def test_frozen_actor_is_replaced_with_the_same_bits(
     assert stacks[0] == "" and "T (stopped)" in stacks[-1]
 
 
+def test_replacement_that_is_lost_with_its_node_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new actor dies, and the task that reports its identity never runs."""
+    from raysim.runtime import ray as on_ray
+
+    identity_of_actor, report = MagicMock(), MagicMock()
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return (refs, []) if refs == [identity_of_actor] else ([], refs)
+
+    def get(ref: Any, timeout: float | None = None) -> Any:
+        raise on_ray.ray.exceptions.RayActorError
+
+    for name, instead in {"wait": wait, "get": get, "kill": lambda actor: None}.items():
+        monkeypatch.setattr(on_ray.ray, name, instead)
+    actor = MagicMock()
+    actor.identity.remote.return_value = identity_of_actor
+    runtime = on_ray.RayRuntime(
+        1, lambda worker: actor, participants=MagicMock(), identify=lambda worker: report
+    )
+    monkeypatch.setattr(runtime, "find_lost_workers", lambda: {0: LostNode("is gone")})
+    with pytest.raises(WorkerDiedError, match="node is lost"):
+        runtime.revive(0)
+
+
 class Sleepy(Method):
     """Make each job take a tenth of a second until a file exists."""
 

@@ -492,17 +492,26 @@ class RayRuntime:
         self._adders.pop(self.nodes[worker], None)  # it may be lost with the node
         actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
+        if not self._wait_in_place(worker, ready):
+            raise ProcessLostError(
+                f"worker {worker} died, and no other worker started in its place. Its node may be "
+                "lost."
+            )
+        self._meet_replacement(worker, ready)
+
+    def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
+        """Wait for the result of a process in a worker's bundle; return False if none comes.
+
+        Raises WorkerDiedError if the node is lost.
+        """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
-            if ray.wait([ready], timeout=1)[0]:
-                self._meet_replacement(worker, ready)
-                return
+            if ray.wait([ref], timeout=1)[0]:
+                return True
             if worker in self.find_lost_workers():
                 raise WorkerDiedError("its node is lost")
             if second % ROOM_CHECK_S == 0 and _has_lost_bundle():
                 break
-        raise ProcessLostError(
-            f"worker {worker} died, and no other worker started in its place. Its node may be lost."
-        )
+        return False
 
     def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
         """Wait until all workers are ready, and compare them with the driver.
@@ -527,12 +536,15 @@ class RayRuntime:
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare the replacement of a dead worker with the driver.
 
-        Raises RunStoppedError if it would compute other bits.
+        Raises RunStoppedError if it would compute other bits, and WorkerDiedError if it is lost
+        with its node.
         """
         if self.participants is None:
             return
         identity = self._identity(worker, answer)
         if identity is None:
+            if worker in self.find_lost_workers():
+                raise WorkerDiedError("its node is lost")
             return
         try:
             self.participants.add(identity)
@@ -553,8 +565,11 @@ class RayRuntime:
             return identity
         if self._identify is None:
             return None
+        report = self._identify(worker)
         try:
-            return ray.get(self._identify(worker), timeout=REPLACEMENT_TIMEOUT_S)
+            return ray.get(report) if self._wait_in_place(worker, report) else None
+        except WorkerDiedError:  # the node is lost as well
+            return None
         except ray.exceptions.RayTaskError as error:
             facts = {"raysim": f"cannot be loaded: {first_line(error)}"}
             return Identity(f"worker-{worker}", "its node", facts)
