@@ -34,7 +34,7 @@ from raysim.training.worker import Worker
 LIMITS = {"W1": 0.05, "W3": 0.30}
 COMPRESSORS = [
     TopK(), TopK(feedback="ef14"), RandK(), QSGD(), QSGD(1, None), TernGrad(), SignSGD(direction="up"),
-    SignSGD(None, "up"), PowerSGD(), Int8(), Fp8(), Float16(),
+    SignSGD(None, "up"), PowerSGD(), PowerSGD(feedback="ef14"), Int8(), Fp8(), Float16(),
 ]  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.primitives.checks import one_of
+from raysim.vectors.blocks import new_like
 from raysim.vectors.layout import Layout
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class Compressor(Method):
         memory = state.get(MEMORY)
         wanted = values
         if memory is not None:
-            wanted = values - memory if self.feedback == "ef21" else values + memory
+            combine = torch.sub if self.feedback == "ef21" else torch.add
+            wanted = combine(values, memory, out=new_like(values))
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
         sent = wanted.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)
@@ -151,7 +153,7 @@ class Compressor(Method):
         if memory is not None:
             if self.feedback == "ef21":
                 values += memory
-                following[MEMORY] = values.clone()
+                following[MEMORY] = wanted.copy_(values)
             else:
                 following[MEMORY] = wanted.sub_(values)
         if KEPT in state:

@@ -31,7 +31,31 @@ from torch import Tensor
 from raysim.api.compression import Compressor, Direction, Feedback
 from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
+from raysim.vectors.blocks import compile_function
 from raysim.vectors.layout import Layout
+
+
+def _project(matrix: np.ndarray, basis: np.ndarray, product: np.ndarray) -> None:
+    """Add P' M to `product` [r, m], with P = basis [n, r], in one pass over M."""
+    for row in range(matrix.shape[0]):
+        for column in range(basis.shape[1]):
+            factor = basis[row, column]
+            into = product[column]
+            part = matrix[row]
+            for index in range(len(part)):
+                into[index] += factor * part[index]
+
+
+def _multiply(basis: np.ndarray, query: np.ndarray, matrix: np.ndarray) -> None:
+    """Write P Q' into `matrix` [n, m], with P = basis [n, r] and Q' = query [r, m]."""
+    for row in range(matrix.shape[0]):
+        into = matrix[row]
+        into[:] = 0.0
+        for column in range(basis.shape[1]):
+            factor = basis[row, column]
+            part = query[column]
+            for index in range(len(part)):
+                into[index] += factor * part[index]
 
 
 class _Piece(NamedTuple):
@@ -95,8 +119,9 @@ class PowerSGD(Compressor):
             matrix = entries.view(piece.rows, piece.columns)
             image = [matrix.mv(column) for column in query.T.contiguous()]
             basis = torch.linalg.qr(torch.stack(image, 1)).Q.contiguous()
-            product = basis.T.contiguous() @ matrix
-            parts += [basis.reshape(-1), product.T.reshape(-1)]
+            product = np.zeros((piece.rank, piece.columns), np.float32)
+            compile_function(_project)(matrix.numpy(), basis.numpy(), product)
+            parts += [basis.reshape(-1), torch.from_numpy(product).T.reshape(-1)]
         return torch.cat(parts).numpy().view(np.uint32)
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
@@ -104,7 +129,9 @@ class PowerSGD(Compressor):
         for piece, basis, query in self._parts(message, layout):
             entries = out[piece.start : piece.stop]
             if piece.rank:
-                torch.mm(basis, query.T, out=entries.view(piece.rows, piece.columns))
+                rows = query.T.contiguous().numpy()
+                matrix = entries.view(piece.rows, piece.columns).numpy()
+                compile_function(_multiply)(basis.numpy(), rows, matrix)
             else:
                 entries.copy_(basis)
 

@@ -20,6 +20,7 @@ from raysim.training.own_training import LocalTrainingError
 from raysim.training.run_spec import RunSpec
 from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.transfer import MemoryCopies, read_scalars, to_device
+from raysim.vectors.blocks import new_like
 from raysim.vectors.optimizer import widest_float
 
 _NO_COUNTERS = np.empty(0, np.int64)  # one object for all updates is pickled once per call
@@ -99,7 +100,7 @@ class UpdateBuilder:
             loss_rows=sum(loss_rows),
             norm=norm,
             replica=job.replica,
-            delta=None if is_summed else self.copies.copy(delta.clone()),
+            delta=None if is_summed else self.copies.copy(new_like(delta).copy_(delta)),
         )
 
     def failure(self, job: Job, error: BaseException) -> Failure:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raysim.api.messages import Job, TrainingResult
+from raysim.vectors.blocks import new_like
 from raysim.vectors.tree_sum import num_levels
 
 
@@ -32,7 +34,7 @@ class WorkerSums:
         if place is None:
             return
         group, position = place
-        leaf = None if delta is None else delta * job.weight
+        leaf = None if delta is None else torch.mul(delta, job.weight, out=new_like(delta))
         self._sums[group].add(position, leaf)
 
     @property
