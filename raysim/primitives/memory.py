@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,16 @@ def total_memory_bytes() -> float:
     with contextlib.suppress(OSError, ValueError):
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
+
+
+def release_free_memory() -> None:
+    """Return the free memory of the C library's heap to the system, if the library can (glibc).
+
+    Large arrays that are freed one by one leave holes in the heap, which otherwise stay with the
+    process.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_memory(what: str, needed_bytes: float) -> None:

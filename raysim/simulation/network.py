@@ -174,20 +174,21 @@ def make_replicas(
 
     size: the most updates in one aggregation. folder: the run's folder.
     """
-    first = make_server(spec, declarations, initial, size)
+    vector = initial.shared.clone()
+    counters = initial.counters[: initial.layout.shared_counters].clone()
+    make = functools.partial(make_server, spec, declarations, vector, counters, size)
     if network.replicas == 1:
-        return Replicas(network, [first], declarations)
+        return Replicas(network, [make()], declarations)
     partition = spec.data.partition
     servers = []
     for replica in range(network.replicas):
         counts, unseen = partition.train.counts, partition.unseen_count
         if not network.on_clients:
             counts, unseen = replica_clients(spec, network.replica_of, replica)
-        servers.append(make_server(spec, declarations, initial, size, counts, unseen, replica))
-    for server in servers[1:]:
-        server.vector, server.counters = servers[0].vector, servers[0].counters
-        if network.chosen_by_loss:
-            server.vector = _drawn_vector(spec, declarations, server.vector, server.replica)
+        servers.append(make(counts, unseen, replica))
+    if network.chosen_by_loss:
+        for server in servers[1:]:
+            server.vector = _drawn_vector(spec, declarations, vector, server.replica)
     set_clients = functools.partial(_set_clients, spec) if network.moves_clients else None
     budget = spec.settings.state.bytes
     return Replicas(network, servers, declarations, set_clients, budget, folder)

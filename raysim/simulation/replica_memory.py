@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from raysim.primitives.memory import release_free_memory
 from raysim.simulation.server import Server
 from raysim.simulation.spill import MappedFile
 
-MIN_RESIDENT_BYTES = 2**26  # of the replicas on disk: so much is read before pages are removed
+# So many bytes of replicas on disk are read before their pages are removed from memory, and so many
+# are moved before their memory is returned to the system; the budget, if it is larger.
+MIN_STEP_BYTES = 2**26
 
 
 class ReplicaMemory:
@@ -30,6 +33,8 @@ class ReplicaMemory:
         self._in_memory: dict[int, int] = {}
         self._total = 0  # sum of them
         self._file: MappedFile | None = None
+        self._step = max(budget, MIN_STEP_BYTES)
+        self._freed = 0  # bytes that were moved since memory was returned to the system
 
     @property
     def bytes_on_disk(self) -> int:
@@ -78,13 +83,15 @@ class ReplicaMemory:
             total += (len(group) - 1) * self._servers[group[0]].vector.nbytes
             self._move(group)
             moved.update(group)
+        if self._freed > self._step:
+            release_free_memory()
+            self._freed = 0
         return moved
 
     def _move(self, group: Sequence[int]) -> None:
         """Move the replicas that share a vector."""
         if self._file is None:
-            resident = max(self._budget, MIN_RESIDENT_BYTES)
-            self._file = MappedFile(self._folder, "replicas", resident)
+            self._file = MappedFile(self._folder, "replicas", self._step)
         vector = self._to_disk(self._servers[group[0]].vector)
         for replica in group:
             server = self._servers[replica]
@@ -99,7 +106,10 @@ class ReplicaMemory:
     def _to_disk(self, tensor: Tensor) -> Tensor:
         assert self._file is not None
         array = tensor.numpy()
-        return tensor if self._file.contains(array) else torch.from_numpy(self._file.move(array))
+        if self._file.contains(array):
+            return tensor
+        self._freed += array.nbytes
+        return torch.from_numpy(self._file.move(array))
 
     def _tensors(self, replica: int) -> list[Tensor]:
         """Return the tensors of a replica that may be on disk."""

@@ -33,7 +33,6 @@ from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.blocks import in_blocks, is_finite
-from raysim.vectors.layout import Vector
 from raysim.vectors.tree_sum import TreeLeaf, sum_in_tree, weighted_sum
 
 
@@ -451,7 +450,8 @@ def _check_weights(
 def make_server(
     spec: RunSpec,
     declarations: Declarations,
-    initial: Vector,
+    vector: Tensor,
+    counters: Tensor,
     size: int,
     counts: np.ndarray | None = None,
     unseen: int | None = None,
@@ -459,14 +459,14 @@ def make_server(
 ) -> Server:
     """Return the server of a replica at the start of a run.
 
-    size: the most updates in one aggregation. counts, unseen, replica: see `Server`; None: those of
-    all clients.
+    vector, counters: see `Server`; replicas may share them. size: the most updates in one
+    aggregation. counts, unseen, replica: see `Server`; None: those of all clients.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(
         declarations,
-        initial.shared.clone(),
-        initial.counters[: initial.layout.shared_counters].clone(),
+        vector,
+        counters,
         partition.train.counts if counts is None else counts,
         settings.seed,
         spec.task,
