@@ -98,7 +98,7 @@ def start_simulation(
     def register(client: ClientProxy) -> bool:
         """Register a client under its number."""
         client.cid = str(client_number(int(client.cid)))
-        return usual_register(client)
+        return bool(usual_register(client))
 
     server.fit = fit
     manager.register = register
