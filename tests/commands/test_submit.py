@@ -687,6 +687,7 @@ def test_cluster_file_fits_rays_schema_and_uses_a_token() -> None:
         if "ray start" in line
     ]
     assert len(starts) == 2 and all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
+    assert all("PATH=$HOME/raysim-env/bin:$PATH " in line for line in starts), "a job's Python"
     assert "~/.ray/auth_token" in config["file_mounts"]
     assert "**/data" not in config["rsync_exclude"], "raysim/data is a part of the package"
 

@@ -57,6 +57,13 @@ RAY_VARIABLES = {
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_worker_niceness": "0",
 }
+# If a raylet has to learn these ports from its agents, it ends when they take more than 15 s.
+AGENT_PORTS = (
+    "--dashboard-agent-grpc-port=52364",
+    "--dashboard-agent-listen-port=52363",
+    "--metrics-export-port=52366",
+    "--runtime-env-agent-port=52367",
+)
 CLONE_NEWNET = 0x40000000
 # A tun device that passes on whole Ethernet frames, without a header of its own.
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
@@ -272,6 +279,7 @@ class Machine:
         place = ["--head", f"--port={PORT}"] if is_head else [f"--address={head}"]
         words = ["ray", "start", *place, f"--node-ip-address={self.address}"]
         words += [f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats"]
+        words += AGENT_PORTS
         self.run(*words, env=environment, timeout=START_TIMEOUT_S)
 
     def close(self) -> None:
