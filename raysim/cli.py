@@ -150,9 +150,10 @@ examples:
   raysim report runs/* --csv              every number of every run"""
 UI = """\
 examples:
-  raysim ui                             the runs in runs/mlflow.db, the place without tracking.uri
+  raysim ui                             the runs in the folder runs, also while they train
   raysim ui studies/mine                the runs of a study
   raysim ui --port 5001 --no-browser    on another port; prints the address
+  raysim ui --update                    only write runs/mlflow.db, for programs that read it
   raysim ui http://MLFLOW:5000          the page of a server
 
 MLflow opens an experiment on traces of language models; this opens it on the charts of its runs.
@@ -610,6 +611,13 @@ def _add_report(commands: Commands) -> None:
         metavar="A,B",
         help="settings in the order of rows; others are tested against the first one",
     )
+    report.add_argument(
+        "--bold",
+        default="clear",
+        metavar="RULE",
+        help="bold (or a star) marks the best: clear, only if it is ahead by more than the "
+        "deviations; or best, always (clear)",
+    )
     report.add_argument("--percent", action="store_true", help="show shares in percent")
     report.add_argument(
         "--thresholds",
@@ -641,6 +649,9 @@ def _add_ui(commands: Commands) -> None:
     )
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
     ui.add_argument("--no-browser", action="store_true", help="only print the address")
+    ui.add_argument(
+        "--update", action="store_true", help="only write mlflow.db, for programs that read it"
+    )
 
 
 def _add_bench(commands: Commands) -> None:
@@ -956,6 +967,7 @@ def _report(arguments: argparse.Namespace) -> int:
         order=arguments.order,
         percent=arguments.percent,
         thresholds=_split(arguments.thresholds),
+        bold=arguments.bold,
         width=arguments.width,
         warn=warn,
     )
@@ -982,9 +994,11 @@ def _split(text: str) -> list[str]:
 
 
 def _ui(arguments: argparse.Namespace) -> int:
-    from raysim.commands.ui import show_charts
+    from raysim.commands.ui import show_charts, update_database
 
     with errors_as_refusals():
+        if arguments.update:
+            return update_database(arguments.place)
         return show_charts(arguments.place, arguments.port, not arguments.no_browser)
 
 

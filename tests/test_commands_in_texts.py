@@ -309,6 +309,7 @@ raysim run --show method=fedprox > shown.yaml
 raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none out=runs/shown
 raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none \
     out=studies/mine
+raysim ui --update
 raysim report runs/*
 raysim partition partition=dirichlet partition.alpha=0.1
 raysim methods

@@ -240,6 +240,11 @@ def resolve_metrics(
             raise ValueError(f"evaluate.metrics has {name} twice. Remove or rename one of them.")
     if main is None:
         return tuple(rules) or task.objective.metrics[: task.objective.usual_metrics]
+    if "+" in main:
+        raise ValueError(
+            f"evaluate.metric={main} names several metrics, and only one is the main metric. Set "
+            f"evaluate.metrics={main}, whose first one is the main metric."
+        )
     if main not in names:
         return (_resolve(main, task, "evaluate.metric"), *rules)
     first = rules[names.index(main)]

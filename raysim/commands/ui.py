@@ -1,4 +1,6 @@
-"""`raysim ui`: start MLflow's server on the stored runs, and open the charts of their metrics.
+"""`raysim ui`: send stored runs to MLflow's database, start its server, and open their charts.
+
+While the server runs, new rows of runs in progress follow every few seconds.
 
 MLflow 3 opens an experiment on the page for traces of language models, whatever its tags say. The
 address must ask for the charts.
@@ -15,12 +17,11 @@ import tempfile
 import time
 import webbrowser
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
+from raysim.commands.mlflow_database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
-from raysim.primitives.files import user_path
-from raysim.results.tracking import MLFLOW_ENVIRONMENT, find_experiment_id
+from raysim.results.tracking import find_experiment_id, make_experiment, set_mlflow_environment
 
 HOST = "127.0.0.1"
 # The filter leaves out studies and sweeps, below which MLflow hides their runs.
@@ -28,10 +29,9 @@ CHARTS = (
     "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     "&searchFilter=tags.kind%20!%3D%20%27study%27%20and%20tags.kind%20!%3D%20%27sweep%27"
 )
-# Seen from the folder around runs, from the folder of runs or of a study, and from one run.
-DATABASES = ("mlflow.db", "runs/mlflow.db", "../mlflow.db")
 START_TIMEOUT_S = 600.0  # generous, because a server that fails ends at once
 POLL_INTERVAL_S = 0.2
+UPDATE_INTERVAL_S = 5.0  # between two looks at the runs in progress
 
 
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
@@ -40,24 +40,25 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     place: a folder that contains runs, or a server's address. Raise `RefusedError` if there is
     nothing to show.
     """
-    os.environ.update({**MLFLOW_ENVIRONMENT, **os.environ})
+    set_mlflow_environment()
     if place.startswith(("http://", "https://")):
         charts = CHARTS.format(find_experiment_id(place))
         _open_page(f"{place.rstrip('/')}/{charts}", opens_browser)
         return 0
-    uri = f"sqlite:///{find_database(place)}"
-    charts = CHARTS.format(find_experiment_id(uri))
+    database = RunDatabase(find_root(place), _print)
+    charts = CHARTS.format(make_experiment(database.uri))
     if _is_listening(port):
         raise RefusedError(f"--port {port} is taken by another program. Give another one")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
-        server = _start_server(uri, port, log)
+        server = _start_server(database.uri, port, log)
         try:
+            database.update()
             _wait_for_server(server, port, log)
             _open_page(f"http://{HOST}:{port}/{charts}", opens_browser)
-            print("Ctrl-C ends it", flush=True)
-            server.wait()
+            _print("Ctrl-C ends it")
+            _follow(database, server)
         except KeyboardInterrupt:
             print()
         finally:
@@ -67,16 +68,31 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     return 0
 
 
-def find_database(place: str) -> Path:
-    """Return the database that the runs in a folder write, or raise `RefusedError`."""
-    folder = user_path(place)
-    for name in DATABASES:
-        if (folder / name).is_file():
-            return (folder / name).resolve()
-    raise RefusedError(
-        f"{place} has no mlflow.db, which runs write unless tracking=none or tracking.uri is set. "
-        "Give the folder that runs are in, or the address of a server"
-    )
+def update_database(place: str) -> int:
+    """Bring the database of the runs in a folder up to date, with their models; return 0."""
+    if place.startswith(("http://", "https://")):
+        raise RefusedError(
+            f"--update {place}: a server gets its runs from the runs themselves. Give a folder"
+        )
+    database = RunDatabase(find_root(place), _print)
+    make_experiment(database.uri)
+    count = database.update()
+    models = sum(1 for _ in database.add_models())
+    _print(f"{database.uri} is up to date: {count} runs and {models} models are new or continued")
+    return 0
+
+
+def _follow(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
+    """Send models and new rows until the server ends."""
+    while server.poll() is None:
+        for _ in database.add_models():
+            database.update()  # the curves of runs in progress are not to wait for models
+        time.sleep(UPDATE_INTERVAL_S)
+        database.update()
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def _is_listening(port: int) -> bool:
@@ -99,7 +115,7 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     """Wait until the server answers. Raise `RefusedError` if it ends before that."""
-    print("MLflow starts", flush=True)
+    _print("MLflow starts")
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
         if _is_listening(port):
@@ -112,6 +128,6 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
 
 
 def _open_page(address: str, opens_browser: bool) -> None:
-    print(f"charts: {address}", flush=True)
+    _print(f"charts: {address}")
     if opens_browser:
         webbrowser.open(address)

@@ -12,6 +12,8 @@ from raysim.data.raw import Origin, Raw, Source, require_root
 from raysim.primitives.checks import at_least, in_range, one_of, require
 from raysim.primitives.files import regular_file
 
+MAX_NAMED_FILES = 5  # files without text that are named
+
 
 class _NamedText(NamedTuple):
     """A text with its user.
@@ -45,7 +47,7 @@ class _Corpus(Source):
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         require("data.kind", self.kind, self.kind in (None, "causal"), "causal or null")
 
-    def _pack(self, texts: Sequence[_NamedText], place: str) -> Raw:
+    def _pack(self, texts: Sequence[_NamedText], place: str, unused: str = "") -> Raw:
         vocabulary = text_vocabulary(self.tokenizer, (text.text for text in texts))
         has_test_files = any(text.is_test for text in texts)
         documents: list[Document] = []
@@ -53,7 +55,17 @@ class _Corpus(Source):
             document = Document(vocabulary.encode(text.text), text.user, text.is_test)
             share = 0.0 if has_test_files else self.test_fraction
             documents += cut_document(document, share)
-        return pack(documents, vocabulary, self.length, self.packing, place, Origin("text"))
+        origin = Origin("text", unused=unused)
+        return pack(documents, vocabulary, self.length, self.packing, place, origin)
+
+
+def _describe_empty(names: Sequence[str]) -> str:
+    """Return the names of files without text; "" if there are none."""
+    if not names:
+        return ""
+    shown = ", ".join(names[:MAX_NAMED_FILES])
+    more = f" and {len(names) - MAX_NAMED_FILES} more" if len(names) > MAX_NAMED_FILES else ""
+    return f"{shown}{more} (without text)"
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,13 @@ class Text(_Corpus):
 
     def read(self) -> Raw:
         texts: list[_NamedText] = []
+        empty: list[str] = []
         for path in self.files():
-            texts += self._documents(path)
-        return self._pack(texts, f"data.root={self.root}")
+            documents = [*self._documents(path)]
+            if not documents:
+                empty.append(path.name)
+            texts += documents
+        return self._pack(texts, f"data.root={self.root}", _describe_empty(empty))
 
     def _documents(self, path: Path) -> Iterator[_NamedText]:
         """Yield the documents of a file that are not empty."""

@@ -24,6 +24,8 @@ from raysim.primitives.streams import stream
 SETTINGS_OUTSIDE_TITLES = frozenset(
     ("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline)))
 )
+USUAL_IGNORED = 255  # of masks: marks pixels without a label
+MAX_EXAMINED_ROWS = 100  # in which this label is looked for
 CHANNEL_COUNTS = (1, 3, 4)  # of images
 
 
@@ -328,8 +330,8 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 def data_warnings(data: FederatedData) -> Iterator[str]:
     """Yield warnings about data that are probably a mistake.
 
-    It warns if most classes have no sample, if images seem to have their channels last, or if
-    nothing can be scored.
+    It warns if most classes have no sample, if positions without a label seem to be a class, if
+    images seem to have their channels last, or if nothing can be scored.
     """
     dataset = data.open()
     if dataset.kind == "classification":
@@ -341,6 +343,16 @@ def data_warnings(data: FederatedData) -> Iterator[str]:
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output "
                 "of the model. Number the classes from 0 on, give text as labels, or set "
                 "data.kind=regression if the labels are values"
+            )
+    if dataset.kind == "positions" and dataset.num_classes == USUAL_IGNORED + 1:
+        rows = np.linspace(0, len(dataset.labels) - 1, MAX_EXAMINED_ROWS).astype(int)
+        present = np.unique(dataset.labels[np.unique(rows)])
+        others = present[present != USUAL_IGNORED]
+        if len(present) > len(others) and others.max(initial=0) < USUAL_IGNORED // 2:
+            yield (
+                f"data.ignore: the label {USUAL_IGNORED} is a class, and the model has "
+                f"{dataset.num_classes} outputs. If {USUAL_IGNORED} marks positions without a "
+                f"label, set data.ignore={USUAL_IGNORED}"
             )
     shape = dataset.shape
     may_be_images = len(shape) == 3 and dataset.tokens is None

@@ -74,7 +74,10 @@ def overview(experiment: Experiment, folder: Path) -> str:
 
 
 def _methods(methods: Sequence[Method]) -> str:
-    texts = [f"{method!r} [{', '.join(hook_names(type(method)))}]" for method in methods]
+    texts = []
+    for method in methods:
+        hooks = [name for name in hook_names(type(method)) if name != "setup"]
+        texts.append(f"{method!r} (hooks: {', '.join(hooks)})" if hooks else repr(method))
     return ", ".join(texts) or "fedavg"
 
 

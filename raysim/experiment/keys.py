@@ -80,8 +80,13 @@ def _unknown_key(
     is_named_option = len(path) == 1 and option not in (None, "default")
     owner = f"{path[0]}={option} has" if is_named_option else f"{where} has"
     names = [str(name) for name in node if not str(name).startswith("_")]
-    text = f"{where}.{part} does not exist: {suggest(part, names, owner)}"
     options = options_with_key(part, path[0], groups) if len(path) == 1 else []
+    if options and not names:
+        return (
+            f"{key} has no effect: {owner} no settings. Leave it out, or choose {where} from "
+            f"{', '.join(options)}"
+        )
+    text = f"{where}.{part} does not exist: {suggest(part, names, owner)}"
     if not options:
         return text
     return f"{text}; {' and '.join(options)} {'has' if len(options) == 1 else 'have'} it"

@@ -324,6 +324,12 @@ def _title(part: object) -> str:
 
 
 # --- stored objects that are missing --------------------------------------------------------------
+def has_objects(config: Mapping[str, Any]) -> bool:
+    """Return True if a configuration describes objects that no file can hold."""
+    nested = [value for value in config.values() if isinstance(value, Mapping)]
+    return OBJECT in config or any(has_objects(node) for node in nested)
+
+
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
     """Raise `RefusedError` for a stored node of an object that the user has not given again."""
     if OBJECT in node:

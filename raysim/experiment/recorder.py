@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raysim.experiment.describe import identity, split_facts
+from raysim.experiment.objects import has_objects
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
@@ -42,12 +43,13 @@ from raysim.results.observers import (
     ShowActivity,
     SummaryFile,
     TrackingObserver,
+    UndefinedMetrics,
     UserObserver,
     WorkerDeaths,
 )
 from raysim.results.progress import activity_line
 from raysim.results.text_samples import TextSamples
-from raysim.results.tracking import Tracker, flatten, read_record, replay, source_tags
+from raysim.results.tracking import flatten, make_tracker, read_record, replay, source_tags
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
 from raysim.training.run_spec import sample_flops
@@ -229,7 +231,7 @@ def run_observers(
 
     reason = experiment.late_planning
     idleness = [IdleWorkers(print_unless_quiet, reason)] if reason else []
-    texts = [] if is_trial else [TextSamples(experiment.spec)]
+    texts = [] if is_trial else [TextSamples(experiment.spec, print_unless_quiet)]
     pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
     return [
@@ -241,6 +243,7 @@ def run_observers(
         WorkerDeaths(print_unless_quiet),
         RemovalFailures(print_unless_quiet),
         MethodWarnings(experiment.round_warnings, print_warning),
+        UndefinedMetrics(print_warning),
         *idleness,
         AbsentClients(
             functools.partial(_find_presence, experiment),
@@ -272,7 +275,7 @@ def _tracking(
     if options.name == "none":
         return []
 
-    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=print_line)
+    tracker = make_tracker(folder, options.uri, say=print_line)
     spec, study = experiment.spec, _study_of(folder)
     tags: dict[str, object] = {
         "kind": "run",
@@ -284,9 +287,22 @@ def _tracking(
     tags |= flatten(identity(experiment))  # with the seed
     tags |= source_tags()
     observer = TrackingObserver(
-        tracker, experiment.config, tags, spec, print_line, show_activity, study
+        tracker,
+        experiment.config,
+        tags,
+        spec,
+        print_line,
+        show_activity,
+        study,
+        leaves_model=not options.uri and _can_be_rebuilt(experiment),
     )
     return [observer]
+
+
+def _can_be_rebuilt(experiment: Experiment) -> bool:
+    """Return True if raysim alone can build the run again from its config.yaml."""
+    spec = experiment.spec
+    return not spec.packages and not spec.own_metrics and not has_objects(experiment.config)
 
 
 def _study_of(folder: Path) -> Path | None:
@@ -326,7 +342,7 @@ def load_finished(experiment: Experiment, folder: Path, console: Console) -> Res
         say(console, text)
 
     tracking = experiment.execution.tracking
-    if tracking.name == "mlflow":
-        replay(folder, tracking.uri or "", say=print_line)
+    if tracking.name == "mlflow" and tracking.uri:
+        replay(folder, tracking.uri, say=print_line)
     summary = json.loads((folder / SUMMARY).read_text())
     return Result(folder, summary, read_history(folder / HISTORY), experiment, experiment.url)

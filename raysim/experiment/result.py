@@ -22,6 +22,7 @@ from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import without_password
+from raysim.results.clients import read_client_scores
 from raysim.results.text_samples import write_texts
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
@@ -117,6 +118,22 @@ class Result:
             )
         return pd.read_parquet(path).set_index("client")
 
+    @property
+    def client_scores(self) -> pd.DataFrame:
+        """Return a row per scored round and client: `round`, `client`, and a column per score.
+
+        A score that is not defined for a client is nan. For a column per client:
+        `result.client_scores.pivot(index="round", columns="client", values="accuracy")`.
+        """
+        with errors_as_refusals():
+            scores = read_client_scores(self.folder)
+        if scores is None:
+            raise RefusedError(
+                f"{self.folder} has no client_scores.parquet: an earlier version ran it, or no "
+                "client was scored. Run it again with test samples for clients."
+            )
+        return scores.to_pandas()
+
     # --- models -----------------------------------------------------------------------------------
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
@@ -131,12 +148,18 @@ class Result:
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
 
     def text(
-        self, *prompts: str, tokens: int = 200, temperature: float = 0.8, best: bool = False
+        self,
+        *prompts: str,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        best: bool = False,
+        client: int | None = None,
     ) -> list[str]:
         """Return the texts that the final language model writes after each prompt.
 
         Without a prompt it is one text from the start of a document. The random numbers depend on
-        the run's seed. tokens, temperature: see `Generation`. best: see `model`. Raise
+        the run's seed. tokens, temperature: see `Generation`. best: see `model`. client: the client
+        whose own model writes, see `client_model`; None takes the shared model. Raise
         `RefusedError` for data of another kind and for prompts that the data cannot read.
         """
         spec = self.experiment.spec
@@ -144,9 +167,12 @@ class Result:
             raise RefusedError(
                 f"the data of this run is for {spec.task.kind}, and text needs data.kind=causal"
             )
+        if best and client is not None:
+            raise _no_best_client()
         with errors_as_refusals():
             generate = Generation(tokens, list(prompts), temperature)
-            return write_texts(spec, self.model(best), generate)
+            model = self.model(best) if client is None else self.client_model(client)
+            return write_texts(spec, model, generate)
 
     def parameters(self) -> Any:
         """Return the final parameters of a learner, as its `fit` would receive them.
@@ -200,10 +226,7 @@ class Result:
         if client is None:
             self._refuse_personal()
         elif best:
-            raise RefusedError(
-                "best=True: the clients' own models are kept only for the last round. Remove "
-                "`client` or `best=True`."
-            )
+            raise _no_best_client()
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
@@ -237,7 +260,8 @@ class Result:
         entries = (*layout.entries, *layout.counters)
         if any(entry.personal and entry.network == "model" for entry in entries):
             raise RefusedError(
-                "every client of this run has a model of its own: ask for one, client_model(client)"
+                "every client of this run has a model of its own. Use client_model(client), or "
+                "client=... of text and predictions."
             )
 
     def _shared(self, name: str = MODEL) -> Mapping[str, Tensor]:
@@ -264,6 +288,13 @@ class Result:
         path = last_checkpoint(self.folder, self.experiment.spec.settings.checkpoint)
         is_last = checkpoint.version_of(path) == self.summary.get("rounds")
         return _FinalState(self.experiment, self._shared(), path if is_last else "")
+
+
+def _no_best_client() -> RefusedError:
+    return RefusedError(
+        "best=True: the clients' own models are kept only for the last round. Remove "
+        "`client` or `best=True`."
+    )
 
 
 class _FinalState:

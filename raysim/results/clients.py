@@ -1,10 +1,12 @@
-"""Store the samples and the scores of each client in two small tables in the run's folder.
+"""Store the samples and the scores of each client in tables in the run's folder.
 
 split.parquet     a row for each client and class that it has: client, label, training samples
 clients.parquet   a row for each client: its user's name if it has one, training samples, test
                   samples, and the accuracies of the last evaluation; `unseen` marks clients that
                   are never trained (`evaluate.unseen`), `replica` is the model of the server that
                   serves the client if there are several (`topology`)
+client_scores.parquet
+                  a folder of Parquet files with a row for each round and client that was scored
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raysim.api.topology import Network
@@ -25,6 +28,8 @@ from raysim.primitives.files import open_draft, parse_json, regular_file
 from raysim.simulation.events import ClientScores
 
 SPLIT_FILE, CLIENTS_FILE = "split.parquet", "clients.parquet"
+SCORES_FOLDER = "client_scores.parquet"
+SCORES_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
 USER = "user"  # the column of the users' names
 
 
@@ -139,6 +144,74 @@ def read_users(folder: Path) -> list[str] | None:
     if table is None or USER not in table.column_names:
         return None
     return [str(name) for name in table[USER].to_pylist()]
+
+
+# --- the scores of all rounds ---------------------------------------------------------------------
+class ScoreWriter:
+    """A writer of client_scores.parquet; only the rows of the last file are in memory.
+
+    folder: the run's folder. rounds: the rounds of a resumed run, whose scores are kept.
+    """
+
+    def __init__(self, folder: Path, rounds: int):
+        self._folder = folder / SCORES_FOLDER
+        self._file_number = 0
+        self._tables: list[pa.Table] = []
+        for path in reversed(_score_files(folder)):
+            table = _read_scores(path)
+            table = table.filter(pc.less_equal(table["round"], rounds))
+            if len(table):
+                self._file_number = int(path.stem.removeprefix("part-"))
+                self._tables = [table]
+                break
+            path.unlink()
+
+    def add(self, number: int, scores: ClientScores) -> None:
+        """Add the scores of a round."""
+        columns: dict[str, Any] = {
+            "round": np.full(len(scores.clients), number, np.int64),
+            "client": scores.clients,
+        }
+        for name, values in scores.columns.items():
+            columns[name] = pa.array(np.asarray(values, np.float64), from_pandas=True)
+        self._tables.append(pa.table(columns))
+        if self._row_count >= SCORES_FILE_ROWS:
+            self.write()
+
+    @property
+    def _row_count(self) -> int:
+        return sum(map(len, self._tables))
+
+    def write(self) -> None:
+        """Write the last file; a full file is never written again."""
+        if not self._tables:
+            return
+        self._folder.mkdir(exist_ok=True)
+        table = pa.concat_tables(self._tables, promote_options="default").combine_chunks()
+        _write_table(table, self._folder / f"part-{self._file_number:06d}.parquet")
+        self._tables = [table]
+        if len(table) >= SCORES_FILE_ROWS:
+            self._file_number += 1
+            self._tables = []
+
+
+def read_client_scores(folder: Path) -> pa.Table | None:
+    """Read the scores of each client in each round, in order; None if the run stored none.
+
+    Raises `ValueError` if a file is broken.
+    """
+    tables = [_read_scores(path) for path in _score_files(folder)]
+    return pa.concat_tables(tables, promote_options="default") if tables else None
+
+
+def _score_files(folder: Path) -> list[Path]:
+    return sorted((folder / SCORES_FOLDER).glob("part-*.parquet"))
+
+
+def _read_scores(path: Path) -> pa.Table:
+    table = _read_table(path, ("round", "client"))
+    assert table is not None, "the file was listed"
+    return table
 
 
 # --- files ----------------------------------------------------------------------------------------

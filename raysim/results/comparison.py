@@ -30,7 +30,7 @@ from raysim.results.report import (
     threshold_columns,
 )
 from raysim.results.stored_runs import load_runs
-from raysim.results.tables import BEST_RULE, Column, format_table, to_frame, to_latex
+from raysim.results.tables import BOLD_RULES, Column, format_table, to_frame, to_latex
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +123,7 @@ class Report:
         runs = [run for group in self.groups for run in group.runs]
         notes = [
             "mean and sample deviation (n-1) over the seeds" if self._has_seeds else "",
-            f"bold: best, {BEST_RULE}",
+            f"bold: best, {BOLD_RULES[self.view.bold]}",
             describe_tests(self._columns, self.groups),
             describe_scores(runs),
         ]
@@ -170,6 +170,7 @@ def report(
     order: Sequence[str] | str = (),
     percent: bool = False,
     thresholds: Sequence[float | str] = (),
+    bold: str = "clear",
     width: float = COLUMN_WIDTH_IN,
     warn: Callable[[str], object] = print,
 ) -> Report:
@@ -185,8 +186,10 @@ def report(
     such as "fedavg=FedAvg,fedprox=FedProx". order: settings in the order of rows, or a text such as
     "fedprox,fedavg"; those not named follow, best first. The first setting is the one that others
     are tested against. percent: True shows shares in percent. thresholds: scores
-    between 0 and 1 for the table of costs; () takes the highest ones that were reached. width: of
-    the figures, in inches. warn: function that gets a sentence about skipped folders.
+    between 0 and 1 for the table of costs; () takes the highest ones that were reached. bold: when
+    a value is marked as the best of its column; "clear": if it is ahead of the next by more than
+    the deviation of either, "best": always. width: of the figures, in inches. warn: function that
+    gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder has no run or a choice does not exist.
     """
@@ -199,7 +202,8 @@ def report(
             order = parse_order(order, [*new_names.values(), *names])
         groups = arrange_groups(groups, new_names, order)
         scores = tuple(_threshold(value) for value in thresholds)
-        view = TableView(tuple(columns), percent, scores)
+        one_of("--bold", bold, tuple(BOLD_RULES))
+        view = TableView(tuple(columns), percent, scores, bold)
         above("--width", width, 0.0)
         result_columns(groups, view=view)  # refuses columns that do not exist
     return Report(groups, view, width)

@@ -109,6 +109,15 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
     return rows
 
 
+def last_round(path: Path) -> int:
+    """Return the last round of a stored history; 0 if there is no readable one."""
+    try:
+        rounds = pq.read_table(path, columns=["round"])["round"]
+    except (pa.ArrowException, OSError, KeyError):
+        return 0
+    return int(rounds[-1].as_py()) if len(rounds) else 0
+
+
 # --- summary --------------------------------------------------------------------------------------
 def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
     """Return the metrics for which a lower score is better.

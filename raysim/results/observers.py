@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -16,11 +17,16 @@ from raysim.api.messages import Failure
 from raysim.api.setup import RoundWarning
 from raysim.api.topology import Network
 from raysim.data.federated import FederatedData
-from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
 from raysim.primitives.stacks import write_stacks
 from raysim.results import profile
-from raysim.results.clients import client_labels, read_clients, write_clients, write_split
+from raysim.results.clients import (
+    ScoreWriter,
+    client_labels,
+    read_clients,
+    write_clients,
+    write_split,
+)
 from raysim.results.curves import draw_run
 from raysim.results.figures import (
     draw_bias,
@@ -35,6 +41,7 @@ from raysim.results.history import (
     THRESHOLDS,
     lower_metrics,
     mean_worker_busy,
+    metrics_of,
     summarise,
     write_history,
     write_json,
@@ -45,7 +52,7 @@ from raysim.results.progress import Progress
 from raysim.results.shared_model import load_shared_model
 from raysim.results.timeline import draw_timeline
 from raysim.results.topology_picture import draw_topology
-from raysim.results.tracking import Tracker, save_model
+from raysim.results.tracking import PENDING, NoTracker, StoredTracker, save_model, save_problem
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import (
     ClientScores,
@@ -247,6 +254,34 @@ class MethodWarnings(Observer):
         self._pending = pending
 
 
+class UndefinedMetrics(Observer):
+    """An observer that prints a line for each metric that is nan, once."""
+
+    def __init__(self, note: PrintLine):
+        self._note = note
+        self._printed: set[str] = set()
+
+    def on_round(self, run: CurrentRun, event: Round) -> None:
+        """Print the metrics that are nan for the first time."""
+        for metric in metrics_of([event.row]):
+            columns = [
+                name for name in event.row if name == metric or name.startswith(f"{metric}_")
+            ]
+            undefined = [name for name in columns if _is_nan(event.row[name])]
+            if not undefined or metric in self._printed:
+                continue
+            self._printed.add(metric)
+            self._note(
+                f"round {event.row['round']}: {', '.join(undefined)}: the metric {metric} is nan, "
+                "because it is not defined for these samples or outputs are not finite. Best "
+                "rounds, thresholds and means leave nan out."
+            )
+
+
+def _is_nan(value: float | None) -> bool:
+    return value is not None and math.isnan(value)
+
+
 class AbsentClients(Observer):
     """An observer that warns at the end if clients were not available at any time of the run.
 
@@ -402,9 +437,10 @@ class JobFiles(Observer):
 
 
 class ClientFiles(Observer):
-    """An observer that writes each client's samples and last scores.
+    """An observer that writes each client's samples, last scores, and scores of all rounds.
 
-    The files are split.parquet and clients.parquet. network: the models of the server.
+    The files are split.parquet, clients.parquet and client_scores.parquet. network: the models of
+    the server.
     """
 
     def __init__(self, data: FederatedData, network: Network):
@@ -412,19 +448,30 @@ class ClientFiles(Observer):
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
-        """Write the split, which does not change."""
+        """Write the split, which does not change, and keep the scores in the checkpoint."""
         write_split(client_labels(self._data), run.folder)
+        self._writer = ScoreWriter(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Remember the last scores."""
-        self._scores = event.scores or self._scores
+        """Add the scores of this round."""
+        if event.scores is not None:
+            self._scores = event.scores
+            self._writer.add(int(event.row["round"] or 0), event.scores)
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Write the scores of all rounds."""
+        self._writer.write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write the last scores."""
-        write_clients(self._data, self._scores, run.folder, self._network)
+        """Write the last scores, and those of all rounds."""
+        self._write(run)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write the last scores."""
+        """Write the last scores, and those of all rounds."""
+        self._write(run)
+
+    def _write(self, run: CurrentRun) -> None:
+        self._writer.write()
         write_clients(self._data, self._scores, run.folder, self._network)
 
 
@@ -569,9 +616,10 @@ class SummaryFile(Observer):
 
 # --- MLflow ---------------------------------------------------------------------------------------
 class TrackingObserver(Observer):
-    """An observer that sends rows, summary and files to a tracking server.
+    """An observer that passes rows, summary and files to a tracker.
 
-    If all clients share one model, it sends the model, too.
+    If all clients share one model, it saves the model for MLflow, too, unless leaves_model: then
+    the sender does that from the run's folder.
     """
 
     FILES = (
@@ -586,13 +634,14 @@ class TrackingObserver(Observer):
 
     def __init__(
         self,
-        tracker: Tracker,
+        tracker: StoredTracker | NoTracker,
         config: Mapping[str, object],
         tags: Mapping[str, object],
         spec: RunSpec,
         note: PrintLine,
         activity: ShowActivity,
         study: Path | None = None,
+        leaves_model: bool = False,
     ):
         self._tracker = tracker
         self._config = config
@@ -601,6 +650,7 @@ class TrackingObserver(Observer):
         self._note = note
         self._activity = activity
         self._study = study
+        self._leaves_model = leaves_model
 
     def on_start(self, run: CurrentRun) -> None:
         """Begin, or continue, the run on the server."""
@@ -618,35 +668,28 @@ class TrackingObserver(Observer):
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Send the rows that are not sent yet, the summary and the files."""
-        with self._activity("sending the rest to MLflow"):
-            self._send(run)
-
-    def _send(self, run: CurrentRun) -> None:
+        """Pass on the summary and the files, and the model unless it is left to the sender."""
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
+        artifacts = [*files, *run.pictures]
+        if self._leaves_model:
+            self._tracker.finish(_summary_only(run), artifacts, model=PENDING)
+            return
+        with self._activity("sending the rest to MLflow"):
+            self._save_model(run)
+            self._tracker.finish(_summary_only(run), artifacts)
+
+    def _save_model(self, run: CurrentRun) -> None:
         try:
             model = load_shared_model(self._spec, run.folder / "model.safetensors")
             if model is not None:
                 save_model(*model, run.folder)
         except Exception as error:  # PyTorch cannot trace every model
-            self._note(f"MLflow gets only the weights of the model: {_save_problem(error)}")
-        self._tracker.finish(_summary_only(run), [*files, *run.pictures])
+            self._note(f"MLflow gets only the weights of the model: {save_problem(error)}")
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Send the rows that are not sent yet, and how the run ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         self._tracker.finish(_summary_only(run), status=status)
-
-
-def _save_problem(error: Exception) -> str:
-    """Describe why a model could not be saved as a program."""
-    if not isinstance(error, OSError):
-        return f"it cannot be traced: {first_line(error)}"
-    try:
-        Path.cwd()
-    except FileNotFoundError:  # the usual cause of an error that names no file
-        return "the folder that this process works in is gone"
-    return f"a file fails: {first_line(error)}"
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:

@@ -21,6 +21,7 @@ from raysim.data.partition import Ints
 from raysim.data.split_picture import size_edges
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import make_folder, replace_file, without_password
+from raysim.primitives.kinds import SHARES
 from raysim.results.clients import (
     CLIENTS_FILE,
     SPLIT_FILE,
@@ -39,8 +40,9 @@ from raysim.results.curves import (
     mean_curve,
     panels,
 )
-from raysim.results.history import metric_of
+from raysim.results.history import metric_of, metrics_of
 from raysim.results.jobs import read_jobs
+from raysim.results.measures import is_column_of
 from raysim.results.report import (
     USUAL_VIEW,
     RunGroup,
@@ -54,7 +56,7 @@ from raysim.results.report import (
 )
 from raysim.results.rerun import rerun_command
 from raysim.results.stored_runs import SAMPLES, Run, distinguishing_settings, flat_settings
-from raysim.results.tables import BEST_RULE, MISSING, Column
+from raysim.results.tables import BEST_RULE, BOLD_RULES, MISSING, Column
 from raysim.results.theme import DARK, DASHES, LIGHT, draw_svg
 from raysim.results.timeline import has_events, timeline_png
 
@@ -62,11 +64,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Columns of a history with their titles and the labels of their axes.
-CURVES = {
+METRIC_CURVES = {
     "{metric}": ("{metric}, mean of the clients", "{metric}"),
     "{metric}_worst": ("{metric} of the worst client", "{metric} worst"),
     "{metric}_global": ("{metric} on the central test set", "{metric} central"),
     "{metric}_unseen": ("{metric} of clients that are never trained", "{metric} unseen"),
+}
+LOSS_CURVES = {
     "train_loss": ("training loss", "train loss"),
     "loss_global": ("loss on the central test set", "loss central"),
 }
@@ -234,13 +238,16 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
     if max(len(group.runs) for group in groups) > 1:
         sentences += [
             "Mean ± standard deviation over the seeds (sample deviation, divisor n-1).",
-            f"Bold is the best, {BEST_RULE}.",
+            f"Bold is the best, {BOLD_RULES[view.bold]}.",
         ]
     elif len(groups) > 1:
-        sentences += [
-            "One seed of each setting, so no deviation can be given.",
-            f"Bold is the best of a column; of accuracies, {BEST_RULE} over the last ten rounds.",
-        ]
+        rule = f"Bold is the best of a column, {BOLD_RULES[view.bold]}."
+        if view.bold == "clear":
+            rule = (
+                f"Bold is the best of a column; of accuracies, {BEST_RULE} over the last ten "
+                "rounds."
+            )
+        sentences += ["One seed of each setting, so no deviation can be given.", rule]
     runs = [run for group in groups for run in group.runs]
     sentences.append(as_sentence(describe_tests(columns, groups)))
     sentences.append(as_sentence(describe_scores(runs)))
@@ -267,13 +274,13 @@ def setting_curves(
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0
     drawn = {}
-    for key, (about, ylabel) in _curve_titles(groups).items():
+    for key, (about, ylabel) in _curve_titles(runs).items():
         curves = []
         for index, group in enumerate(groups):
             curve = mean_curve(group.label, [run.rows for run in group.runs], key, index)
             if curve.points:
                 curves.append(curve)
-        if is_percent and "loss" not in key:
+        if is_percent and any(is_column_of(metric, key) for metric in SHARES):
             curves = [in_percent(curve) for curve in curves]
             ylabel += PERCENT
         if curves:
@@ -317,17 +324,22 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
     return PagePart("Curves", text, plots=rows, folded=folded_by_axes)
 
 
-def _curve_titles(groups: Sequence[RunGroup]) -> dict[str, tuple[str, str]]:
-    """Map each column that is drawn to its title and the label of its axis."""
-    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
+def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    """Map each column that is drawn to its title and the label of its axis.
+
+    All metrics are drawn, the main ones first, and the losses last.
+    """
+    metrics = dict.fromkeys(metric_of(run.rows) for run in runs)
+    for run in runs:
+        metrics |= dict.fromkeys(metrics_of(run.rows))
     titles = {}
-    for key, (about, ylabel) in CURVES.items():
-        for metric in metrics:
+    for metric in metrics:
+        for key, (about, ylabel) in METRIC_CURVES.items():
             titles[key.format(metric=metric)] = (
                 about.format(metric=metric),
                 ylabel.format(metric=metric),
             )
-    return titles
+    return titles | LOSS_CURVES
 
 
 # --- clients --------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from raysim.results.stored_runs import (
 )
 from raysim.results.tables import (
     BEST_RULE,
+    BOLD_RULES,
     MARK_RULE,
     MISSING,
     Column,
@@ -74,12 +75,13 @@ class TableView:
 
     columns: keys of a summary or titles of usual columns; () shows the usual columns. percent: True
     shows shares such as accuracy in percent. thresholds: scores of the table of costs; () takes the
-    highest ones that a run reached.
+    highest ones that a run reached. bold: when a value is marked as the best, see `BOLD_RULES`.
     """
 
     columns: Sequence[str] = ()
     percent: bool = False
     thresholds: Sequence[float] = ()
+    bold: str = "clear"
 
 
 USUAL_VIEW = TableView()
@@ -167,7 +169,7 @@ def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> l
         columns = _usual_columns(runs, limit, view.percent)
     else:
         columns = _chosen_columns(runs, view)
-    return [replace(column, groups=data) for column in columns]
+    return [replace(column, groups=data, bold=view.bold) for column in columns]
 
 
 def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
@@ -260,6 +262,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
     floats = []
     for down, up in zip(numbers("floats_down"), numbers("floats_up"), strict=True):
         floats.append((down or 0.0) + (up or 0.0))
+    traffic = [FLOAT_BYTES * number for number in floats]
 
     columns = [Column("run", run_labels(runs))]
     for group in GROUPS:
@@ -279,6 +282,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
     columns += _threshold_columns(runs, limit, -abs(better), percent)
     columns += [
         _column("floats", floats, format_count, cheaper, key="floats"),
+        _column("traffic", traffic, format_bytes, cheaper, key="bytes"),
         _column(
             "virtual", numbers("virtual_seconds"), format_seconds, cheaper, key="virtual_seconds"
         ),
@@ -367,7 +371,10 @@ def comparison_table(
     below = []
     if any(column.best() for column in shown):
         spread = "the seeds" if has_seeds else "the last ten rounds"
-        below.append(f"* best of its column; of accuracies, {BEST_RULE} over {spread}")
+        if view.bold == "clear":
+            below.append(f"* best of its column; of accuracies, {BEST_RULE} over {spread}")
+        else:
+            below.append(f"* best of its column, {BOLD_RULES[view.bold]}")
     if any(column.is_tested for column in shown):
         below.append(MARK_RULE)
     scores = describe_scores(runs)
@@ -507,13 +514,16 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     texts = []
     means = []
     deviations = []
-    for scores in by_seed:
+    incomplete = set()
+    for row, scores in enumerate(by_seed):
         values = finite_values(scores.values())
         mean, deviation = mean_deviation(values)
         means.append(mean)
         deviations.append(deviation)
         text = format_mean(mean, deviation if column.title != "rounds" else None, show)
         is_part = 0 < len(values) < len(scores)
+        if is_part:  # without the seeds that never reach a score, the mean is too good
+            incomplete.add(row)
         texts.append(f"{text} ({len(values)} of {len(scores)})" if is_part else text)
     has_seeds = any(len(group.runs) > 1 for group in groups)
     return replace(
@@ -522,6 +532,7 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
         scores=means,
         deviations=deviations if has_seeds else column.deviations,
         groups=blocks,
+        incomplete=incomplete,
         tests=_compare_with_first(by_seed, blocks) if column.better else (),
     )
 
@@ -620,17 +631,31 @@ def threshold_columns(
     ]
     for title, key, read, show, better in COSTS:
         means, deviations, texts = [], [], []
-        for rows, total in zip(reached, totals, strict=True):
+        incomplete = set()
+        for place, (rows, total) in enumerate(zip(reached, totals, strict=True)):
             mean, deviation = mean_deviation(finite_values([read(row) for row in rows]))
             means.append(mean)
             # Without the seeds that never reach the score, the mean is too low to be the best.
+            if len(rows) < total:
+                incomplete.add(place)
             deviations.append(deviation if len(rows) == total else None)
             texts.append(format_mean(mean, deviation, show))
         if not any(means):  # ideal devices take no virtual time
             continue
         has_seeds = max(totals) > 1
         columns.append(
-            Column(title, texts, means, better, deviations if has_seeds else None, names, show, key)
+            Column(
+                title,
+                texts,
+                means,
+                better,
+                deviations if has_seeds else None,
+                names,
+                show,
+                key,
+                bold=view.bold,
+                incomplete=incomplete,
+            )
         )
     return columns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 MISSING = "–"  # shown for a number that does not exist
 GAP = "  "  # between two columns
-# When a value is marked as the best.
+# When a value is marked as the best, by the name of the rule (`raysim report --bold`).
 BEST_RULE = "where it is ahead of the next by more than the deviation of either"
+BOLD_RULES = {"clear": BEST_RULE, "best": "however small its lead is"}
 BETTER_MARK, WORSE_MARK = "†", "‡"  # significantly better, or worse, than the reference
 MARK_RULE = (
     f"{BETTER_MARK} better, {WORSE_MARK} worse than the first row: paired t-test over the seeds, "
@@ -37,7 +38,9 @@ class Column:
 
     scores: the numbers; empty for a column of texts. better: +1 if the highest score is the best,
     -1 if the lowest is, 0 if none is. deviations: the deviations of the scores; `BEST_RULE` uses
-    them. groups: only rows of one group are compared; None compares all rows. show: function that
+    them. bold: a name in `BOLD_RULES`. incomplete: the rows whose score lacks a seed, which are
+    never the best. groups: only rows of one group are compared; None compares all rows. show:
+    function that
     formats a number of this column; None uses four decimals. key: name of the number in a summary;
     "" for a column that has none. tests: for each row, the paired test against the reference row
     of its group; None for the reference.
@@ -52,6 +55,8 @@ class Column:
     show: FormatNumber | None = None
     key: str = ""
     tests: Sequence[Difference | None] = ()
+    bold: str = "clear"
+    incomplete: Collection[int] = ()
 
     def mark(self, row: int) -> str:
         """Return the mark of a row that differs significantly from the reference, else ""."""
@@ -80,12 +85,12 @@ class Column:
         scores: dict[int, float] = {}
         for row in rows:
             score = self.scores[row]
-            if score is not None:
+            if score is not None and row not in self.incomplete:
                 scores[row] = score
         if not self.better or len(set(scores.values())) < 2:
             return set()
         first, second, *_ = sorted(scores, key=lambda row: -self.better * scores[row])
-        if self.deviations is None:
+        if self.deviations is None or self.bold == "best":
             return {row for row, score in scores.items() if score == scores[first]}
         deviations = [self.deviations[first], self.deviations[second]]
         if None in deviations:

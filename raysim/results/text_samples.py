@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raysim.data.causal import Vocabulary, stored_vocabulary
 from raysim.primitives.files import replace_file
 from raysim.primitives.streams import stream
-from raysim.results.observers import CurrentRun, Observer
+from raysim.results.observers import CurrentRun, Observer, PrintLine
 from raysim.results.shared_model import load_shared_model
 from raysim.results.stored_runs import SAMPLES
 from raysim.simulation.events import Finished
@@ -86,10 +86,13 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 class TextSamples(Observer):
-    """An observer that writes samples.txt, if the data is language and clients share a model."""
+    """An observer that writes samples.txt, if the data is language and clients share a model.
 
-    def __init__(self, spec: RunSpec):
-        self._spec = spec
+    If each client has a model of its own, it prints how to get texts of these.
+    """
+
+    def __init__(self, spec: RunSpec, note: PrintLine):
+        self._spec, self._note = spec, note
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Write the texts of the final model."""
@@ -98,6 +101,10 @@ class TextSamples(Observer):
             return
         loaded = load_shared_model(self._spec, run.folder / "model.safetensors")
         if loaded is None:
+            self._note(
+                "samples.txt is not written, because each client has a model of its own. "
+                f"raysim.load({str(run.folder)!r}).text(client=0) returns a text of one of them"
+            )
             return
         model, _ = loaded
         texts = write_texts(self._spec, model, generate)

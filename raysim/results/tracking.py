@@ -1,4 +1,9 @@
-"""Send runs to MLflow from a thread; rows that a server does not accept are sent later.
+"""Store runs for MLflow, and send them: to a server at once, to a local database on request.
+
+Without an address, a run only stores in its folder what MLflow needs. `raysim ui` sends it to the
+database next to the folder when somebody looks, because importing MLflow, making its database and
+tracing the model take longer than a short run. With an address, a thread sends each row at once;
+rows that a server does not accept are sent later.
 
 MLflow knows which rows were sent: each new connection asks for the last step, and only later rows
 follow. A run that is resumed, sent again or interrupted in the middle of a call therefore has no
@@ -21,6 +26,8 @@ import re
 import shutil
 import tempfile
 import threading
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from raysim.primitives.commit import source_commit
-from raysim.primitives.errors import RefusedError
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.primitives.files import (
     parse_json,
     regular_file,
@@ -37,7 +44,7 @@ from raysim.primitives.files import (
     wait_for_folder,
     without_password,
 )
-from raysim.results.history import Row, read_history, write_json
+from raysim.results.history import Row, last_round, read_history, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,9 +61,17 @@ MODEL = "mlflow_model"  # folder of a model that no server has yet
 MODEL_DATA = "data/data"  # in this folder: where MLflow puts a folder `data` with a traced program
 # A tag of the experiment, so that its page opens on runs and not on traces of language models.
 EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
+DATABASE = "mlflow.db"
+HISTORY = "history.parquet"
+UI = "ui"  # in a record: `raysim ui` sends the run; otherwise the run's own process does
+# A tag with the record's id, by which a run is found whose record has no id of MLflow yet.
+ID_TAG = "raysim.id"
 # How long `finish` waits: a first contact imports MLflow (5 s) and makes a database (3 s).
 FINISH_TIMEOUT_S = 30.0
+STORE_INTERVAL_S = 1.0  # a stored run writes its rows at most so often
 Record: TypeAlias = dict[str, object]
+END_KEYS = ("summary", "artifacts", "status", "model")  # of a record whose run has ended
+PENDING = "pending"  # the model of a record that MLflow does not have yet
 
 # Short limits, because a row that fails is sent again with the next one; no output of MLflow.
 MLFLOW_ENVIRONMENT = {
@@ -72,9 +87,15 @@ METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
 KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 
 
+def set_mlflow_environment() -> None:
+    """Set the environment variables that MLflow reads at each call; the user's values stay."""
+    for key, value in MLFLOW_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+
+
 def default_uri(root: Path) -> str:
     """Return the address of the SQLite file that all runs in one folder share."""
-    return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
+    return f"sqlite:///{Path(root).resolve() / DATABASE}"
 
 
 def expand_uri(uri: str) -> str:
@@ -183,8 +204,8 @@ def _tensor_schema(array: np.ndarray) -> Schema:
 class TrackingServer(Protocol):
     """The interface of a tracking server for the tracker; every method may raise any error."""
 
-    def open(self, record: Record) -> str:
-        """Continue the run in the record, or create a run; return its id."""
+    def open(self, record: Record, folder: Path) -> str:
+        """Continue the run in a folder's record, or create a run; return its id."""
 
     def describe(self, record: Record) -> None:
         """Log the part of the configuration that the server does not have yet."""
@@ -213,18 +234,22 @@ class Mlflow:
         self._params: Mapping[str, str] = {}  # those that the run has already
         self._has_data = self._has_model = False
 
-    def open(self, record: Record) -> str:
+    def open(self, record: Record, folder: Path) -> str:
         with self._database_lock():
-            run = self._find_run(str(record.get("run_id") or "")) or self._create(record)
+            run = self._find_run(record) or self._create(record, folder)
+        self._use(run)
+        if run.info.status != "RUNNING":
+            self._client.update_run(self._run, status="RUNNING")
+        return self._run
+
+    def _use(self, run: Run) -> None:
+        """Take over what the server knows about a run."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
         self._params = run.data.params
         self._has_data = bool(run.inputs and run.inputs.dataset_inputs)
         self._has_model = bool(run.outputs and run.outputs.model_outputs)
-        if run.info.status != "RUNNING":
-            self._client.update_run(self._run, status="RUNNING")
-        return self._run
 
     def _database_lock(self) -> AbstractContextManager[None]:
         """Lock a SQLite file: two processes that create its tables or experiment at once fail."""
@@ -234,10 +259,11 @@ class Mlflow:
             else nullcontext()
         )
 
-    def _find_run(self, identity: str) -> Run | None:
+    def _find_run(self, record: Record) -> Run | None:
         """Return the run, or None if this server never had it or it was deleted there."""
         from mlflow.exceptions import MlflowException
 
+        identity = str(record.get("run_id") or "") or self._find_id(record)
         try:
             run = self._client.get_run(identity) if identity else None
         except MlflowException as problem:
@@ -246,21 +272,36 @@ class Mlflow:
             return None
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
-    def _create(self, record: Record) -> Run:
+    def _find_id(self, record: Record) -> str:
+        """Return MLflow's id of a run whose record does not have it yet, or ""."""
+        if record.get("sent_by") != UI:
+            return ""
+        experiment = self._client.get_experiment_by_name(str(record["experiment"]))
+        if experiment is None:
+            return ""
+        condition = f"tags.`{ID_TAG}` = '{record['id']}'"
+        runs = self._client.search_runs([experiment.experiment_id], condition, max_results=1)
+        return str(runs[0].info.run_id) if runs else ""
+
+    def _create(self, record: Record, folder: Path) -> Run:
         tags = _mapping(record.get("tags"))
+        if "id" in record:
+            tags[ID_TAG] = record["id"]
         parent = record.get("parent")
         if parent:
-            parent_id = read_record(Path(str(parent))).get("run_id")
+            parent_record = read_record(folder / str(parent))
+            parent_id = parent_record.get("run_id") or self._find_id(parent_record)
             if not parent_id:
                 # The tracker tries again with the next row.
                 raise ConnectionError(f"the run of {parent} is not there yet")
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
-            self._experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
+            self.experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
         )
 
-    def _experiment(self, name: str) -> str:
+    def experiment(self, name: str) -> str:
+        """Return the id of the experiment with a name; create it if it is missing."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             if EXPERIMENT_KIND[0] not in experiment.tags:  # an older raysim made it
@@ -363,6 +404,15 @@ class Mlflow:
             shutil.rmtree(folder / MODEL)
         self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
 
+    def add_model(self, record: Record, folder: Path) -> None:
+        """Log the model in a folder, unless the run of the record has one already."""
+        run = self._find_run(record)
+        if run is None:
+            raise ConnectionError(f"the run {record['name']} is not there")
+        self._use(run)
+        if not self._has_model:
+            self._log_model(folder)
+
     def _log_model(self, folder: Path) -> None:
         """Log a model like `mlflow.pytorch.log_model`, but to this server.
 
@@ -401,11 +451,161 @@ class NoTracker:
         summary: Mapping[str, object],
         artifacts: Sequence[Path] = (),
         status: str = "FINISHED",
+        model: str | None = None,
     ) -> None:
         """Do nothing."""
 
 
-class Tracker:
+class StoredTracker:
+    """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
+
+    It imports nothing of MLflow. Rows are in the backlog file until the history has them.
+
+    folder: the run's folder. say: function that prints one sentence.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        experiment: str = EXPERIMENT,
+        name: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._folder = Path(folder)
+        self._record: Record = {
+            "experiment": experiment,
+            "name": name or self._folder.resolve().name,
+        }
+        self._say = say
+        self._unsent: list[Row] = []
+        self._stored_rows = 0  # how many of the unsent rows are in the backlog file
+        self._last_round = 0  # of the rows that `log` got
+        self._stored_at = -math.inf  # on the clock of time.monotonic()
+
+    def start(
+        self,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        rows: Sequence[Row] = (),
+        parent: Path | None = None,
+        data: Mapping[str, object] | None = None,
+    ) -> None:
+        """Begin a run, or continue the run in the folder's record.
+
+        rows: the history that a resumed run already has. parent: the folder of a tracked run to
+        which this one belongs. data: name and digest of the data set, and other facts about it.
+        """
+        self._begin(config, tags, rows, parent, data, sender=UI)
+        self._store()
+
+    def _begin(
+        self,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        rows: Sequence[Row],
+        parent: Path | None,
+        data: Mapping[str, object] | None,
+        sender: str,
+    ) -> None:
+        """Write the record of a run that begins or continues, and collect its unsent rows."""
+        self._record.update(read_record(self._folder))
+        for key in END_KEYS:
+            self._record.pop(key, None)
+        self._record.update(config=dict(config), tags=dict(tags), sent_by=sender, done=False)
+        self._record.setdefault("run_id", None)
+        self._record.setdefault("id", uuid.uuid4().hex)
+        if parent is not None:
+            # Relative, so that a study can be moved before it is sent.
+            self._record["parent"] = os.path.relpath(parent, self._folder)
+        if data is not None:
+            self._record["data"] = dict(data)
+        write_json(self._record, self._folder / RECORD)
+        backlog = read_backlog(self._folder)
+        self._unsent = merge(rows, backlog)
+        if backlog:
+            self._append(self._unsent, replace=True)
+        self._stored_rows = len(self._unsent) if backlog else 0
+        self._last_round = _round(self._unsent[-1]) if self._unsent else 0
+
+    def wait_until_known(self) -> None:
+        """Do nothing: `raysim ui` sends a parent before its runs."""
+
+    def log(self, row: Row) -> None:
+        """Add a row of the history; skip rounds that were added before the run was resumed."""
+        if _round(row) <= self._last_round:
+            return
+        self._last_round = _round(row)
+        self._unsent.append(dict(row))
+        if time.monotonic() - self._stored_at >= STORE_INTERVAL_S:
+            self._store()
+
+    def _store(self) -> None:
+        """Write the rows that are not in the backlog file yet."""
+        self._append(self._unsent[self._stored_rows :])
+        self._unsent, self._stored_rows = [], 0
+        self._stored_at = time.monotonic()
+
+    def finish(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path] = (),
+        status: str = "FINISHED",
+        model: str | None = None,
+    ) -> None:
+        """Store the remaining rows, the summary, and the names of the files.
+
+        status: a status of MLflow: FINISHED, FAILED or KILLED. model: `PENDING` if the sender shall
+        look for a shared model in the folder and save it for MLflow.
+        """
+        self.end(summary, artifacts, status, model)
+        self.wait()
+
+    def end(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path] = (),
+        status: str = "FINISHED",
+        model: str | None = None,
+    ) -> None:
+        """Do what takes no time: the first half of `finish`."""
+        self._store()
+        self._write_end(summary, artifacts, status, model)
+        if last_round(self._folder / HISTORY) >= self._last_round:
+            (self._folder / BACKLOG).unlink(missing_ok=True)
+
+    def _write_end(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path],
+        status: str,
+        model: str | None,
+    ) -> None:
+        names = [os.path.relpath(path, self._folder) for path in artifacts]
+        self._record.update(summary=dict(summary), artifacts=names, status=status, model=model)
+        write_json(self._record, self._folder / RECORD)
+
+    def wait(self, patience: float | None = None) -> None:
+        """Wait until everything is sent: the second half of `finish`. Here nothing is sent."""
+
+    def _append(self, rows: Sequence[Row], replace: bool = False) -> None:
+        """Write rows to the backlog file."""
+        if not rows:
+            return
+        try:
+            with (self._folder / BACKLOG).open("w" if replace else "a") as stream:
+                stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
+                stream.flush()
+                if self._record.get("sent_by") != UI:  # else the history gets the rows, too
+                    os.fsync(stream.fileno())
+        except OSError as problem:
+            self._say(
+                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are only in "
+                "history.parquet."
+            )
+
+
+class Tracker(StoredTracker):
     """A tracker that sends a run to MLflow; the run waits at most `patience` seconds at its end.
 
     folder: the run's folder. say: function that prints one sentence; it is called from another
@@ -424,23 +624,14 @@ class Tracker:
         command: str = "raysim run",
         connect: Callable[[str], TrackingServer] = Mlflow,
     ) -> None:
-        for key, value in MLFLOW_ENVIRONMENT.items():
-            # MLflow reads them at each call; values that the user set stay.
-            os.environ.setdefault(key, value)
-        self._folder = Path(folder)
+        super().__init__(folder, experiment=experiment, name=name, say=say)
+        set_mlflow_environment()
         self._uri = uri or default_uri(self._folder.resolve().parent)
-        self._record: Record = {
-            "experiment": experiment,
-            "name": name or self._folder.resolve().name,
-        }
-        self._say = say
         self._patience = patience
         self._connect = connect
         self._command = command
-        self._wake = threading.Condition()  # guards everything below, and the two files
-        self._unsent: list[Row] = []
-        self._stored_rows = 0  # how many of the unsent rows are in the backlog file
-        self._last_round = 0  # of the rows that `log` got
+        # Guards everything below, the two files, and what the base class keeps.
+        self._wake = threading.Condition()
         self._has_news = False  # there are rows that the thread has not seen
         self._is_ending = False
         self._is_abandoned = False  # the thread hangs and must not touch the files any more
@@ -456,26 +647,9 @@ class Tracker:
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin a run, or continue the run in the folder's record.
-
-        rows: the history that a resumed run already has. parent: the folder of a tracked run to
-        which this one belongs. data: name and digest of the data set, and other facts about it.
-        """
+        """Begin a run like `StoredTracker`, and the thread that sends it."""
         with self._wake:
-            self._record.update(read_record(self._folder))
-            self._record.update(config=dict(config), tags=dict(tags), done=False)
-            self._record.setdefault("run_id", None)
-            if parent is not None:
-                self._record["parent"] = str(parent)
-            if data is not None:
-                self._record["data"] = dict(data)
-            write_json(self._record, self._folder / RECORD)
-            backlog = read_backlog(self._folder)
-            self._unsent = merge(rows, backlog)
-            if backlog:
-                self._append(self._unsent, replace=True)
-            self._stored_rows = len(self._unsent) if backlog else 0
-            self._last_round = _round(self._unsent[-1]) if self._unsent else 0
+            self._begin(config, tags, rows, parent, data, sender="run")
             self._has_news = True
         self._thread.start()
 
@@ -488,43 +662,31 @@ class Tracker:
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; skip rounds that were added before the run was resumed."""
+        """Add a row like `StoredTracker`, for the thread to send."""
         with self._wake:
             if _round(row) > self._last_round:
                 self._last_round, self._has_news = _round(row), True
                 self._unsent.append(dict(row))
                 self._wake.notify_all()
 
-    def finish(
-        self,
-        summary: Mapping[str, object],
-        artifacts: Sequence[Path] = (),
-        status: str = "FINISHED",
-    ) -> None:
-        """Send the remaining rows, the summary and the files.
-
-        After `patience` seconds the unsent rows stay on disk, and a sentence says so. status: a
-        status of MLflow: FINISHED, FAILED or KILLED.
-        """
-        self.end(summary, artifacts, status)
-        self.wait()
-
     def end(
         self,
         summary: Mapping[str, object],
         artifacts: Sequence[Path] = (),
         status: str = "FINISHED",
+        model: str | None = None,
     ) -> None:
-        """Request that the unsent rows are sent: the first half of `finish`; takes no time."""
+        """Request that the remaining rows, the summary and the files are sent."""
         with self._wake:
-            names = [os.path.relpath(path, self._folder) for path in artifacts]
-            self._record.update(summary=dict(summary), artifacts=names, status=status)
-            write_json(self._record, self._folder / RECORD)
+            self._write_end(summary, artifacts, status, model)
             self._is_ending = True
             self._wake.notify_all()
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait until the unsent rows are sent: the second half of `finish`."""
+        """Wait until everything is sent.
+
+        After `patience` seconds the unsent rows stay on disk, and a sentence says so.
+        """
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
             self._is_abandoned = True
@@ -558,7 +720,7 @@ class Tracker:
 
     def _contact(self) -> TrackingServer:
         server = self._connect(self._uri)
-        identity = server.open(self._record)
+        identity = server.open(self._record, self._folder)
         with self._wake:
             if identity != self._record.get("run_id") and not self._is_abandoned:
                 # Stored at once: a contact that fails later must not create a second run.
@@ -599,19 +761,18 @@ class Tracker:
                     " possible."
                 )
 
-    def _append(self, rows: Sequence[Row], replace: bool = False) -> None:
-        if not rows:
-            return
-        try:
-            with (self._folder / BACKLOG).open("w" if replace else "a") as stream:
-                stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as problem:
-            self._say(
-                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are only in "
-                "history.parquet."
-            )
+
+def make_tracker(
+    folder: Path,
+    uri: str | None,
+    name: str = "",
+    say: Callable[[str], None] = print,
+    command: str = "raysim run",
+) -> StoredTracker:
+    """Return a tracker that sends a run to an address; without one, it only stores the run."""
+    if not uri:
+        return StoredTracker(folder, name=name, say=say)
+    return Tracker(folder, uri, name=name, say=say, command=command)
 
 
 def replay(
@@ -630,15 +791,12 @@ def replay(
     record, backlog = read_record(folder), read_backlog(folder)
     if not record or (record.get("done") and not backlog):
         return True
-    for key, value in MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+    set_mlflow_environment()
     uri = uri or default_uri(folder.resolve().parent)
-    history = (
-        read_history(folder / "history.parquet") if (folder / "history.parquet").is_file() else []
-    )
+    history = read_history(folder / HISTORY) if (folder / HISTORY).is_file() else []
     try:
         server = connect(uri)
-        record["run_id"] = server.open(record)
+        record["run_id"] = server.open(record, folder)
         write_json(record, folder / RECORD)
         server.describe(record)
         rows = merge(history, backlog)
@@ -660,6 +818,30 @@ def replay(
         f" {folder} now"
     )
     return True
+
+
+def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: bool) -> None:
+    """Send the new rows of a stored run, and its end if it has ended.
+
+    A run that has not ended is only read, because its process writes the files. is_open: True if
+    the server has opened the run before. Any error of the server may be raised.
+    """
+    run_id = record.get("run_id") if is_open else server.open(record, folder)
+    if not is_open:
+        server.describe(record)
+    history = read_history(folder / HISTORY) if (folder / HISTORY).is_file() else []
+    server.send(merge(history, read_backlog(folder)))
+    if not has_ended(record):
+        return
+    server.close(record, folder)
+    if read_record(folder) == record:  # else a process has continued the run in the meantime
+        write_json({**record, "run_id": run_id, "done": True}, folder / RECORD)
+        (folder / BACKLOG).unlink(missing_ok=True)
+
+
+def has_ended(record: Record) -> bool:
+    """Return True if the process of a run has written its end."""
+    return record.get("summary") is not None
 
 
 def read_record(folder: Path) -> Record:
@@ -701,6 +883,24 @@ def _mapping(value: object) -> dict[str, object]:
 
 def _names(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def save_problem(error: Exception) -> str:
+    """Describe why a model could not be saved as a program."""
+    if isinstance(error, RefusedError):
+        return str(error)
+    if not isinstance(error, OSError):
+        return f"it cannot be traced: {first_line(error)}"
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # the usual cause of an error that names no file
+        return "the folder that this process works in is gone"
+    return f"a file fails: {first_line(error)}"
+
+
+def make_experiment(uri: str) -> str:
+    """Return the id of raysim's experiment in a database; make both if they are missing."""
+    return Mlflow(uri).experiment(EXPERIMENT)
 
 
 def find_experiment_id(uri: str) -> str:

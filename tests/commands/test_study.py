@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from raysim import cli
+from raysim.commands.mlflow_database import RunDatabase
 from raysim.commands.study import report as study_report
 from raysim.commands.study.plan import StudyPlan, StudyRun, plan
 from raysim.commands.study.report import RunScores, compare_settings
@@ -26,7 +27,7 @@ from raysim.experiment.execute import run as run_single
 from raysim.experiment.settings import Interrupted
 from raysim.results.significance import Difference
 from raysim.results.stored_runs import Run
-from raysim.results.tracking import Tracker, default_uri
+from raysim.results.tracking import default_uri
 from raysim.simulation.checkpoint import list_complete
 
 COMMON = (
@@ -96,10 +97,6 @@ class TestPlan:
         methods = ["method=[fedprox,moon]", "method.fedprox.mu=0.1,1", "method.moon.mu=2,3"]
         first = names(plan([*methods, "local.lr=0.1,0.2"]))[0]
         assert first == "fedprox+moon_method.fedprox.mu-0.1_method.moon.mu-2_lr-0.1_seed-0"
-
-    def test_database_lies_next_to_the_runs(self) -> None:
-        (run,) = plan(["out=s", "rounds=1"]).runs
-        assert run.config["tracking"]["uri"] == f"sqlite:///{Path('s').resolve() / 'mlflow.db'}"
 
     @pytest.mark.parametrize(
         ("overrides", "part"),
@@ -195,12 +192,13 @@ def test_study_trains_then_reports_then_accepts_more_seeds(
 
 @pytest.mark.slow
 @pytest.mark.pictures
-def test_study_is_a_tracked_run_with_its_runs_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_is_a_tracked_run_with_its_runs_below() -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
     overrides = [override for override in QUICK if override != "tracking=none"]
     study("method=fedavg,fedprox", "seed=0", *overrides, "out=s")
+    database = RunDatabase(Path("s"))
+    assert database.update() == 3
     client = MlflowClient(tracking_uri=default_uri(Path("s")))
     experiment_id = client.get_experiment_by_name("raysim").experiment_id
     runs = client.search_runs([experiment_id])
@@ -217,6 +215,7 @@ def test_study_is_a_tracked_run_with_its_runs_below(monkeypatch: pytest.MonkeyPa
     assert {"report.html", "study.csv", "study.json", "study.tex", "study.yaml"} <= files
 
     study("out=s", "resume=latest", "seed=0..1")  # continues the same parent
+    assert database.update() == 3
     runs = client.search_runs([experiment_id])
     assert [run.info.run_id for run in runs if run.data.tags["kind"] == "study"] == [parent_id]
     assert sum(run.data.tags.get("mlflow.parentRunId") == parent_id for run in runs) == 4

@@ -21,6 +21,7 @@ import pytest
 
 import raysim
 from raysim import cli
+from raysim.commands.mlflow_database import RunDatabase
 from raysim.commands.sweep.plan import plan, read_request
 from raysim.commands.sweep.records import TrialRecord, TrialRecords
 from raysim.commands.sweep.report import KeyAxis, draw_parallel
@@ -32,7 +33,6 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.history import read_history
-from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
 from raysim.simulation.events import Event, RunStoppedError
 from raysim.training.identity import Identity, identify
@@ -323,8 +323,6 @@ def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(tmp_path_factory.mktemp("grid"))
-        patch.setattr("raysim.commands.sweep.records.FINISH_TIMEOUT_S", 600.0)
-        patch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
         folder = sweep(*GRID).absolute()
     return folder, printed.getvalue()
 
@@ -375,6 +373,7 @@ class TestGrid:
     def test_grid_is_a_tracked_run_with_a_child_per_trial(self, grid: tuple[Path, str]) -> None:
         from mlflow.tracking import MlflowClient
 
+        assert RunDatabase(grid[0].parent).update() == 7
         client = MlflowClient(tracking_uri=f"sqlite:///{grid[0].parent / 'mlflow.db'}")
         experiment = client.get_experiment_by_name("raysim")
         assert experiment is not None

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from raysim.commands import ui
+from raysim.commands.mlflow_database import find_root
 from raysim.primitives.errors import RefusedError
-from raysim.results.tracking import Tracker, default_uri
+from raysim.results.tracking import StoredTracker
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root") / "runs"
     (root / "a").mkdir(parents=True)
-    tracker = Tracker(root / "a", default_uri(root), say=lambda _: None, patience=600.0)
+    tracker = StoredTracker(root / "a")
     tracker.start({}, {})
     tracker.finish({})
     return root
@@ -54,7 +55,7 @@ def test_server_is_started_and_opened_on_charts(runs: Path, port: int) -> None:
 
 def test_run_and_its_parent_folders_share_one_database(runs: Path) -> None:
     for folder in (runs, runs / "a", runs.parent):
-        assert ui.find_database(str(folder)) == runs / "mlflow.db"
+        assert find_root(str(folder)) == runs
 
 
 def test_missing_database_port_or_server_is_refused(runs: Path, tmp_path: Path) -> None:

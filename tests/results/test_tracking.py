@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raysim.commands.mlflow_database import RunDatabase
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
@@ -79,7 +80,7 @@ class Shelf:
     def connect(self, _: str) -> Shelf:
         return self
 
-    def open(self, record: Record) -> str:
+    def open(self, record: Record, _: Path) -> str:
         self.gate.wait()
         self._fail(self.down)
         self.opened += not record["run_id"]
@@ -315,8 +316,11 @@ def test_unsent_model_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr("raysim.results.observers.load_shared_model", fail)
         said: list[str] = []
-        observer = TrackingObserver(NoTracker(), {}, {}, Mock(), said.append, Mock())
-        observer._send(Mock(folder=tmp_path, pictures=[], rows=[], facts={}, summary=dict))
+        observer = TrackingObserver(
+            NoTracker(), {}, {}, Mock(), said.append, lambda _: contextlib.nullcontext()
+        )
+        run = Mock(folder=tmp_path, pictures=[], rows=[], facts={}, summary=dict)
+        observer.on_finish(run, Mock())
         return said[0].partition("of the model: ")[2]
 
     assert told(RuntimeError("a loop\nof some length")) == "it cannot be traced: a loop"
@@ -459,6 +463,9 @@ def test_logged_run_is_complete_and_its_model_predicts(
     ]
     experiment = build([*words, "method=[fedprox]", "seed=4", f"out={tmp_path / 'run'}"])
     result = run(experiment, quiet=True)
+    assert not (tmp_path / "mlflow.db").exists()
+    database = RunDatabase(tmp_path)
+    assert (database.update(), len(list(database.add_models()))) == (1, 1)
     logged = client_of(tmp_path).get_run(identity(tmp_path / "run"))
     tags, metrics = logged.data.tags, logged.data.metrics
     assert (tags["method"], tags["seed"], tags["kind"], tags["mlflow.user"]) == (
@@ -644,8 +651,8 @@ def test_experiment_of_another_process_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    number = server._experiment("raysim")
+    number = server.experiment("raysim")
     looked_up = server._client.get_experiment_by_name
     answers = iter([None, looked_up("raysim")])
     monkeypatch.setattr(server._client, "get_experiment_by_name", lambda name: next(answers))
-    assert server._experiment("raysim") == number
+    assert server.experiment("raysim") == number

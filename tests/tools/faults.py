@@ -111,9 +111,11 @@ class Case:
     @property
     def words(self) -> list[str]:
         """Return the command line."""
-        tracking = "mlflow" if self.fault in DATABASE else "none"
+        tracking = ["tracking=none"]
+        if self.fault in DATABASE:  # written while the run lasts, as its address is given
+            tracking = ["tracking=mlflow", "tracking.uri=sqlite:///mlflow.db"]
         parts = (*BASE, *METHODS[self.method], *SCHEDULES[self.schedule], *RUNTIMES[self.runtime])
-        return ["run", *parts, f"tracking={tracking}"]
+        return ["run", *parts, *tracking]
 
 
 def _lock(database: Path) -> contextlib.AbstractContextManager[Any]:

@@ -25,7 +25,6 @@ from raysim.experiment.many_runs import (
 from raysim.experiment.run_overrides import expand_override
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
-from raysim.results.tracking import default_uri
 
 # In the name of every run, so that a study can be continued with more of them.
 ALWAYS_NAMED = ("method", "seed")
@@ -181,10 +180,6 @@ def _runs(study: StudyPlan) -> Iterator[StudyRun]:
         parts.append(f"seed-{seed}")
         name = re.sub(r"[^\w.+-]+", "-", "_".join(parts))
         config = run_table.configure_run({**config, "seed": seed}, study.folder, name)
-        tracking = config["tracking"]
-        if tracking["name"] == "mlflow" and tracking["uri"] is None:
-            # Next to the runs: in their folder, it would look like one of them.
-            config["tracking"] = {**tracking, "uri": default_uri(study.folder)}
         yield StudyRun(name, settings, seed, config)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raysim.commands.study.plan import StudyPlan
 from raysim.primitives.files import parse_json
-from raysim.results.tracking import Tracker, source_tags
+from raysim.results.tracking import make_tracker, source_tags
 
 FILES = (
     "report.html",
@@ -23,7 +23,7 @@ FILES = (
 
 @contextmanager
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
-    """Begin or continue the study's parent run; send its files when the block ends.
+    """Begin or continue the study's parent run; pass on its files when the block ends.
 
     Does nothing if no run of the study is tracked. say: function that gets a line if a server does
     not answer.
@@ -33,8 +33,8 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     folder = study.folder
-    uri = tracked[0].config["tracking"]["uri"] or ""
-    tracker = Tracker(folder, uri, say=say, command="raysim study")
+    uri = tracked[0].config["tracking"]["uri"]
+    tracker = make_tracker(folder, uri, say=say, command="raysim study")
     overrides = {key: " ".join(texts) for key, texts in study.overrides.items()}
     tracker.start(overrides, {"kind": "study", "study": folder.resolve().name, **source_tags()})
     tracker.wait_until_known()

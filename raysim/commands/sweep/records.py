@@ -26,8 +26,8 @@ from raysim.results.progress import LOG_INTERVAL_S
 from raysim.results.tracking import (
     FINISH_TIMEOUT_S,
     NoTracker,
-    Tracker,
-    default_uri,
+    StoredTracker,
+    make_tracker,
     replay,
     source_tags,
 )
@@ -69,9 +69,10 @@ class TrialRecord:
 class TrialRecords:
     """All trials of a sweep.
 
-    metric: the compared column. total: the number of trials. tracked: True if the trials are sent
-    to MLflow at `uri` ("" means the usual place). deadline: in time.monotonic(); a trial that ends
-    after it is out of time, and was not stopped by the scheduler.
+    metric: the compared column. total: the number of trials. tracked: True if the trials are
+    tracked. uri: the server that gets them at once; with "", `raysim ui` sends them. deadline: in
+    time.monotonic(); a trial that ends after it is out of time, and was not stopped by the
+    scheduler.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class TrialRecords:
         self.deadline = float("inf")
         self._say = say
         self._ended_before: set[int] = set()
-        self._uri = uri or default_uri(folder.resolve().parent)
+        self._uri = uri
         self._is_tracked = tracked
-        self._trackers: dict[int, Tracker] = {}
-        self._parent: Tracker | NoTracker = NoTracker()
+        self._trackers: dict[int, StoredTracker] = {}
+        self._parent: StoredTracker | NoTracker = NoTracker()
         if tracked:
-            self._parent = Tracker(folder, self._uri, say=say, command="raysim sweep")
+            self._parent = make_tracker(folder, uri, say=say, command="raysim sweep")
         self._read()
 
     # --- earlier sessions -----------------------------------------------------------------------
@@ -153,9 +154,9 @@ class TrialRecords:
         if self._is_tracked and number not in self._trackers:
             self._trackers[number] = self._start_tracker(record)
 
-    def _start_tracker(self, record: TrialRecord) -> Tracker:
+    def _start_tracker(self, record: TrialRecord) -> StoredTracker:
         name = f"{self.folder.resolve().name} {record.number}"
-        tracker = Tracker(self.path(record.number), self._uri, name=name, say=_ignore)
+        tracker = make_tracker(self.path(record.number), self._uri, name, say=_ignore)
         config = self.plan.node(record.point)
         tags = {
             "kind": "trial",
@@ -228,7 +229,7 @@ class TrialRecords:
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
     ) -> None:
-        """Send all tracked rows, or leave them on disk to be sent later."""
+        """Pass on all tracked rows; a server that is away gets them later."""
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
                 tracker.end({}, [], status="KILLED")
@@ -236,7 +237,7 @@ class TrialRecords:
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         for tracker in self._trackers.values():
             tracker.wait(max(0.0, deadline - time.monotonic()))
-        if not self._is_tracked:
+        if not self._is_tracked or not self._uri:
             return
         for number in self.all:  # those that came before their parent, or did not arrive
             if not replay(self.path(number), self._uri, say=_ignore):

@@ -1,0 +1,165 @@
+"""Bring the MLflow database next to stored runs up to date: numbers and files first, then models.
+
+Models come last because each takes a second: the run is built again, and PyTorch traces its model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from raysim.primitives.errors import RefusedError
+from raysim.primitives.files import user_path
+from raysim.results.history import write_json
+from raysim.results.tracking import (
+    BACKLOG,
+    DATABASE,
+    HISTORY,
+    MODEL,
+    PENDING,
+    RECORD,
+    UI,
+    Mlflow,
+    Record,
+    default_uri,
+    has_ended,
+    read_record,
+    save_model,
+    save_problem,
+    send_stored,
+    set_mlflow_environment,
+    short_reason,
+)
+
+STUDY = "study.yaml"
+# Folders with records below a folder of runs, and below a study; parents come before their runs.
+RUN_PATTERNS = ("*", "*/trials/*")
+STUDY_PATTERNS = (".", "runs/*")
+WEIGHTS = "model.safetensors"
+
+
+def find_root(place: str) -> Path:
+    """Return the folder whose database holds the runs at a place.
+
+    place: the folder around runs, the folder of runs or of a study, or one run. Raise
+    `RefusedError` if no run was stored there.
+    """
+    folder = user_path(place).resolve()
+    for study in (folder, *folder.parents[:2]):
+        is_tracked = (study / RECORD).is_file() or (study / DATABASE).is_file()
+        if is_tracked and (study / STUDY).is_file():
+            return study
+    for root in (folder, folder / "runs", folder.parent):
+        if (root / DATABASE).is_file() or any(_stored_folders(root)):
+            return root
+    raise RefusedError(
+        f"{place} has no runs for MLflow, which runs store unless tracking=none or tracking.uri is "
+        "set. Give the folder that runs are in, or the address of a server"
+    )
+
+
+def _stored_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders with a record that belong to the database of a folder."""
+    is_study = (root / STUDY).is_file()
+    for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
+        for record in sorted(root.glob(f"{pattern}/{RECORD}")):
+            folder = record.parent
+            has_own_database = not is_study and (folder / STUDY).is_file()
+            if not has_own_database:
+                yield folder
+
+
+class RunDatabase:
+    """The MLflow database of a folder, and the stored runs that belong to it.
+
+    root: the folder. say: function that prints a line.
+    """
+
+    def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
+        set_mlflow_environment()
+        self.root = root
+        self.uri = default_uri(root)
+        self._say = say
+        # For each run, when its files were changed that were sent last.
+        self._seen: dict[Path, tuple[int, ...]] = {}
+        self._servers: dict[Path, Mlflow] = {}  # of the runs that have not ended
+        # For each run, when its record was changed that needed no model.
+        self._examined: dict[Path, int] = {}
+        self._problems: set[str] = set()
+
+    def update(self) -> int:
+        """Send what is new of all runs, without models; return the number of runs with news."""
+        count = 0
+        for folder in _stored_folders(self.root):
+            times = tuple(_changed_at(folder / name) for name in (RECORD, BACKLOG, HISTORY))
+            if self._seen.get(folder) == times:
+                continue
+            record = read_record(folder)
+            if record.get("sent_by") == UI and not record.get("done"):
+                if not self._send(folder, record):
+                    continue
+                count += 1
+            self._seen[folder] = times
+        return count
+
+    def _send(self, folder: Path, record: Record) -> bool:
+        """Send what is new of a run; return False if that failed."""
+        try:
+            server = self._servers.get(folder)
+            is_open = server is not None
+            if server is None:
+                server = Mlflow(self.uri)
+            send_stored(folder, record, server, is_open)
+        except Exception as error:  # of MLflow or its database; the next update tries again
+            self._servers.pop(folder, None)
+            self._report(f"{self.uri} cannot be used ({short_reason(error)}); it is tried again")
+            return False
+        if has_ended(record):
+            self._servers.pop(folder, None)
+        else:
+            self._servers[folder] = server
+        return True
+
+    def _report(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.add(problem)
+            self._say(problem)
+
+    def add_models(self) -> Iterator[Path]:
+        """Save the models that MLflow does not have; yield the folder of each run before it."""
+        for folder in _stored_folders(self.root):
+            if self._examined.get(folder) == _changed_at(folder / RECORD):
+                continue
+            record = read_record(folder)
+            if record.get("done") and record.get("model") == PENDING:
+                yield folder
+                self._add_model(folder, record)
+            self._examined[folder] = _changed_at(folder / RECORD)
+
+    def _add_model(self, folder: Path, record: Record) -> None:
+        """Build a run again, save its shared model, and record what came of it."""
+        from raysim.experiment.execute import load
+        from raysim.results.shared_model import load_shared_model
+
+        outcome = "sent"
+        try:
+            model = load_shared_model(load(folder).experiment.spec, folder / WEIGHTS)
+            if model is None:
+                outcome = "clients keep parts of it"
+            else:
+                with tempfile.TemporaryDirectory() as temporary:
+                    save_model(*model, Path(temporary))
+                    Mlflow(self.uri).add_model(record, Path(temporary) / MODEL)
+        except Exception as error:  # PyTorch cannot trace every model
+            outcome = save_problem(error)
+            self._say(f"MLflow gets only the weights of {folder}: {outcome}")
+        write_json({**record, "model": outcome}, folder / RECORD)
+
+
+def _changed_at(path: Path) -> int:
+    """Return when a file was changed, in ns; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
