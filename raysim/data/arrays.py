@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from raysim.data.fields import pack_fields, pack_targets
 from raysim.data.labels import LabelSet, read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
+from raysim.primitives.extras import is_instance_of
 from raysim.primitives.kinds import InputField, Kind
 
 COLUMNS = ("inputs", "labels", "users")
@@ -183,7 +183,8 @@ def _read_half(
         raise ValueError(f"data: {name} has no samples ({shapes}). Pass at least one sample.")
     if len(inputs) != len(labels):
         raise ValueError(f"data: {name} has {shapes}. Give each input one label.")
-    is_table = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
+    is_table = isinstance(part[0], (pa.Table, pa.RecordBatch))
+    is_table = is_table or is_instance_of(part[0], "pandas", "DataFrame")
     # Integers in the columns of a table are measurements, not tokens.
     if is_table and inputs.dtype.kind in "biu":
         inputs = inputs.astype(np.float64)
@@ -265,8 +266,9 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """
     if kind == "positions":
         return None
-    if isinstance(column, pd.Series) and column.dtype == object:
-        column = column.tolist()
+    if is_instance_of(column, "pandas", "Series"):
+        series: Any = column
+        column = series.tolist() if series.dtype == object else series
     if not isinstance(column, (list, tuple)) or not column:
         return None
     if all(isinstance(row, Mapping) for row in column):

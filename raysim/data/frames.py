@@ -7,12 +7,12 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raysim.data.dataset import cache_folder
 from raysim.data.parquet import Parquet
+from raysim.primitives.extras import is_instance_of
 from raysim.primitives.files import replace_file, wait_for_folder
 
 TEST_FRACTION = 0.2  # of the rows of a single table are for testing, as with data=csv
@@ -58,7 +58,7 @@ def _package(table: object) -> str:
 
 
 def _is_one_table(table: object) -> bool:
-    if isinstance(table, (pd.DataFrame, pa.Table)):
+    if isinstance(table, pa.Table) or is_instance_of(table, "pandas", "DataFrame"):
         return True
     name = type(table).__name__
     return (_package(table), name) in (("polars", "DataFrame"), ("datasets", "Dataset"))
@@ -71,7 +71,7 @@ def _as_parquet(table: Any, place: str) -> bytes:
         if _package(table) == "datasets":
             _write_dataset(table, buffer)
             return buffer.getvalue()
-        if isinstance(table, pd.DataFrame):
+        if is_instance_of(table, "pandas", "DataFrame"):
             table = pa.Table.from_pandas(table, preserve_index=False)
         elif _package(table) == "polars":
             table = table.to_arrow()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
+
+from raysim.primitives.extras import is_instance_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Floating types of PyTorch that NumPy has, too.
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -34,12 +37,15 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
             "array. Join the arrays, for example with numpy.column_stack, or give a pandas frame."
         )
     if isinstance(column, (pa.Array, pa.ChunkedArray, pa.Table, pa.RecordBatch)):
+        import pandas as pd
+
         column = column.to_pandas(types_mapper=pd.ArrowDtype)
-    if isinstance(column, pd.DataFrame):
+    if is_instance_of(column, "pandas", "DataFrame"):
         return _read_frame(column, place)
-    if isinstance(column, (pd.Series, pd.Index, pd.api.extensions.ExtensionArray)):
-        return _read_series(pd.Series(column), place)
-    if sparse.issparse(column):
+    is_series = is_instance_of(column, "pandas", "Series", "Index")
+    if is_series or is_instance_of(column, "pandas.api.extensions", "ExtensionArray"):
+        return _read_series(column, place)
+    if is_instance_of(column, "scipy.sparse", "sparray", "spmatrix"):
         return np.asarray(column.toarray())
     if isinstance(column, np.ma.MaskedArray) and np.ma.is_masked(column):
         _refuse_missing(np.ma.getmaskarray(column), place)
@@ -123,7 +129,11 @@ def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
     return np.stack(columns, axis=1) if columns else np.empty((len(frame), 0))
 
 
-def _read_series(series: pd.Series, place: str) -> NDArray[Any]:
+def _read_series(column: Any, place: str) -> NDArray[Any]:
+    """Return a series, an index or an extension array of pandas as an array."""
+    import pandas as pd
+
+    series = pd.Series(column)
     if series.isna().any():
         _refuse_missing(series.isna().to_numpy(), place)
     if isinstance(series.dtype, pd.CategoricalDtype):
@@ -221,6 +231,6 @@ def _decode(items: list[bytes], place: str) -> NDArray[Any]:
 
 
 def _is_missing(item: Any) -> bool:
-    if item is None or item is pd.NA or item is pd.NaT:
+    if item is None or type(item).__name__ in ("NAType", "NaTType"):  # of pandas
         return True
     return isinstance(item, (float, np.floating)) and item != item

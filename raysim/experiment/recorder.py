@@ -232,7 +232,8 @@ def run_observers(
     reason = experiment.late_planning
     idleness = [IdleWorkers(print_unless_quiet, reason)] if reason else []
     texts = [] if is_trial else [TextSamples(experiment.spec, print_unless_quiet)]
-    pictures = [] if is_trial else [Pictures(show_activity, experiment.network)]
+    is_part = _study_folder(folder) is not None
+    pictures = [] if is_trial else [Pictures(show_activity, experiment.network, is_part)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
     return [
         ProgressLine(console, quiet, experiment.spec.data),
@@ -307,8 +308,14 @@ def _can_be_rebuilt(experiment: Experiment) -> bool:
 
 def _study_of(folder: Path) -> Path | None:
     """Return the folder of the tracked study if the run's folder is STUDY/runs/NAME, or None."""
+    study = _study_folder(folder)
+    return study if study is not None and read_record(study) else None
+
+
+def _study_folder(folder: Path) -> Path | None:
+    """Return the folder of the study if the run's folder is STUDY/runs/NAME, or None."""
     study = folder.resolve().parent.parent
-    return study if (study / "study.yaml").is_file() and read_record(study) else None
+    return study if (study / "study.yaml").is_file() else None
 
 
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 # The extra of pyproject.toml that installs each package.
@@ -36,3 +37,14 @@ def import_optional(package: str, setting: str) -> ModuleType:
             f"raysim: in a checkout run uv sync --inexact --extra {extra}; elsewhere install "
             f"raysim's wheel or git URL with [{extra}]."
         ) from error
+
+
+def is_instance_of(value: object, module: str, *names: str) -> bool:
+    """Return True if a value is of one of a module's classes, without importing the module.
+
+    module: its name, such as "pandas". No value can be of its classes before it is imported.
+    """
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(
+        value, tuple(getattr(imported, name) for name in names)
+    )

@@ -544,11 +544,12 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """An observer that draws the history, the jobs, the reports of methods and the probes.
 
-    network: the models of the server, which are drawn if there are several.
+    network: the models of the server, which are drawn if there are several. only_rounds: True draws
+    the history against the rounds alone, for a run of a study, whose report has all axes.
     """
 
-    def __init__(self, activity: ShowActivity, network: Network):
-        self._activity, self._network = activity, network
+    def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
+        self._activity, self._network, self._only_rounds = activity, network, only_rounds
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Draw the pictures for which there are numbers."""
@@ -556,7 +557,7 @@ class Pictures(Observer):
             self._draw(run)
 
     def _draw(self, run: CurrentRun) -> None:
-        run.pictures += draw_run(run.rows, run.folder, run.title)
+        run.pictures += draw_run(run.rows, run.folder, run.title, self._only_rounds)
         run.pictures += self._draw_probes(run)
         jobs = read_jobs(run.folder)
         path = run.folder / "timeline.png"

@@ -97,7 +97,10 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def draw_svg(
-    draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)
+    draw: Callable[[Axes], object],
+    about: str,
+    size: tuple[float, float] = (4.4, 3.0),
+    has_plain_labels: bool = False,
 ) -> str:
     """Return a drawing as an SVG for a page.
 
@@ -105,7 +108,9 @@ def draw_svg(
 
     draw: function that draws on given axes. about: a description for readers who cannot see the
     drawing.
-    size: inches; the page may scale the drawing.
+    size: inches; the page may scale the drawing. has_plain_labels: True if the axes have numbers at
+    their ticks and a label below, which fit into fixed margins; otherwise matplotlib measures all
+    texts, which takes as long as the drawing.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -117,7 +122,15 @@ def draw_svg(
         "axes.labelsize": 10,
     }
     with matplotlib.rc_context(theme(INK) | settings):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, layout=None if has_plain_labels else "constrained")
+        if has_plain_labels:
+            width, height = size
+            figure.subplots_adjust(
+                left=0.7 / width,
+                right=1 - 0.25 / width,
+                bottom=0.52 / height,
+                top=1 - 0.12 / height,
+            )
         draw(figure.subplots())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -22,7 +22,7 @@ from raysim.experiment.many_runs import (
     short_names,
     value_label,
 )
-from raysim.experiment.run_overrides import expand_override
+from raysim.experiment.run_overrides import expand_override, read_full_key
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 
@@ -145,7 +145,9 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one")
-    return local_folder(str(to_dict(compose(out))["out"]))
+    if "${" in out[0]:  # a reference to another key
+        return local_folder(str(to_dict(compose(out))["out"]))
+    return local_folder(str(read_full_key(out[0]).value))
 
 
 def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
