@@ -46,6 +46,10 @@ def find_root(place: str) -> Path:
     `RefusedError` if no run was stored there.
     """
     folder = user_path(place).resolve()
+    if not folder.is_dir():
+        raise RefusedError(
+            f"{place} is no folder. Give the folder that runs are in, or the address of a server"
+        )
     for study in (folder, *folder.parents[:2]):
         is_tracked = (study / RECORD).is_file() or (study / DATABASE).is_file()
         if is_tracked and (study / STUDY).is_file():
@@ -152,9 +156,13 @@ class RunDatabase:
                     save_model(*model, Path(temporary))
                     Mlflow(self.uri).add_model(record, Path(temporary) / MODEL)
         except Exception as error:  # PyTorch cannot trace every model
+            if not folder.is_dir():
+                self._say(f"{folder} was removed: MLflow has its numbers, but no model of it")
+                return
             outcome = save_problem(error)
             self._say(f"MLflow gets only the weights of {folder}: {outcome}")
-        write_json({**record, "model": outcome}, folder / RECORD)
+        if folder.is_dir():
+            write_json({**record, "model": outcome}, folder / RECORD)
 
 
 def _changed_at(path: Path) -> int:

@@ -235,6 +235,8 @@ def run_observers(
     is_part = _study_folder(folder) is not None
     pictures = [] if is_trial else [Pictures(show_activity, experiment.network, is_part)]
     tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
+    uri = experiment.execution.tracking.uri
+    is_stored = bool(tracking) and not uri and not experiment.url
     return [
         ProgressLine(console, quiet, experiment.spec.data),
         HistoryFile(),
@@ -257,7 +259,7 @@ def run_observers(
         ProfileFiles(print_table),
         SummaryFile(),  # after all other files
         *tracking,  # sends these files
-        ClosingLine(print_line),
+        ClosingLine(print_line, is_stored=is_stored),
     ]
 
 

@@ -342,7 +342,10 @@ class IdleWorkers(Observer):
 
 
 class ClosingLine(Observer):
-    """An observer that prints the last lines: accuracies, the folder, and the report command."""
+    """An observer that prints the last lines: accuracies, the folder, and the next commands.
+
+    is_stored: True if `raysim ui` shows the run in MLflow.
+    """
 
     LABELS: ClassVar = {
         "_global": "on the central test set",
@@ -355,8 +358,9 @@ class ClosingLine(Observer):
         "_unseen": "clients that were never trained",
     }
 
-    def __init__(self, say: PrintLine):
+    def __init__(self, say: PrintLine, is_stored: bool = False):
         self._say = say
+        self._is_stored = is_stored
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Print the lines."""
@@ -370,6 +374,9 @@ class ClosingLine(Observer):
         text = ", ".join(scores) or "unknown"
         self._say(f"{metric} {text} after {summary['rounds']} rounds; results are in {run.address}")
         self._say(f"create a report with: raysim report {shlex.quote(run.address)}")
+        if self._is_stored:
+            folder = shlex.quote(str(run.folder.parent))
+            self._say(f"see it in MLflow with: raysim ui {folder}")
 
 
 # --- files in the run's folder --------------------------------------------------------------------

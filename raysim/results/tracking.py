@@ -482,6 +482,7 @@ class StoredTracker:
         self._stored_rows = 0  # how many of the unsent rows are in the backlog file
         self._last_round = 0  # of the rows that `log` got
         self._stored_at = -math.inf  # on the clock of time.monotonic()
+        self._store_interval = STORE_INTERVAL_S
 
     def start(
         self,
@@ -537,7 +538,7 @@ class StoredTracker:
             return
         self._last_round = _round(row)
         self._unsent.append(dict(row))
-        if time.monotonic() - self._stored_at >= STORE_INTERVAL_S:
+        if time.monotonic() - self._stored_at >= self._store_interval:
             self._store()
 
     def _store(self) -> None:

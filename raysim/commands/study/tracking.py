@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,8 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         files = [folder / name for name in FILES if (folder / name).is_file()]
         tracker.finish({"runs": len(study.runs), **_means(folder)}, files, status)
+    if not uri:
+        say(f"see the runs in MLflow with: raysim ui {shlex.quote(str(folder))}")
 
 
 def _means(folder: Path) -> Mapping[str, object]:

@@ -235,6 +235,10 @@ class SweepSession:
         width = shutil.get_terminal_size(TERMINAL_SIZE).columns
         self._print(f"\n{report.table(records, width)}\n")
         self._print(_closing_line(records, numbers))
+        tracking = self.experiments[0].execution.tracking
+        if tracking.name == "mlflow" and not tracking.uri:
+            place = shlex.quote(str(self.folder.parent))
+            self._print(f"see the trials in MLflow with: raysim ui {place}")
         return collect_results(records, options.mode or "max")
 
     def _print(self, text: str) -> None:
