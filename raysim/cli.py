@@ -994,7 +994,7 @@ def _split(text: str) -> list[str]:
 
 
 def _ui(arguments: argparse.Namespace) -> int:
-    from raysim.commands.ui import show_charts, update_database
+    from raysim.commands.ui.server import show_charts, update_database
 
     with errors_as_refusals():
         if arguments.update:

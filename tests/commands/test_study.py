@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from raysim import cli
-from raysim.commands.mlflow_database import RunDatabase
 from raysim.commands.study import report as study_report
 from raysim.commands.study.plan import StudyPlan, StudyRun, plan
 from raysim.commands.study.report import RunScores, compare_settings
 from raysim.commands.study.runner import RunEnd, check, make_runs, store
+from raysim.commands.ui.database import RunDatabase
 from raysim.experiment.execute import run as run_single
 from raysim.experiment.settings import Interrupted
 from raysim.results.significance import Difference

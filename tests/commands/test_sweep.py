@@ -21,12 +21,12 @@ import pytest
 
 import raysim
 from raysim import cli
-from raysim.commands.mlflow_database import RunDatabase
 from raysim.commands.sweep.plan import plan, read_request
 from raysim.commands.sweep.records import TrialRecord, TrialRecords
 from raysim.commands.sweep.report import KeyAxis, draw_parallel
 from raysim.commands.sweep.space import Choice, Interval
 from raysim.commands.sweep.trial import Trial, open_trial
+from raysim.commands.ui.database import RunDatabase
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.settings import Experiment

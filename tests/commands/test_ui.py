@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from raysim.commands import ui
-from raysim.commands.mlflow_database import find_root
+from raysim.commands.ui import server as ui
+from raysim.commands.ui.database import find_root
 from raysim.primitives.errors import RefusedError
 from raysim.results.tracking import StoredTracker
 

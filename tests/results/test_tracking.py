@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raysim.commands.mlflow_database import RunDatabase
+from raysim.commands.ui.database import RunDatabase
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml

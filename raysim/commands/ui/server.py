@@ -19,7 +19,7 @@ import webbrowser
 from contextlib import suppress
 from typing import IO
 
-from raysim.commands.mlflow_database import RunDatabase, find_root
+from raysim.commands.ui.database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
 from raysim.results.tracking import find_experiment_id, make_experiment, set_mlflow_environment
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raysim.commands.mlflow_database import RunDatabase, find_root
+from raysim.commands.ui.database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, write_history
 from raysim.results.tracking import BACKLOG, RECORD, StoredTracker, default_uri, read_record
