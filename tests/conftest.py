@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import gc
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from cluster import Workers
-    from matplotlib.figure import Figure
 
 
 # Ray gives up on its own processes after seconds, and a busy machine needs longer to start them.
@@ -54,7 +51,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use Ray as slow, and run tests with the shared Ray last."""
+    """Mark tests that use Ray as slow, and run tests with the shared Ray last.
+
+    `--dist loadgroup` gives these tests to one process, and the other tests of a file too.
+    """
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("ray" if uses(item, "ray_session") else file))
     # Tests with a Ray of their own come first, so that only one Ray exists at a time.
     items.sort(key=lambda item: uses(item, "ray_session"))
 
@@ -115,36 +117,13 @@ def restore_import_path() -> Iterator[None]:
     sys.path[:] = path
 
 
-ONE_POINT: dict[str, Any] = {
-    "png": base64.b64decode(
-        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-    ),
-    "svg": (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"></svg>'
-    ),
-}
-
-
 @pytest.fixture(autouse=True)
 def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw one point in place of a picture, unless a test is marked `pictures`.
+    """Draw one point in place of a picture, unless a test is marked `pictures`."""
+    if not request.node.get_closest_marker("pictures"):
+        from one_point import replace_pictures
 
-    Drawing takes most of the time at the end of a run.
-    """
-    if request.node.get_closest_marker("pictures"):
-        return
-    from matplotlib.figure import Figure
-
-    from raysim.results import curves
-
-    # Each run draws these; their panels alone take half of the time of a tiny run.
-    monkeypatch.setattr(curves, "_draw_png", lambda *_: ONE_POINT["png"])
-
-    def savefig(figure: Figure, file: Any, format: str, **_: object) -> None:
-        with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as stream:
-            stream.write(ONE_POINT[format])
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+        replace_pictures(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

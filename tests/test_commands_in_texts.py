@@ -8,10 +8,11 @@ lacks lies in `folder`.
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -318,15 +319,52 @@ raysim --version
 """
 
 
+# In this shell raysim is the process of the test: a pipe brings it the words, quoted for a shell,
+# and another one its exit status; its output comes back in a file.
+ASKING = """
+set -e
+raysim() {
+    local exit_status
+    print -r -- "${(q-)@}" >&$ASK
+    read -r exit_status <&$ANSWER
+    cat $PRINTED
+    return $exit_status
+}
+"""
+
+
 @pytest.mark.slow
-def test_quick_commands_succeed(tmp_path: Path) -> None:
-    define = f'set -e; raysim() {{ "{sys.executable}" -m raysim "$@"; }}'
-    shell = [here("zsh"), "-f", "-c", f"{define}{REAL}"]
-    done = subprocess.run(shell, cwd=tmp_path, text=True, capture_output=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "passed over" not in done.stderr, (
-        "what raysim itself keeps beside runs is nothing to be told of"
+def test_quick_commands_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = tmp_path / "printed"
+    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    environment = {"ASK": ask, "ANSWER": answer, "PRINTED": printed, "PATH": os.environ["PATH"]}
+    shell = subprocess.Popen(
+        [here("zsh"), "-f", "-c", f"{ASKING}{REAL}"],
+        env={name: str(value) for name, value in environment.items()},
+        pass_fds=(ask, answer),
+        stdout=subprocess.DEVNULL,
     )
+    for end in (ask, answer):
+        os.close(end)
+    commands = []
+    with shell, open(asked) as requests, open(answered, "w", buffering=1) as answers:
+        for line in requests:
+            words = shlex.split(line)
+            commands.append(words[0])
+            try:
+                status = cli.call(words)
+            except SystemExit as end:  # of a command that only prints its help
+                status = int(end.code or 0)
+            output = capsys.readouterr()
+            assert status == 0, f"{line}: {output.err}"
+            assert "passed over" not in output.err, "files next to runs are raysim's own"
+            printed.write_text(output.out)
+            answers.write(f"{status}\n")
+    assert shell.returncode == 0
+    assert commands == [line.split()[1] for line in lines(REAL)]
     assert (tmp_path / "runs/mlflow_artifacts").is_dir()
     assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
         f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)

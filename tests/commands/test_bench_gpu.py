@@ -69,7 +69,7 @@ def test_every_method_is_checked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fraug", "fedbr", "fedmix", "local", "vhl"])
+@pytest.mark.parametrize("name", ["fraug", "fedmix"])
 def test_convolutions_are_the_same_in_every_mode(name: str) -> None:
     options = gpu.GpuOptions(device="cpu", methods=(name,))
     rows = gpu.measure_correctness(options, lambda: True)

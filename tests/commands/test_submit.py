@@ -67,11 +67,6 @@ class Broken(Method):
 
     def gradient(self, job, grad, at):
         raise ValueError("no gradient today")
-
-
-class Harmless(Method):
-    name = "harmless"
-    paper = "a test"
 """
 
 
@@ -555,15 +550,32 @@ def answers(url: str, token: str) -> bool:
         return False
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> tuple[str, ...]:
-    """Return the arguments that pack two methods of the user."""
-    methods = tmp_path / "mine" / "conf" / "method"
-    methods.mkdir(parents=True)
-    (tmp_path / "mine" / "__init__.py").write_text(MINE)
-    for name in ("broken", "harmless"):
-        (methods / f"{name}.yaml").write_text(f"{name}:\n  _target_: mine.{name.capitalize()}\n")
-    return "--with", str(tmp_path / "mine"), "run", "--allow", "mine", "--conf", "mine/conf"
+@dataclass
+class Submitted:
+    """A job that has ended well: the folder of its run, its name, and the lines it printed."""
+
+    out: Path
+    job: str
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def submitted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitted:
+    """Submit a run of a new package with all its parts, for several tests."""
+    folder = tmp_path_factory.mktemp("submitted")
+    assert cli.call(["new", str(folder / "fresh")]) == 0
+    words = [
+        f"{group}=fresh"
+        for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")
+    ]
+    package = ("--with", str(folder / "fresh" / "fresh"), "run", "--allow", "fresh")
+    out = folder / "on the node" / "first"
+    few = ("rounds=2", "tracking=none", "runtime.workers=1", f"out={out}")
+    ran = cluster.submit(*package, *words, *few)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    job = re.search(r"raysim fetch (\S+) --address", ran.stdout)
+    assert job is not None, ran.stdout
+    return Submitted(out, job[1], ran.stdout.splitlines())
 
 
 def test_ray_job_submit_makes_a_run(cluster: Cluster, tmp_path: Path) -> None:
@@ -592,35 +604,34 @@ def test_ray_job_submit_makes_a_run(cluster: Cluster, tmp_path: Path) -> None:
     } & listed, ran.stdout
 
 
-def test_submit_runs_the_users_code_and_shows_its_output(
-    cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]
-) -> None:
-    ran = cluster.submit(*mine, *RUN, "method=[harmless]", f"out={tmp_path / 'run'}")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    lines = ran.stdout.splitlines()
+def test_submit_shows_the_output_of_the_run(submitted: Submitted) -> None:
+    lines = submitted.lines
     assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
-    assert "job_manager" not in ran.stdout and "Running entrypoint" not in ran.stdout, (
+    output = "\n".join(lines)
+    assert "job_manager" not in output and "Running entrypoint" not in output, (
         "Ray's own lines say nothing"
     )
-    assert "round 2/2" in ran.stdout and "results are in" in lines[-3]
-    assert lines[-1].startswith(f"bring {tmp_path / 'run'} to this machine with: raysim fetch ")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
+    assert "round 2/2" in output and "results are in" in lines[-3]
+    assert lines[-1].startswith(f"bring {submitted.out} to this machine with: raysim fetch ")
 
 
-def test_fetch_brings_the_results_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
-    out = tmp_path / "on the node" / "first"
-    words = ["run", "runtime=inprocess", *SMALL, f"out={out}"]
-    submitted = cluster.run("raysim", "submit", "--address", cluster.url, *words)
-    assert submitted.returncode == 0, submitted.stderr
-    job = re.search(r"raysim fetch (\S+) --address", submitted.stdout)
-    assert job is not None, submitted.stdout
-    words = ["raysim", "fetch", job[1], str(tmp_path / "here"), "--address", cluster.url]
+def test_new_package_runs_on_a_cluster(submitted: Submitted) -> None:
+    summary = json.loads((submitted.out / "summary.json").read_text())
+    assert (summary["methods"], summary["rounds"]) == (["fresh"], 2)
+    assert (submitted.out / "best.txt").is_file()
+
+
+def test_fetch_brings_the_results_of_a_job(
+    cluster: Cluster, submitted: Submitted, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    words = ["raysim", "fetch", submitted.job, str(here), "--address", cluster.url]
     fetched = cluster.run(*words)
     assert fetched.returncode == 0, fetched.stderr
-    names = {path.name for path in out.iterdir()}
-    assert {path.name for path in (tmp_path / "here").iterdir()} == names - {"checkpoints"}
-    summary = (tmp_path / "here/summary.json").read_bytes()
-    assert summary == (out / "summary.json").read_bytes()
+    names = {path.name for path in submitted.out.iterdir()}
+    assert {path.name for path in here.iterdir()} == names - {"checkpoints"}
+    summary = (here / "summary.json").read_bytes()
+    assert summary == (submitted.out / "summary.json").read_bytes()
     too_large = cluster.run(*words, "--limit", "0.0001")
     assert too_large.returncode == 2 and "--limit" in too_large.stderr
     missing = cluster.run(*words, "--folder", str(tmp_path / "none"))
@@ -629,32 +640,20 @@ def test_fetch_brings_the_results_of_a_job(cluster: Cluster, tmp_path: Path) -> 
     assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr
 
 
-def test_new_package_runs_on_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    assert cluster.run("raysim", "new", str(tmp_path / "fresh")).returncode == 0
-    words = [
-        f"{group}=fresh"
-        for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")
-    ]
-    package = ("--with", str(tmp_path / "fresh" / "fresh"), "run", "--allow", "fresh")
-    few = ("rounds=2", "tracking=none", "runtime.workers=1", f"out={tmp_path / 'run'}")
-    ran = cluster.submit(*package, *words, *few)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["methods"] == ["fresh"]
-    assert (tmp_path / "run" / "best.txt").is_file()
-
-
 def test_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.workers=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_run_that_fails_ends_with_1(
-    cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]
-) -> None:
-    ran = cluster.submit(
-        *mine, "runtime=inprocess", *SMALL, "method=[broken]", f"out={tmp_path / 'run'}"
-    )
+def test_run_that_fails_ends_with_1(cluster: Cluster, tmp_path: Path) -> None:
+    methods = tmp_path / "mine" / "conf" / "method"
+    methods.mkdir(parents=True)
+    (tmp_path / "mine" / "__init__.py").write_text(MINE)
+    (methods / "broken.yaml").write_text("broken:\n  _target_: mine.Broken\n")
+    package = ("--with", str(tmp_path / "mine"), "run", "--allow", "mine", "--conf", "mine/conf")
+    words = ("runtime=inprocess", *SMALL, "method=[broken]", f"out={tmp_path / 'run'}")
+    ran = cluster.submit(*package, *words)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
 from raysim.methods.lora_factors import LORA_METHODS
 from raysim.primitives.errors import RefusedError
+from raysim.training.initial_weights import Init, read_initial_weights
 from raysim.training.run_spec import build_networks
 
 WORDS = [
@@ -416,7 +418,8 @@ def test_method_starts_whole_and_by_part(method: str, tmp_path: Path) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]
     if method in LORA_METHODS:
         words.append("model.lora.rank=2")
-    drawn = start(build(words))
+    experiment = build(words)
+    drawn = start(experiment)
     stored = {
         name: torch.full_like(tensor, 0.25) if tensor.is_floating_point() else tensor
         for name, tensor in drawn.items()
@@ -425,9 +428,13 @@ def test_method_starts_whole_and_by_part(method: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file(stored, file)
     others = {name: tensor for name, tensor in drawn.items() if name not in stored}
-
-    assert_starts(build([*words, f"init={file}"]), stored | others)
     head = {name: tensor for name, tensor in drawn.items() if name.startswith("model.head.")}
     assert head
-    assert_starts(build([*words, f"init={file}", "init.redraw=head"]), stored | others | head)
-    assert_starts(build([*words, f"init={file}", "init.only=extractor"]), stored | others | head)
+
+    def assert_starts_with(expected: Mapping[str, Tensor], **settings: list[str]) -> None:
+        _, weights = read_initial_weights(Init(str(file), **settings))
+        assert_starts(replace(experiment, spec=replace(experiment.spec, weights=weights)), expected)
+
+    assert_starts_with(stored | others)
+    assert_starts_with(stored | others | head, redraw=["head"])
+    assert_starts_with(stored | others | head, only=["extractor"])

@@ -21,6 +21,9 @@ from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder
 
 COUNT = 6
+# What processes that train import, once for all of them.
+PRELOADED = ["raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess"]
+TRAINING = 3  # the third may find the free name that the second takes
 TINY = [
     "runtime=inprocess",
     "data=synthetic",
@@ -51,18 +54,20 @@ def at_once(action: Callable[[], Any]) -> list[Any]:
     """Return what each of several processes returns that begin at the same moment."""
     context: Any = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
-    return _answers(context, queue, _report, action, barrier, queue)
+    return _answers(COUNT, context, queue, _report, action, barrier, queue)
 
 
-def _answers(context: Any, queue: Any, target: Callable[..., None], *args: Any) -> list[Any]:
-    processes = [context.Process(target=target, args=(*args, number)) for number in range(COUNT)]
+def _answers(
+    count: int, context: Any, queue: Any, target: Callable[..., None], *args: Any
+) -> list[Any]:
+    processes = [context.Process(target=target, args=(*args, number)) for number in range(count)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * COUNT
+    assert [process.exitcode for process in processes] == [0] * count
     answers = dict(queue.get() for _ in processes)
-    return [answers[number] for number in range(COUNT)]
+    return [answers[number] for number in range(count)]
 
 
 def _run_command(command: list[str], folder: str, barrier: Any, queue: Any, number: int) -> None:
@@ -152,18 +157,22 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [["run"], ["study", "method=fedavg,fedprox"]], ids=["run", "study"]
+    "command",
+    [["run"], ["study", "method=fedavg,fedprox", "tracking=none"]],
+    ids=["run with tracking", "study"],
 )
 def test_commands_started_at_once_all_finish(command: list[str], tmp_path: Path) -> None:
-    # Processes that train are not forked: a fork of a process with threads may wait for ever.
-    context: Any = multiprocessing.get_context("spawn")
-    barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
+    # Processes that train are not forked from this one: a fork of a process with threads may wait
+    # for ever.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    barrier, queue = context.Barrier(TRAINING), context.SimpleQueue()
     arguments = ([*command, *TINY], str(tmp_path), barrier, queue)
-    assert _answers(context, queue, _run_command, *arguments) == [0] * COUNT
-    name = "now-fedavg-synthetic" if command == ["run"] else "now"
-    root = Path("runs" if command == ["run"] else "studies")
+    assert _answers(TRAINING, context, queue, _run_command, *arguments) == [0] * TRAINING
+    name = "now" if command[0] == "study" else "now-fedavg-synthetic"
+    root = Path("studies" if command[0] == "study" else "runs")
     folders = {path.name for path in root.iterdir() if path.name.startswith("now")}
     # A process that found `name-2` free while another took it gets `name-2-2`.
-    assert len(folders) == COUNT
+    assert len(folders) == TRAINING
     assert all(re.fullmatch(rf"{name}(-\d+)*", folder) for folder in folders)
     assert many_runs.LOCK_FILE not in {path.name for path in root.iterdir()}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_batched_lanes import LOCALS, Dropping, Failing, trained
 from test_conformance import EPOCHS, TABLE
+from test_synchronisations import waits_of_recorded_steps
 from tiny_runs import (
     BUFFER,
     MLP,
@@ -114,8 +115,12 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_every_method_ends_as_in_the_loop(self, name: str) -> None:
+    def test_every_method_ends_as_in_the_loop(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        operations = waits_of_recorded_steps(monkeypatch)
         ended = assert_as_in_loop(study(name), rounds=3)
+        assert not operations, "a GPU cannot run ahead of Python"
         assert 0 < len(loop_of(ended).recordings) <= 32, (
             "few kinds of iterations, whatever the number of rounds"
         )
@@ -155,20 +160,22 @@ class TestNumbers:
     def test_clients_may_be_sent_different_things(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
-    @pytest.mark.parametrize("name", quick_and_slow(["fedavg", *TABLE]))
+    @pytest.mark.parametrize(
+        "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
+    )
     def test_products_in_bfloat16_train_a_float32_vector(self, name: str) -> None:
-        ways = [{"lanes": 1, "graph": False}, {"lanes": 3, "graph": True}]
-        coarse = [
-            run(study(name, precision="bfloat16", **way), rounds=2)
-            for way in ways
-            if name != DRAWING
-        ]
-        fine = run(study(name, lanes=1, graph=False), rounds=2)
+        def in_loop(precision: str) -> FinishedRun:
+            return run(study(name, precision=precision, lanes=1, graph=False), rounds=2)
+
+        coarse = [run(study(name, precision="bfloat16"), rounds=2)]
+        if name in QUICK:
+            coarse.append(in_loop("bfloat16"))
+            fine = in_loop("float32")
+            assert all(ended.bits != fine.bits for ended in coarse)
         for ended in coarse:
             assert not ended.failures, ended.failures[0].error
-            assert ended.bits != fine.bits
-            for key, values in ended.tensors.items():
-                assert values.dtype == fine.tensors[key].dtype and np.isfinite(values).all()
+            for values in ended.tensors.values():
+                assert values.dtype in (np.float32, np.int64) and np.isfinite(values).all()
 
     def test_mixup_trains_in_bfloat16(self) -> None:
         assert not run(run_spec(Mixup(), precision="bfloat16"), rounds=1).failures

@@ -30,11 +30,6 @@ WAITING = (
     torch.ops.aten.is_nonzero.default,
 )
 
-# Methods that are not recorded, and methods that need a package of their own.
-DRAWS = ("fedsr",)
-LACKS = ("dp_fedavg",)
-CONVOLVED = [name for name in ("fedavg", *gpu.every_method()) if name not in (*DRAWS, *LACKS)]
-
 
 class Counter(TorchDispatchMode):
     """A mode that counts operations which wait."""
@@ -52,6 +47,21 @@ class Counter(TorchDispatchMode):
         if func in WAITING and args[0].dtype != torch.uint8:
             self.operations.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each operation of a recorded step that waits is added."""
+    operations: list[str] = []
+    compute = RecordedLanes.compute
+
+    def watched(*args: Any) -> Any:
+        with Counter() as counter:
+            computed = compute(*args)
+        operations.extend(counter.operations)
+        return computed
+
+    monkeypatch.setattr(RecordedLanes, "compute", watched)
+    return operations
 
 
 def most_waits(name: str) -> int:
@@ -86,27 +96,13 @@ def test_step_that_waits_is_counted() -> None:
     assert len(counter.operations) == 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("dann", "fedbr", "fraug") else pytest.mark.slow)
-        for name in CONVOLVED
-    ],
-)
+# `test_recorded_lanes.py` watches the recorded steps of every method on a linear network.
+@pytest.mark.parametrize("name", ["dann", "fedbr", "fraug"])
 def test_recorded_convolutions_wait_for_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = gpu.check_spec(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED_MODES[-1])
-    operations: list[str] = []
-    compute = RecordedLanes.compute
-
-    def watched(*args: Any) -> Any:
-        with Counter() as counter:
-            computed = compute(*args)
-        operations.extend(counter.operations)
-        return computed
-
-    monkeypatch.setattr(RecordedLanes, "compute", watched)
+    operations = waits_of_recorded_steps(monkeypatch)
     worker = Worker(spec)
     for _ in coordinate(spec, runtime=InProcess(worker), rounds=1).run():
         pass

@@ -23,8 +23,11 @@ from raysim.training.initial_weights import Init, read_initial_weights
 from raysim.training.run_spec import build_networks
 
 
-@pytest.mark.parametrize("methods", [[], [FedBN()]])
-@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
+@pytest.mark.parametrize(
+    ("methods", "schedule"),
+    [([], Synchronous(4)), ([FedBN()], Buffered(concurrency=4, size=2))],
+    ids=["fedavg", "fedbn"],
+)
 def test_remote_workers_change_nothing(
     methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
