@@ -48,8 +48,8 @@ GPT = [
 WIDTH, LAYERS = 4000, 4
 MLP = [
     "data=digits", "model=mlp", f"model.widths={[WIDTH] * LAYERS}", "model.lora.rank=4",
-    "partition=iid", "rounds=4", "evaluate.every=100000", "tracking=none", "checkpoint.every=0",
-    "runtime=local", "runtime.threads=1",
+    "partition=iid", "rounds=4", "local.epochs=null", "local.steps=2", "evaluate.every=100000",
+    "tracking=none", "checkpoint.every=0", "runtime=local", "runtime.threads=1",
 ]  # fmt: skip
 FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # of the large layers in float32
 

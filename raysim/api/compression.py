@@ -115,7 +115,8 @@ class Compressor(Method):
         has_memory = self.feedback != "none"
         keeps_messages = type(self).initial is not Compressor.initial
         if has_memory and self.compresses_up:
-            run.client_state(MEMORY, run.zeros)
+            # Empty in place of zeros: most of a first job's cost would be to make and add them.
+            run.client_state(MEMORY, lambda samples: torch.empty(0))
         if has_memory and self.compresses_down:
             run.server_state(MEMORY, run.zeros)
         if keeps_messages and self.compresses_up:
@@ -129,14 +130,19 @@ class Compressor(Method):
         """Replace values, in place, by the values that the receiver decodes; return the next state.
 
         values: [layout.trained].
-        state: `memory` and `kept` of the sender, if it has them.
+        state: `memory` and `kept` of the sender, if it has them; an empty memory is 0.
         Raise ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)
         wanted = values
         if memory is not None:
-            combine = torch.sub if self.feedback == "ef21" else torch.add
-            wanted = combine(values, memory, out=new_like(values))
+            wanted = new_like(values)
+            if not len(memory):
+                wanted.copy_(values)
+            elif self.feedback == "ef21":
+                torch.sub(values, memory, out=wanted)
+            else:
+                torch.add(values, memory, out=wanted)
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
         sent = wanted.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)
@@ -152,7 +158,8 @@ class Compressor(Method):
         following: dict[str, Tensor] = {}
         if memory is not None:
             if self.feedback == "ef21":
-                values += memory
+                if len(memory):
+                    values += memory
                 following[MEMORY] = wanted.copy_(values)
             else:
                 following[MEMORY] = wanted.sub_(values)
