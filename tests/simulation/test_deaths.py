@@ -18,7 +18,7 @@ import pytest
 from tiny_runs import (
     LOCAL,
     MLP,
-    NORMED,
+    NORMED_MLP,
     FinishedRun,
     coordinate,
     run,
@@ -73,9 +73,9 @@ ASKED: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=1)}
 def study(name: str) -> RunSpec:
     return run_spec(
         *METHODS[name](),
-        model=NORMED,
-        local=Local(lr=0.05, batch=12, epochs=2),
-        data=tiny_data(clients=6),
+        model=NORMED_MLP,
+        local=Local(lr=0.05, batch=12),
+        data=tiny_data(clients=6, samples=90),
     )
 
 
