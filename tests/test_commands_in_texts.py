@@ -356,8 +356,8 @@ def test_quick_commands_succeed(
             commands.append(words[0])
             try:
                 status = cli.call(words)
-            except SystemExit as end:  # of a command that only prints its help
-                status = int(end.code or 0)
+            except SystemExit as stop:  # of a command that only prints its help
+                status = int(stop.code or 0)
             output = capsys.readouterr()
             assert status == 0, f"{line}: {output.err}"
             assert "passed over" not in output.err, "files next to runs are raysim's own"
