@@ -6,8 +6,10 @@ The only public object that sets it is a `ServerApp` with a `Server`, so one wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 
 from flwr.app import Context, RecordDict
 from flwr.server import History, Server, ServerApp, ServerAppComponents, SimpleClientManager
@@ -24,6 +26,18 @@ class _IdleServer(Server):
         return History(), 0.0
 
 
+@contextlib.contextmanager
+def silent_flower() -> Iterator[None]:
+    """Show only errors of Flower's log meanwhile."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 @functools.cache
 def set_identity() -> None:
     """Run a ServerApp without clients, once in a process; Flower's log is silent meanwhile."""
@@ -35,13 +49,8 @@ def set_identity() -> None:
         state=RecordDict(),
         run_config={},
     )
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with silent_flower():
         app(SimpleGrid(), context)
-    finally:
-        logger.setLevel(level)
 
 
 def _components(context: Context) -> ServerAppComponents:

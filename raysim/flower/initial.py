@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import ServerApp
 
 from raysim.flower.client import AppError, AppRunner
-from raysim.flower.identity import set_identity
+from raysim.flower.identity import set_identity, silent_flower
 from raysim.flower.messages import (
     RUN_ID,
     SERVER_NODE_ID,
@@ -138,7 +138,7 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     )
     set_identity()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), silent_flower():
             app(grid, context)
     except _FirstMessage:
         pass
