@@ -602,6 +602,23 @@ def test_stopped_coordinator_is_lost(
     ]
 
 
+@pytest.mark.parametrize(("error", "words"), [("RayActorError", []), ("OutOfMemoryError", ["no"])])
+def test_death_of_the_coordinator_is_a_lost_process(
+    error: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime import ray as on_ray
+    from raysim.runtime.ray import driver
+
+    def fail(*_: Any) -> Any:
+        raise getattr(on_ray.ray.exceptions, error)(*words)
+
+    monkeypatch.setattr(driver, "start_processes", MagicMock())
+    monkeypatch.setattr(driver, "release_processes", lambda *_: None)
+    monkeypatch.setattr(driver, "_receive", fail)
+    with pytest.raises(ProcessLostError, match="a process of the run died"):
+        list(on_ray.run(run_spec(), Synchronous(2), Lognormal(), MagicMock()))
+
+
 @pytest.mark.parametrize("looks", [1, 3, 10])
 def test_run_waits_until_ray_reports_a_lost_node(
     looks: int, monkeypatch: pytest.MonkeyPatch

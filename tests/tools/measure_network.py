@@ -2,8 +2,8 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes two clusters of three machines with `network_cluster.py`: one with undisturbed links and one
-with links of another kind. Runs alternate between them. It prints a table: megabytes per round on
+makes a cluster of three machines with `network_cluster.py`. Each run on slow or lossy links follows
+a run on undisturbed links. It prints a table: megabytes per round on
 the links and in raysim's columns, seconds per round, and the ratio of the seconds to those of the
 undisturbed run of the same turn. All runs of a schedule must end with the same bits.
 """
@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -113,21 +112,17 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
 
 def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
     """Measure each kind of links in turns with undisturbed ones."""
-    with start(None) as plain:
-        for kind in kinds:
-            with start(KINDS[kind]) as disturbed:
-                for _ in range(turns):
-                    for schedule in SCHEDULES:
-                        yield measure(plain, schedule, UNDISTURBED, overrides)
-                        yield measure(disturbed, schedule, kind, overrides)
-
-
-@contextmanager
-def start(links: Mapping[int, Link] | None) -> Iterator[NetworkCluster]:
-    """Yield a cluster with a Ray node of one CPU on each machine."""
-    with NetworkCluster(MACHINES, links) as cluster:
+    with NetworkCluster(MACHINES) as cluster:
         cluster.start_ray([1] * MACHINES)
-        yield cluster
+        for _ in range(turns):
+            for kind in kinds:
+                for schedule in SCHEDULES:
+                    yield measure(cluster, schedule, UNDISTURBED, overrides)
+                    for number, link in KINDS[kind].items():
+                        cluster.machines[number].set_link(link)
+                    yield measure(cluster, schedule, kind, overrides)
+                    for machine in cluster.machines:
+                        machine.set_link(Link())
 
 
 def table(measurements: Sequence[Measurement]) -> str:

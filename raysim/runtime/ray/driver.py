@@ -296,7 +296,7 @@ def run(
         if isinstance(cause, ray.exceptions.RayError):
             raise _process_lost(cause) from None
         raise cause from None
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
         raise _process_lost(error) from None
     finally:
         release_processes(processes, has_succeeded)
