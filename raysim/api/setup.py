@@ -252,9 +252,10 @@ class Setup:
         self.declared.needs_clients = why
 
     def needs_fixed_clients(self, why: str) -> None:
-        """Declare that the method needs a topology in which each client keeps its model (replica).
+        """Declare that the method needs a topology in which each client stays with its model.
 
-        why: the reason for the error, the end of a sentence: "it ...".
+        why: the reason for the error, a clause about clients: "the server has a row for each of
+        them".
         """
         self.declared.needs_fixed_clients = why
 

@@ -1,1 +1,1 @@
-"""One file per paper: its mathematics as functions, and the hooks that use them."""
+"""Federated methods, one file per paper: its formulas as functions, and the hooks."""

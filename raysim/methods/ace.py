@@ -61,9 +61,10 @@ if TYPE_CHECKING:
 def active_clients(
     *, dispatch_versions: Tensor, version: int, max_staleness: int | None = None
 ) -> Tensor:
-    """Return A, bool [N]: the clients with an entry that is not older than `max_staleness`.
+    """Return the clients whose cached update is at most `max_staleness` versions old: bool [N].
 
-    dispatch_versions: int64 [N] the version behind each entry; -1 for no entry.
+    dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
+    max_staleness: None counts all cached updates.
     """
     known = dispatch_versions >= 0
     return (
@@ -83,11 +84,11 @@ def all_client_step(
     server_lr: float,
     max_staleness: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the result of one arrival: new "params", "cache" and "dispatch_versions".
+    """Return the result of one arriving update: new "params", "cache" and "dispatch_versions".
 
-    params, delta: [D].
-    cache: [N, D].
-    dispatch_versions: int64 [N].
+    params, delta: [D], the model and the update of `client`.
+    cache: [N, D], the last update of each client.
+    dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
@@ -137,11 +138,14 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
 class ACE(Method):
     """A server rule that steps along the mean of all clients' latest updates.
 
-    server_lr: eta.
-    max_staleness: None for ACE, a number for ACED.
-    initialise: see the module.
-    cache: "disk" or "memory".
-    budget: the largest size of the cache, in GiB. A server optimizer may follow.
+    A server optimizer may follow in the list of methods.
+
+    server_lr: the server's learning rate eta.
+    max_staleness: the largest age of a cached update that counts, in versions (ACED); None counts
+    all updates (ACE).
+    initialise: True makes no step until every client with samples has sent an update.
+    cache: where updates are stored, "disk" or "memory".
+    budget: the largest size of the cache, in GiB.
     """
 
     name = "ace"
@@ -164,16 +168,14 @@ class ACE(Method):
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the last update of each client seen, its version, and whether it is in the sum."""
+        """Keep the last update of each client, its base version, and if the sum contains it."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
-            run.excludes(
-                other, "its weights have no part in ACE's mean, in which clients are equal"
-            )
+            run.excludes(other, "it sets weights, but ACE's mean gives all clients the same weight")
         run.excludes(
             "fedexp",
-            "it compares the mean update with those that arrive, and ACE's mean is one of cached "
+            "it compares the mean with the arriving updates, but ACE takes the mean of cached "
             "updates",
         )
         declare_rows(run, self._shape, self.cache)
@@ -187,7 +189,7 @@ class ACE(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Store the new updates, then return eta times the mean of the stored ones that count."""
+        """Store the new updates; return server_lr times the mean of cached updates that count."""
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)
         versions = padded(state["versions"], len(state["clients"]))
@@ -204,5 +206,5 @@ class ACE(Method):
         server.report["active"] = float(len(ages))
         server.report["age"] = float(ages.mean()) if len(ages) else 0.0
         if not len(ages) or (self.initialise and len(versions) < most_rows(server)):
-            return torch.zeros_like(server.vector)  # with a place for buffers: they stay, too
+            return torch.zeros_like(server.vector)  # buffers do not change, either
         return _direction(state["total"], active, self.server_lr).to(server.vector.dtype)

@@ -52,7 +52,8 @@ def project_onto_simplex(values: Tensor) -> Tensor:
 class AFL(Method):
     """A server rule that minimises the loss of the worst mixture of the clients.
 
-    step_size: gamma, the step of lambda's ascent; 0 keeps lambda uniform.
+    step_size: the step size gamma by which clients' weights follow their losses; 0 keeps the
+    weights uniform.
     """
 
     name = "afl"
@@ -63,22 +64,22 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the weights lambda on the server; each job uploads its loss F_i."""
+        """Keep a weight per client on the server; each job uploads the received model's loss."""
         run.needs_fixed_clients("the server has a weight for each of them")
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
-            f"method.afl: {run.clients_with_samples} clients have training samples, and AFL "
-            f"projects a weight of each in every round. Use at most {MAX_CLIENTS} clients, or "
-            "another method.",
+            f"method.afl: {run.clients_with_samples} clients have training samples, but AFL is "
+            "limited because it projects a weight of each in every round. Use at most "
+            f"{MAX_CLIENTS} clients, or another method.",
         )
         run.warn_if_single("its weights change nothing")
         for other in ("fedasync", "fedcda", "ca2fl", "ace"):
-            run.excludes(other, "its weights of clients have no part in that method's step")
+            run.excludes(other, "its weights have no effect on that method's step")
         run.server_state("weights", self._first_weights)
         run.upload("loss", 1)
 
     def _first_weights(self, server: ServerView) -> Tensor:
-        """Return lambda at the start: float64 [clients]."""
+        """Return the initial weights of the clients: float64 [clients]."""
         has_samples = torch.from_numpy(server.sample_counts > 0).double()
         return has_samples / has_samples.sum()
 
@@ -87,11 +88,11 @@ class AFL(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload F_i, the loss of the received model."""
+        """Upload the loss of the received model on the client's samples."""
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Use lambda as weights. Only ratios count, so the largest weight is 1."""
+        """Weigh updates by the learnt weights. Only ratios count, so the largest weight is 1."""
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())
         if largest == 0:
@@ -101,7 +102,7 @@ class AFL(Method):
         return aggregation.with_weights([weight * ratio for weight, ratio in pairs])
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Move lambda by an ascent step, and project it onto the simplex."""
+        """Change the learnt weights by an ascent step, and project them onto the simplex."""
         if not self.step_size:
             return
         clients = torch.tensor(aggregation.clients)

@@ -48,7 +48,10 @@ PERSONAL, SHARED = "apfl.model", "model"
 
 
 def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[str, Tensor]:
-    """Return alpha v + (1 - alpha) w by path; only v gets gradients."""
+    """Return the mixture alpha * personal + (1 - alpha) * shared, by parameter path.
+
+    Only the personal parameters get gradients.
+    """
     received = dict(shared.named_parameters())
     return {
         path: alpha * value + (1.0 - alpha) * received[path].detach()
@@ -57,9 +60,9 @@ def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[s
 
 
 class APFL(Method):
-    """A method whose client models are mixtures of the shared model and a model of the client.
+    """A method that scores each client with a mixture of the shared and the client's own model.
 
-    alpha: the initial weight of the client's model.
+    alpha: the initial weight of the client's model in the mixture.
     adaptive: True learns this weight.
     """
 
@@ -71,9 +74,9 @@ class APFL(Method):
         self.adaptive = adaptive
 
     def setup(self, run: Setup) -> None:
-        """Add the client's model v_i, a private network, which is trained before w in each step."""
+        """Add the client's own model, a private network that is trained before the shared model."""
         run.needs("gradients")
-        run.excludes("local", "it mixes with a shared model, and local training shares none")
+        run.excludes("local", "it mixes with a shared model, but local training has none")
         run.network("model", copy.deepcopy(run.model), private=True)
         run.client_state("alpha", lambda samples: self.alpha)
         run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
@@ -83,13 +86,13 @@ class APFL(Method):
         return job.trained_samples
 
     def prepare(self, job: LocalJob) -> None:
-        """Adapt alpha on the job's first batch, and keep it for the next job."""
+        """Adapt the mixing weight alpha on the job's first batch, and keep it for the next job."""
         if self.adaptive:
             job.state["alpha"] = self._adapted(job)
         job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])
 
     def _adapted(self, job: LocalJob) -> float:
-        """Return alpha after its step on the job's first batch."""
+        """Return the mixing weight alpha after its step on the job's first batch."""
         personal = job.network("model")
         alpha: float = job.state["alpha"]
         own_params, shared_params = (
@@ -113,14 +116,14 @@ class APFL(Method):
         return min(1.0, max(0.0, alpha - job.rate * slope))
 
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return f(m), the loss of the mixture."""
+        """Return the task loss of the mixture of both models."""
         personal = job.network("model")
         mixture = mix(personal, job.model, job.scratch["alpha"])
         outputs = functional_call(personal, mixture, (out.batch.inputs,))
         return job.task.objective.loss(outputs, out.batch.targets)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the mixture m into the scored model, with the statistics of v_i's network."""
+        """Load the mixture into the scored model, with the client model's BatchNorm statistics."""
         networks, alpha = client.vector.networks, client.state["alpha"]
         mixture = mix(networks[PERSONAL], networks[SHARED], alpha)
         tensors = mixture | dict(networks[PERSONAL].named_buffers())

@@ -1,7 +1,6 @@
 """CA2FL: correct the mean of a buffer by each client's last update, kept on the server.
 
-The correction replaces the updates of the clients that are not in the buffer by their last known
-ones.
+For clients that are not in the buffer, the correction uses their last known updates.
 
 Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
 Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
@@ -57,11 +56,12 @@ AVERAGES = ("all", "seen")
 def calibrated_step(
     *, params: Tensor, deltas: Tensor, clients: Tensor, cache: Tensor, server_lr: float
 ) -> dict[str, Tensor]:
-    """Return the result of one aggregation: new "params", new "cache" and v as "update".
+    """Return the result of an aggregation: new "params", new "cache" and the direction "update".
 
     params: [D].
-    deltas: [K, D] of the clients, int64 [K].
-    cache: [N, D].
+    deltas: [K, D], the updates in the buffer.
+    clients: int64 [K], the client of each update.
+    cache: [N, D], the last update of each client.
     """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)
@@ -76,11 +76,12 @@ def _calibrate(
     clients: int,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return `scale` times v, in the dtype of `deltas`; update the cache and its sum in place.
+    """Return `scale` times the calibrated direction; update the cache and its sum in place.
 
+    The result has the dtype of `deltas`.
+    rows: the row in the cache of each update's client.
     cache: R rows, [R, D].
     total: float64 [D], the sum of the rows.
-    rows: the row of each update.
     """
     into = torch.empty_like(deltas[0])
 
@@ -100,10 +101,12 @@ def _calibrate(
 class CA2FL(Method):
     """A server rule that corrects the mean of a buffer by each client's last update.
 
-    server_lr: eta.
-    average: h is the mean over "all" clients or over those "seen".
-    cache: "disk" or "memory".
-    budget: the largest size of the cache, in GiB. A server optimizer may follow.
+    A server optimizer may follow in the list of methods.
+
+    server_lr: the server's learning rate eta.
+    average: the mean of cached updates is over "all" clients, or over those "seen" so far.
+    cache: where updates are stored, "disk" or "memory".
+    budget: the largest size of the cache, in GiB.
     """
 
     name = "ca2fl"
@@ -124,15 +127,15 @@ class CA2FL(Method):
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the last update of each client seen, and the sum of these updates."""
+        """Keep on the server the last update of each client, and the sum of these updates."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
-            run.excludes(other, "its weights have no part in CA2FL's step, where updates are equal")
+            run.excludes(other, "it sets weights, but CA2FL gives all updates the same weight")
         run.excludes(
             "fedexp",
-            "it compares the mean update with single ones, and CA2FL's step is made of cached ones "
-            "as well",
+            "it compares the mean with single updates, but CA2FL's step also contains cached "
+            "updates",
         )
         declare_rows(run, self._shape, self.cache)
         run.server_state("total", lambda server: run.zeros().double())
@@ -143,9 +146,9 @@ class CA2FL(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta v, the calibrated step."""
+        """Return the calibrated direction times the server's learning rate."""
         state, clients = server.state, most_rows(server)
-        seen = len(state["clients"])  # before this flush, as h is
+        seen = len(state["clients"])  # before this aggregation, like the mean of the cache
         rows = rows_of(aggregation, server, self.cache)
         server.report["seen"] = len(state["clients"]) / clients
         deltas = [delta[: server.layout.trained] for delta in aggregation.deltas]

@@ -28,7 +28,7 @@ from raysim.api.method import Method
 
 
 class Centralized(Method):
-    """Pool the data of all clients, and change nothing else."""
+    """A method that trains one model on the pooled data of all clients."""
 
     name = "centralized"
     paper = "no federation"

@@ -1,4 +1,4 @@
-"""Rows that a method keeps on the server, one or more for each client that it has seen.
+"""Keep rows on the server, one or more for each client that sent an update so far.
 
 CA2FL and ACE keep updates, FedCDA keeps models. The rows in use are `server.state["cache"]`;
 `server.state["clients"]` has the client of each row.
@@ -27,11 +27,11 @@ def most_rows(server: ServerView) -> int:
 
 
 def refuse_sample_weights(run: Setup) -> None:
-    """Raise ValueError for weights by samples, which a mean over rows cannot use."""
+    """Raise ValueError for weighting=samples, which a mean over cached rows cannot use."""
     run.require(
         run.weighting != "samples",
-        f"weighting=samples has no effect on method '{run.method}', which counts all clients "
-        "alike. Set weighting=uniform.",
+        f"weighting=samples has no effect on method '{run.method}', which gives all clients the "
+        "same weight. Set weighting=uniform.",
     )
 
 
@@ -41,7 +41,7 @@ def declare_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> None:
-    """Keep rows of this shape on the server: none at first, at most one per client with samples."""
+    """Declare rows of this shape on the server: none at first, at most one per client."""
 
     def room(server: ServerView) -> Tensor:
         return reserve((most_rows(server), *shape(server)), server.params.dtype, place)

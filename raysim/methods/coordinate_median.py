@@ -1,13 +1,13 @@
 """Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-Fewer than half of the updates, with any content, cannot move a parameter further than the other
+If fewer than half of the updates are arbitrary, they cannot move a parameter further than the other
 updates do.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.
 
 Departures from the paper
-- The median of an even number of values is the mean of the two in the middle.
+- The median of an even number of values is the mean of the two values in the middle.
 - Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
   statistics are averaged with the weights, as in FedAvg, and are not protected.
 """
@@ -41,7 +41,7 @@ class CoordinateMedian(Method):
     weighting = "uniform"
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations of two updates, whose median is their mean."""
+        """Warn about aggregations of one or two updates, whose median is their mean."""
         if run.max_updates <= 2:
             run.warn(
                 "method 'coordinate_median' gives the mean, because an aggregation has at most "
@@ -49,5 +49,5 @@ class CoordinateMedian(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the median of the updates that have a weight."""
+        """Return the coordinate-wise median of the updates with a weight above 0."""
         return combine_by_coordinate(coordinate_median, aggregation, server)

@@ -1,7 +1,7 @@
 """DANN: learn features that do not show which client a sample comes from.
 
-A second classifier, the discriminator, predicts the client from the features. The features are
-trained so that it fails.
+A second classifier, the discriminator, predicts the client from the features. The feature extractor
+is trained so that the discriminator fails.
 
 Source: Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
 "Domain-Adversarial Training of Neural Networks" (JMLR 2016). The two steps alternate as in
@@ -45,14 +45,15 @@ DISCRIMINATOR = "dann.discriminator"
 
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
-    """Return the mean cross-entropy of `domain_logits` [B, N] with the label `domain`.
+    """Return the mean cross-entropy of the discriminator's outputs with the client's number.
 
-    domain: in [0, N) for N clients, the same for all rows; a scalar tensor if the step is recorded,
-    because a recorded step must not read its value.
+    domain_logits: [B, N] for N clients.
+    domain: the number of the client, the same for all rows; a scalar tensor if the step is
+    recorded, because a recorded step must not read its value.
     """
     scores = F.log_softmax(domain_logits, dim=-1)
     if isinstance(domain, Tensor):
-        # Gather all columns: the sum then has the memory layout, and the bits, of the case below.
+        # Gather all columns, so that the sum has the memory layout and the bits of the other case.
         return -scores.gather(1, domain.expand_as(scores))[:, 0].mean()
     return -scores[:, domain].mean()
 
@@ -60,7 +61,7 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
 def generator_loss(
     class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
 ) -> Tensor:
-    """Return the mean cross-entropy of the classes minus the weighted `discriminator_loss`.
+    """Return the classifier's loss: cross-entropy minus the weighted `discriminator_loss`.
 
     class_logits: [B, C].
     labels: int64 [B], or rows of probabilities [B, C].
@@ -79,7 +80,7 @@ def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
 
 
 class _Reversal(torch.autograd.Function):
-    """The identity function, whose gradient is multiplied by -weight."""
+    """The identity function with a gradient that is multiplied by -weight (gradient reversal)."""
 
     @staticmethod
     def forward(features: Tensor, weight: float) -> Tensor:
@@ -95,13 +96,13 @@ class _Reversal(torch.autograd.Function):
 
 
 class Dann(Method):
-    """A method with a discriminator that guesses the client from features; training opposes it.
+    """A method that trains features from which a discriminator cannot guess the client.
 
     lam: weight of the adversarial term.
     width: width of the discriminator's three linear layers.
-    discriminator_steps: r, for each generator step.
+    discriminator_steps: the number of discriminator steps for each step of the classifier.
     rate: factor on local.lr for the discriminator.
-    mode: "alternate", or "grl" for one step with gradient reversal.
+    mode: "alternate" takes turns; "grl" trains both in one step with gradient reversal.
     """
 
     name = "dann"
@@ -123,7 +124,7 @@ class Dann(Method):
         above("method.dann.rate", rate, 0.0)
         if mode == "grl" and (rate != 1 or discriminator_steps != 1):
             raise ValueError(
-                f"method.dann.mode=grl trains both networks in one step, so that rate={rate} and "
+                f"method.dann.mode=grl trains both networks in one step, so rate={rate} and "
                 f"discriminator_steps={discriminator_steps} have no effect. Set both to 1, or "
                 "mode=alternate."
             )
@@ -141,13 +142,14 @@ class Dann(Method):
         clients, period = run.task.clients, 1 + self.discriminator_steps
         run.require(
             clients > 1,
-            f"partition.clients={clients}: method 'dann' distinguishes clients. Use at least 2.",
+            f"partition.clients={clients}: method 'dann' needs at least 2 clients to distinguish. "
+            "Increase it.",
         )
         steps = run.local.steps
         run.require(
             self.mode == "grl" or steps is None or steps >= period,
-            f"local.steps={steps} is only a part of a turn of {period} steps, which "
-            f"method.dann.discriminator_steps={self.discriminator_steps} makes. Set "
+            f"local.steps={steps} is less than a turn of discriminator and classifier, which has "
+            f"{period} steps with method.dann.discriminator_steps={self.discriminator_steps}. Set "
             f"local.steps={period} or more.",
         )
         size, width = run.model.feature_dim, self.width
@@ -162,7 +164,7 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return a cycle of 1 + r steps, or one step for both networks."""
+        """Return the steps for discriminator and classifier in turn, or one step for both."""
         if self.mode == "grl":
             return [[Stage(trains=("model", DISCRIMINATOR))]]
         adversary = Stage(

@@ -55,9 +55,9 @@ def delayed_nesterov_step(
 ) -> dict[str, Tensor]:
     """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
 
-    step: t, from 1.
-    every: N.
-    activation: c.
+    step: the number of the step, from 1.
+    every: the number of steps between two changes of the momentum.
+    activation: the share of the momentum in each other step.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -104,10 +104,10 @@ def _delayed_nesterov(
 class DelayedNesterov(Method):
     """A server rule with Nesterov's momentum that changes with every N-th update.
 
-    server_lr: eta.
-    momentum: beta.
-    every: N.
-    activation: c, the share of the momentum in each of the other steps, from 0 to 1 / N.
+    server_lr: the server's learning rate eta.
+    momentum: the factor beta of the momentum.
+    every: N, the number of updates between two changes of the momentum.
+    activation: the share c of the momentum in each of the other steps, from 0 to 1 / N.
     """
 
     name = "delayed_nesterov"
@@ -129,7 +129,7 @@ class DelayedNesterov(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep m and b, zero at first, and the number of steps."""
+        """Replace the server's step; keep the momentum, the sum of updates and the step count."""
         run.owns("step")
         run.server_state("momentum", run.zeros)
         run.server_state("sum", run.zeros)

@@ -47,16 +47,16 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return the personal model's parameters, each with its counterpart in the shared model."""
+    """Return pairs of a personal model's parameter and the same parameter of the shared model."""
     counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]
 
 
 class Ditto(Method):
-    """A method in which each client also trains a personal model near the received one.
+    """A method in which each client also trains a personal model near the received model.
 
-    lam: the weight of the pull; 0 is local training from the initial model.
-    lr_factor: the learning rate of the personal model v_k is lr_factor * local.lr.
+    lam: the weight of the pull to the received model; 0 is local training from the initial model.
+    lr_factor: factor on local.lr for the personal model.
     """
 
     name = "ditto"
@@ -67,10 +67,10 @@ class Ditto(Method):
         self.lr_factor = above("method.ditto.lr_factor", lr_factor, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Add the personal model v_k, a private network with the model's initial values."""
+        """Add the personal model, a private network with the initial values of the shared model."""
         run.needs("gradients")
         run.excludes(
-            "local", "it draws personal models to a shared one, and local training shares none"
+            "local", "it pulls personal models to a shared model, but local training has none"
         )
         run.network("model", copy.deepcopy(run.model), private=True)
 
@@ -79,7 +79,7 @@ class Ditto(Method):
         return job.trained_samples
 
     def end(self, job: LocalJob) -> None:
-        """Train the personal model for S steps."""
+        """Train the personal model for as many steps as the shared model."""
         network = job.network("model").train()
         pairs = _pairs(job.layout)
         params = job.vector.tensors(personal for personal, _ in pairs)
@@ -100,7 +100,7 @@ class Ditto(Method):
             optimizer.step(values, grads, job.rate * self.lr_factor)
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield S batches of the client's samples, shuffled again in every pass."""
+        """Yield a batch for each step of the personal model, shuffled again in every pass."""
         rows, size = job.rows, job.local.batch
         order, augment = job.stream("batches"), job.stream("augment")
         left = rows[:0]
@@ -111,7 +111,7 @@ class Ditto(Method):
             left = left[size:]
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the personal model v_k into the scored model."""
+        """Load the personal model into the scored model."""
         vector = client.vector
         tensors = vector.named(vector.data, vector.counters)
         for name, value in tensors.items():

@@ -67,21 +67,24 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
 
 def noise_of_sum(noise: float, bit_noise: float) -> float:
-    """Return z_D, the noise of the sum in units of C; sum and bits together have noise z."""
+    """Return the noise of the sum, if sum and clipping bits together have the noise `noise`.
+
+    All three are standard deviations in units of what one client can change.
+    """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
 
 def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
-    """Return the next bound C.
+    """Return the next clipping bound.
 
-    within: the (noisy) share of updates that C did not clip.
+    within: the (noisy) share of updates that `bound` did not clip.
     """
     return bound * math.exp(-rate * (within - quantile))
 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Return the Renyi divergences of one round, at `_ORDERS`."""
+    """Return the Renyi divergences of one round, at the orders `_ORDERS`."""
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
     accountant = import_optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
@@ -99,7 +102,7 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
 def epsilon(
     noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False
 ) -> float:
-    """Return epsilon after `rounds` rounds of `cohort` out of `clients`.
+    """Return the privacy loss epsilon after `rounds` rounds of `cohort` out of `clients`.
 
     poisson: True if each client joins independently, False if the cohort is drawn as a set.
     """
@@ -111,12 +114,12 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: z, in units of how much one client can change the released values of a round.
-    clip: the bound C in the first round.
-    quantile: the share of updates that C should not clip; None keeps C constant.
-    rate: the speed of C's changes.
-    bit_noise: s; None is the larger of m / 20 and z.
-    delta: None is clients^-1.1.
+    noise: the standard deviation z of the noise, in units of what one client can change in a round.
+    clip: the clipping bound C in the first round.
+    quantile: the share of updates that the bound should not clip; None keeps the bound constant.
+    rate: the speed at which the bound changes.
+    bit_noise: the noise of the clipping bits; None is the larger of m / 20 (m clients) and `noise`.
+    delta: the probability delta of the guarantee; None is clients^-1.1.
     """
 
     name = "dp_fedavg"
@@ -139,7 +142,7 @@ class DPFedAvg(Method):
         self.quantile = quantile
         self.rate = at_least("method.dp_fedavg.rate", rate, 0.0)
         if bit_noise is not None:
-            reason = "half of the noise is the least that hides it"
+            reason = "the noise of the bits must be more than half of the noise"
             above("method.dp_fedavg.bit_noise", bit_noise, noise / 2, reason)
         self.bit_noise = bit_noise
         if delta is not None:
@@ -147,13 +150,13 @@ class DPFedAvg(Method):
         self.delta = delta
 
     def setup(self, run: Setup) -> None:
-        """Keep C and the number of releases; refuse everything that would not be private."""
+        """Keep the clipping bound and the number of rounds; refuse what would not be private."""
         run.excludes("fedexp", "its step depends on single updates, which are not private")
         run.needs_clients("its noise hides a client among others")
         run.require(
             not run.has_stale_updates,
-            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a "
-            "schedule of rounds.",
+            "schedule: method 'dp_fedavg' accounts for synchronous rounds, but with this "
+            "schedule updates may be stale. Choose a schedule of rounds.",
         )
         run.check(self._check_privacy)
         if self.noise:
@@ -174,20 +177,20 @@ class DPFedAvg(Method):
                 )
         if statistics:
             raise ValueError(
-                "model: method 'dp_fedavg' hides parameters alone, and this model shares "
+                "model: method 'dp_fedavg' hides only parameters, but this model shares "
                 "statistics of BatchNorm. Choose a model without BatchNorm, or keep it on the "
                 "clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
             if other.method != self.name and other.sees_updates():
                 raise ValueError(
-                    f"method '{other.method}' uploads or looks at more than clipped updates, which "
+                    f"method '{other.method}' uploads or reads more than clipped updates, which "
                     "method 'dp_fedavg' does not hide. Leave one of them out."
                 )
         return ()
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the noisy mean of the clipped updates; set the next bound C."""
+        """Return the noisy mean of the clipped updates; set the next clipping bound."""
         rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
         total = linear_combination(rows, factors)

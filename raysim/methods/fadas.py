@@ -49,7 +49,7 @@ MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 def delay_adaptive_lr(
     *, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale"
 ) -> float:
-    """Return the rate eta_t for a buffer with the largest staleness `max_staleness`."""
+    """Return the server's learning rate for a buffer with the largest staleness `max_staleness`."""
     one_of("method.fadas.rule", rule, RULES)
     if max_staleness <= threshold:
         return server_lr
@@ -123,9 +123,9 @@ def _amsgrad(
 class FADAS(Method):
     """A server rule with AMSGrad that takes smaller steps after very stale updates.
 
-    server_lr: eta.
+    server_lr: the server's learning rate eta.
     threshold: the largest staleness at the full rate; None always uses the full rate.
-    rule: "scale" or "cap".
+    rule: the rate for a larger staleness s: "scale" is eta / s, "cap" is min(eta, 1 / s).
     beta1, beta2, eps, bias_correction: settings of AMSGrad.
     """
 

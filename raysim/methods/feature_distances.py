@@ -23,9 +23,10 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q) with the width w_q: mul^(q - num // 2) times the
-    mean squared distance of all rows, which is a constant in gradients. kernel="moments" returns
-    the mean squared differences of means and of unbiased covariances instead.
+    The Gaussian kernel q = 0..num-1 is exp(-|a - b|^2 / w_q); its width w_q is mul^(q - num // 2)
+    times the mean squared distance of all rows, which is a constant in gradients. With
+    kernel="moments" the result is the sum of the mean squared differences of means and of unbiased
+    covariances instead.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -38,14 +39,17 @@ def mmd(
 
 
 def _squared_distances(rows: Tensor) -> Tensor:
-    # Distances do not change, and large common parts do not cancel in them.
+    # Subtracting a common part does not change distances, and avoids cancellation of large numbers.
     rows = rows - rows[:1].detach()
     norms = rows.square().sum(1)
     return (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
 
 
 def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
-    """Return the sum of the kernels; mean: the mean of the squares, for each row or of all."""
+    """Return the sum of the Gaussian kernels of squared distances.
+
+    mean: the mean squared distance, of each row or of all.
+    """
     scaled = -squares / torch.where(mean > 0, mean, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]
     return torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
@@ -70,12 +74,12 @@ def mmd_of_classes(
     y: [k, D].
     x_labels: int64 [n].
     y_labels: int64 [k]. The widths of the kernels are those of `mmd` for the rows of each class.
-    Only classes in both sets count; without one the value is 0.
+    Only classes that both sets have count; if there are none, the value is 0.
     """
     labels = torch.cat([x_labels, y_labels])
     squares = _squared_distances(torch.cat([x, y]))
     is_same = (labels.unsqueeze(1) == labels).to(squares.dtype)
-    # For each row: the rows of its class in x and in y.
+    # For each row: the number of rows of its class in x and in y.
     in_x, in_y = is_same[:, : len(x)].sum(1), is_same[:, len(x) :].sum(1)
     size = in_x + in_y
     sums = is_same @ (squares.detach() * is_same).sum(1)
@@ -110,5 +114,5 @@ def feature_distance(
     if metric != "mmd_classes":
         return DISTANCES[metric](x, y)
     if x_labels is None:
-        raise ValueError("metric=mmd_classes: the distance of classes needs labels. Pass labels.")
+        raise ValueError("metric=mmd_classes compares classes and needs labels. Pass labels.")
     return mmd_of_classes(x, y, x_labels, x_labels if y_labels is None else y_labels)

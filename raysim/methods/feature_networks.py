@@ -15,7 +15,7 @@ from raysim.methods.mixup import soft_targets
 
 
 class Conditional(nn.Module):
-    """Layers whose input is rows [B, n] joined with their one-hot labels [B, C]."""
+    """A network whose input is rows [B, n] joined with their one-hot labels [B, C]."""
 
     def __init__(self, num_classes: int, *layers: nn.Module):
         super().__init__()
@@ -28,7 +28,7 @@ class Conditional(nn.Module):
 
 
 def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
-    """Return the generator G from noise [B, Z] to non-negative features [B, D]."""
+    """Return the generator, a network from noise [B, Z] to non-negative features [B, D]."""
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
     return Conditional(num_classes, *layers)
@@ -37,7 +37,7 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
 def make_rtnet(
     source: int, features: int, hidden: int, num_classes: int, norm: bool
 ) -> Conditional:
-    """Return RTNet H from G's features [B, source] to residuals [B, D].
+    """Return RTNet, a network from generated features [B, source] to residuals [B, D].
 
     norm: True ends with a BatchNorm.
     """

@@ -47,16 +47,16 @@ CONVERGED_DEVIATION = 0.1
 
 
 def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
-    """Return the mixture y' + (x - y') W of the client's last and the received parameters."""
+    """Return old + (new - old) * weights: a mixture of last and received parameters."""
     return old + (new - old) * weights
 
 
 def updated_weights(
     weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float
 ) -> Tensor:
-    """Return W after one step, in [0, 1].
+    """Return the mixing weights after one gradient step, clipped to [0, 1].
 
-    gradient: of the loss for the mixed parameters.
+    gradient: the gradient of the loss with respect to the mixed parameters.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
@@ -90,11 +90,11 @@ def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> Non
 
 
 class FedALA(Method):
-    """A method in which each client learns how much of the received model to take.
+    """A method in which each client learns how much of the received model it uses.
 
-    layers: p, the number of top layers.
-    share: s, the share of the client's samples that is used.
-    rate: eta.
+    layers: the number of top layers with learnt mixing weights.
+    share: the share of the client's samples on which the weights are learnt.
+    rate: the learning rate of the weights.
     """
 
     name = "fedala"
@@ -106,7 +106,7 @@ class FedALA(Method):
         self.rate = above("method.fedala.rate", rate, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep y' and W of the top layers on the client; both are empty at first."""
+        """Keep the trained top layers and their mixing weights on the client, empty at first."""
         run.needs("gradients")
         run.client_state("trained", lambda samples: torch.empty(0))
         run.client_state("weights", lambda samples: torch.empty(0))
@@ -119,7 +119,7 @@ class FedALA(Method):
         return passes * self._subset_size(job.samples)
 
     def begin(self, job: LocalJob) -> None:
-        """Learn W and start from the mixture, if the client has trained before."""
+        """Learn the mixing weights and start from the mixture, if the client has trained before."""
         old = job.state["trained"]
         if not len(old):
             return
@@ -148,7 +148,7 @@ class FedALA(Method):
     def _learn_weights(
         self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor
     ) -> Tensor:
-        """Return W after the passes of this job."""
+        """Return the mixing weights after the passes of this job."""
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
         if is_first_time:
@@ -182,7 +182,7 @@ class FedALA(Method):
         return loss
 
     def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
-        """Return the batches that W is learnt on; they are the same in each pass."""
+        """Return the batches on which the mixing weights are learnt, the same in each pass."""
         order = job.stream("subset").permutation(job.rows)
         rows = order[: self._subset_size(len(order))]
         size = job.local.batch

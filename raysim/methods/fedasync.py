@@ -46,7 +46,10 @@ KINDS = ("polynomial", "hinge", "constant")
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """Return sigma(s): 1 at staleness 0, and never larger. Raises ValueError below 0."""
+    """Return the weight of an update by its staleness: 1 at staleness 0, and never larger.
+
+    Raises ValueError for a negative staleness.
+    """
     if staleness < 0:
         raise ValueError(f"staleness={staleness} must be at least 0.")
     one_of("method.fedasync.kind", kind, KINDS)
@@ -71,10 +74,10 @@ def arrival_rates(
     max_staleness: int | None = None,
     factors: Tensor | None = None,
 ) -> list[float]:
-    """Return the rate a_t of each arrival, in order; 0 if it is staler than `max_staleness`.
+    """Return the mixing rate of each arriving model; 0 if staler than `max_staleness`.
 
-    base_versions: int64 [M] for M arrivals.
-    factors: [M], multiply the rates, up to 1; None for no factors.
+    base_versions: int64 [M], the version from which each of M models started.
+    factors: [M], factors on the rates, which are then limited to 1; None for no factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
@@ -89,7 +92,10 @@ def arrival_rates(
 def apply_arrivals(
     *, params: Tensor, client_params: Tensor, version: int, **arrivals: Any
 ) -> dict[str, Any]:
-    """Mix client_params [M, D] into params [D], in order; return "params" and "version".
+    """Mix arriving models into the shared model, in order; return "params" and "version".
+
+    params: [D].
+    client_params: [M, D], the arriving models.
 
     arrivals: the other arguments of `arrival_rates`.
     """
@@ -100,18 +106,18 @@ def apply_arrivals(
 
 
 _SETS = (
-    "it changes the step along a mean update, and FedAsync mixes single models one after the other"
+    "it changes the step along a mean update, but FedAsync mixes single models one after the other"
 )
-_WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one after the other"
+_WEIGHS = "it sets weights of a mean, but FedAsync mixes single models one after the other"
 
 
 class FedAsync(Method):
     """A server rule that moves the shared model towards each arriving model.
 
     alpha: the rate at staleness 0.
-    kind, a, b: settings of sigma.
-    max_staleness: None for no limit.
-    alpha_decay: factor on alpha for each version. The schedule decides when to mix.
+    kind, a, b: settings of the weight by staleness, see `staleness_weight`.
+    max_staleness: staler models are left out; None for no limit.
+    alpha_decay: factor on alpha for each version.
     """
 
     name = "fedasync"
@@ -137,7 +143,7 @@ class FedAsync(Method):
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
 
     def setup(self, run: Setup) -> None:
-        """Exclude other rules for the step and weights; warn of rounds of several updates."""
+        """Exclude other rules for steps and weights; warn about aggregations of several updates."""
         for other in (
             "fedavgm",
             "fedadagrad",
@@ -160,7 +166,7 @@ class FedAsync(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the difference from x to the mixed model, including buffers."""
+        """Return the difference from the current model to the mixed model, including buffers."""
         how: dict[str, Any] = {
             "base_versions": torch.tensor([update.version for update in aggregation.updates]),
             "version": server.version,

@@ -28,7 +28,7 @@ PAPER = "McMahan et al., AISTATS 2017"
 def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
     """Return sum_i w_i v_i [d] of vectors [m, d] and weights [m], added row by row.
 
-    A row of weight 0 is left out, so not even a non-finite one has an influence.
+    A row of weight 0 is left out, so it has no influence even if it is not finite.
     """
     total = torch.zeros_like(vectors[0])
     for vector, weight in zip(vectors, weights.tolist(), strict=True):
@@ -40,20 +40,20 @@ def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
 def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean [d] of the rows of `vectors` [m, d], in their dtype.
 
-    ``weights`` [m] need not be normalised. Raises ValueError unless all are finite, none negative
-    and one positive.
+    ``weights`` [m] need not be normalised. Raises ValueError unless all are finite, none is
+    negative and at least one is positive.
     """
     return weighted_sum(vectors, weights) / weight_total(weights)
 
 
 def weight_total(weights: Tensor) -> float:
-    """Return the sum of the weights [m]. Raises ValueError if they define no mean."""
+    """Return the sum of the weights [m]. Raises ValueError if they cannot weigh a mean."""
     values = weights.tolist()
     total = math.fsum(values)
     if not (math.isfinite(total) and min(values, default=0.0) >= 0.0 and total > 0.0):
         raise ValueError(
-            f"the clients' weights {values} define no mean. Give every client a finite weight of "
-            "at least 0, and one of them a positive weight; with weighting=samples, a client with "
-            "training samples."
+            f"no mean can be computed with the clients' weights {values}. Give every client a "
+            "finite weight of at least 0, and at least one a positive weight; with "
+            "weighting=samples, at least one client needs training samples."
         )
     return total

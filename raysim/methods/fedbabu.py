@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class FedBABU(Method):
     """A method that trains the body only, and fine-tunes a head for each client's score.
 
-    epochs: epochs of fine-tuning, 0 for none.
-    finetune: the part that is fine-tuned.
+    epochs: epochs of fine-tuning; 0 for none.
+    finetune: the part that is fine-tuned, "head" or "all".
     """
 
     name = "fedbabu"

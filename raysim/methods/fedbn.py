@@ -40,10 +40,11 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 def split_parameter_names(
     *, names: list[str], norm_modules: list[str], scope: str = "all"
 ) -> dict[str, list[str]]:
-    """Return the entries of a model that travel ("shared") and that do not ("personal").
+    """Split tensor names into those that travel ("shared") and that do not ("personal").
 
-    An entry is personal if it belongs to one of ``norm_modules`` (the text before the last dot) and
-    to the ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another scope.
+    A tensor is personal if its module (the name before the last dot) is in ``norm_modules`` and it
+    belongs to the ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another
+    scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
@@ -96,10 +97,12 @@ def batchnorm_names(network: str, module: nn.Module) -> list[str]:
 class FedBN(Method):
     """FedAvg in which every client keeps its own normalisation layers.
 
-    layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
-    name_rule: instead of using types, keep tensors whose names contain this text.
-    reestimate: see the module; it costs a pass over the samples of each client that never trained,
-    in every evaluation.
+    layers: "batch" keeps BatchNorm layers on the client, "all" every normalisation layer.
+    scope: the tensors of these layers that stay on the client, see `split_parameter_names`.
+    name_rule: a text; instead of choosing layers by type, keep tensors with this text in their
+    name.
+    reestimate: True scores a client that never trained with BatchNorm statistics of its own
+    samples, which takes a pass over them in every evaluation.
     """
 
     name = "fedbn"
@@ -115,8 +118,8 @@ class FedBN(Method):
         split_parameter_names(names=[], norm_modules=[], scope=scope)
         if name_rule == "":
             raise ValueError(
-                "method.fedbn.name_rule is empty, and every name contains an empty text. Set it "
-                "to a text such as bn."
+                "method.fedbn.name_rule is empty, and would select every tensor. Set it to a text "
+                "such as bn."
             )
         if name_rule is not None and layers != "batch":
             raise ValueError(
@@ -125,8 +128,8 @@ class FedBN(Method):
             )
         if reestimate and scope not in ("all", "statistics"):
             raise ValueError(
-                "method.fedbn.reestimate=true needs private statistics, and they are shared with "
-                f"scope={scope}. Set scope=all or scope=statistics."
+                "method.fedbn.reestimate=true needs statistics that stay on clients, but "
+                f"scope={scope} shares them. Set scope=all or scope=statistics."
             )
         self.scope, self.layers = scope, layers
         self.name_rule, self.reestimate = name_rule, reestimate
@@ -148,12 +151,12 @@ class FedBN(Method):
             )
         else:
             run.warn(
-                "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg: choose a model "
-                "with BatchNorm, such as model=small_cnn model.norm=batch"
+                "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg. Choose a "
+                "model with BatchNorm, such as model=small_cnn model.norm=batch."
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Return the tensors of the model's normalisation layers, by the layers' type or names."""
+        """Return the tensor names of normalisation layers, found by the layers' type or names."""
         model = networks["model"]
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:
@@ -169,7 +172,7 @@ class FedBN(Method):
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
     def personalise(self, client: PersonalModel) -> None:
-        """Give a client that never trained the statistics of its own samples."""
+        """Give a client that never trained BatchNorm statistics of its own samples."""
         if client.trained:
             return
         networks = client.vector.networks

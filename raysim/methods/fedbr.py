@@ -58,10 +58,12 @@ def contrastive_loss(
     tau2: float,
     temperature_mode: str = "multiply",
 ) -> Tensor:
-    """Return L_con, the mean over the rows of projected embeddings [B, D] (FedBR: eqs. 2, 5, 6).
+    """Return FedBR's contrastive loss (eqs. 2, 5, 6), the mean over rows of embeddings [B, D].
 
-    Row j of all arguments belongs together. Raises ValueError for another mode than "multiply" and
-    "divide", and for a division by a temperature of 0 or less.
+    z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
+    z_local: embeddings of real samples. Row j of one tensor is compared with row j of the others.
+    Raises ValueError for another mode than "multiply" and "divide", and for a division by a
+    temperature of 0 or less.
     """
     kappa1, kappa2 = (_similarity_scale(tau, temperature_mode) for tau in (tau1, tau2))
     positive = kappa1 * F.cosine_similarity(z_local_pseudo, z_global_pseudo, dim=-1)
@@ -100,7 +102,8 @@ def mixture_pseudo_data(
     """Mix each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
     Return "inputs" [R, ...] and "targets" [R, C] for R means.
-    proxy_means: [R, ...], with uniform labels.
+
+    proxy_means: [R, ...], whose targets are uniform.
     inputs: [n, ...].
     labels: int64 [n] or float [n, C].
     indices: int64 [R, K], the samples; K = 0 leaves the means unchanged.
@@ -114,7 +117,10 @@ def mixture_pseudo_data(
 
 
 def make_projector(features: int, projection: str) -> nn.Module:
-    """Return the projection P: three linear layers with ReLU, as wide as in the paper or code."""
+    """Return the projection of features, three linear layers with ReLU.
+
+    projection: the widths of the layers, those of the paper or of the released code.
+    """
     hidden, out = (256, 128) if projection == "paper" else (2 * features, features)
     first, second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, out))
@@ -126,8 +132,8 @@ PROJECTOR = "fedbr.projector"
 class FedBR(Method):
     """A method that trains on pseudo-data to reduce the bias of local learning.
 
-    lam: weight of Component 1 (uniform outputs).
-    mu: weight of Component 2 (contrast). 0 switches it off.
+    lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
+    mu: weight of Component 2 (contrast); 0 switches it off.
     pseudo: "rsm", means of `samples_per_mean` samples of a client; each client sends
     `means_per_client` (None: B) of them before round 0. "mixture", B means of a public `proxy` set,
     mixed at every step with `mix_samples` samples of the batch each.
@@ -209,7 +215,7 @@ class FedBR(Method):
         self._pseudo_data.declare(run)
 
     def cost(self, job: Participation) -> float:
-        """Return a pass over pseudo-data, and one of the received model if they change."""
+        """Return the cost of passes over pseudo-data by the trained and the received model."""
         if self.lam == 0 and self.mu == 0:
             return 0.0
         changes = self.mu and self._mixes and self.global_features == "step"
@@ -217,20 +223,20 @@ class FedBR(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Make fresh means of raw data, the same for all clients of this version."""
+        """Draw fresh means of raw data (`fresh=true`), the same for all clients of this version."""
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the K samples of the batch for each pseudo-sample: int64 [B, K]."""
+        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K]."""
         shape = (self.pseudo_batch, self.mix_samples)
         return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
     def projected_contrast(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return L_con with constant features, which the projector ascends."""
+        """Return the contrastive loss with constant features, which the projector maximises."""
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add lam L_p + mu L_con; L_con uses the projector after the max step."""
+        """Add FedBR's two weighted terms; the contrast uses the projector after its own step."""
         terms = []
         if self.lam:
             logits = job.model.head(self._features(job, out))
@@ -255,7 +261,10 @@ class FedBR(Method):
         return mixed["inputs"], mixed["targets"]
 
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
-        """Return L_con; row j of the pseudo-data meets row j of the batch, modulo its size."""
+        """Return the contrastive loss of pseudo-data row j with row j of the batch.
+
+        If the batch is smaller, its rows repeat.
+        """
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]
         project = job.network("projector") if self._projects else nn.Identity()

@@ -47,8 +47,8 @@ KINDS = ("cosine", "linear", "filter", "all")
 class SampleSplit(TypedDict):
     """A client's samples by ascending loss.
 
-    order: int64 [N] positions.
-    num_unbiased: the first so many are the easy ones.
+    order: int64 [N], positions in the client's samples.
+    num_unbiased: the number of easy samples, which come first in `order`.
     """
 
     order: Tensor
@@ -66,18 +66,18 @@ def uncertainty(*, probabilities: Tensor) -> Tensor:
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
     """Order samples by loss, split at the most uncertain one (FedBSS: eqs. 3 and 5).
 
-    losses, uncertainties: N samples, [N]. The unbiased part is never empty, the biased part may be.
-    Needs at least one sample.
+    losses, uncertainties: [N], for N >= 1 samples. The unbiased part is never empty; the biased
+    part may be empty.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)
     ranked, order = torch.sort(comparable, stable=True)
-    # argmax returns the first of equal maxima, here the one of lowest loss.
+    # argmax returns the first of equal maxima, here the sample with the lowest loss.
     border = uncertainties.nan_to_num(nan=-torch.inf)[order].argmax()
     return {"order": order, "num_unbiased": int((ranked <= ranked[border]).sum())}
 
 
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
-    """Return a_e, the share of biased samples in `epoch` (FedBSS: eq. 6, or a variant).
+    """Return the share of biased samples in an epoch (FedBSS: eq. 6, or a variant).
 
     epoch: from 1 to E = total_epochs.
     kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0, "all" is 1.
@@ -85,7 +85,8 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
     """
     if not 1 <= epoch <= total_epochs:
         raise ValueError(
-            f"fedbss has no epoch {epoch} of {total_epochs}: epochs count from 1 to local.epochs."
+            f"fedbss: epoch {epoch} of {total_epochs} does not exist. Epochs count from 1 to "
+            "local.epochs."
         )
     if kind == "cosine":
         return (1.0 - math.cos(math.pi * epoch / total_epochs)) / 2.0
@@ -96,7 +97,7 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
 
 
 def included_count(*, num_biased: int, fraction: float) -> int:
-    """Return `fraction` of `num_biased` samples, rounded down after adding 1e-9."""
+    """Return floor(fraction * num_biased + 1e-9), the number of biased samples that take part."""
     return math.floor(fraction * num_biased + 1e-9)
 
 
@@ -126,10 +127,11 @@ def loss_weights(
 class FedBSS(Method):
     """A method that trains on easy samples first and adds hard ones epoch by epoch.
 
-    warmup_rounds: versions before stage 2.
-    kind: the form of a_e, see `inclusion_fraction`.
-    fraction_of: "samples": the nearest a_e b biased samples take part; "loss": all samples take
-    part, the loss is the mean over the batch, and a_e multiplies the loss of biased samples.
+    warmup_rounds: the number of versions with plain training, before samples are selected (stage
+    2).
+    kind: the growth of the share of biased samples, see `inclusion_fraction`.
+    fraction_of: "samples": this share of the biased samples takes part, the easiest ones first;
+    "loss": all samples take part, and the share is a factor on the loss of biased samples.
     refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
     which are client state. A job is in stage 2 if its base version is at least `warmup_rounds`,
     even if it arrives late.
@@ -161,12 +163,12 @@ class FedBSS(Method):
             key, parts = "phases", min(local.phases, local.steps or 1)
         if parts == 1 and self.kind != "filter":
             run.warn(
-                f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does: raise "
-                f"local.{key}"
+                f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does. "
+                f"Increase local.{key}."
             )
         run.client_state("losses", torch.zeros)
         run.client_state("uncertainties", torch.zeros)
-        run.client_state("version", lambda samples: torch.full((1,), -1))  # nothing is known yet
+        run.client_state("version", lambda samples: torch.full((1,), -1))  # no losses yet
         run.client_state("count", lambda samples: torch.zeros(1, dtype=torch.int64))
         run.select(self._select)
         if self.fraction_of == "loss":
@@ -176,13 +178,16 @@ class FedBSS(Method):
             run.skip("loss")
 
     def cost(self, job: Participation) -> float:
-        """Return the ranking pass. Virtual time cannot know how many samples are selected."""
+        """Return the cost of the pass that ranks samples.
+
+        The cost of training is not reduced, because the number of selected samples is not known.
+        """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
     def begin(self, job: LocalJob) -> None:
         """Rank the client's samples with the received model.
 
-        In eval mode, without augmentation, by raw logits and given labels.
+        The losses are computed in eval mode and without augmentation.
         """
         if not self._selects(job.version):
             return
@@ -195,7 +200,7 @@ class FedBSS(Method):
             losses, uncertainties = (torch.cat(column) for column in zip(*ranked, strict=True))
             if not bool(losses.isfinite().any()):
                 raise FloatingPointError(
-                    "the received model has no finite loss on any sample; lower local.lr"
+                    "the received model has no finite loss on any sample. Decrease local.lr."
                 )
             job.state["losses"], job.state["uncertainties"] = losses, uncertainties
             job.state["version"] = torch.full((1,), job.version)
@@ -203,7 +208,7 @@ class FedBSS(Method):
         self._report(job)
 
     def _report(self, job: LocalJob) -> None:
-        """Report the share of biased samples, the dividing loss and the mean uncertainty.
+        """Report the share of biased samples, the loss at the split and the mean uncertainty.
 
         Figure 3d of the FedBSS paper shows them.
         """
@@ -215,7 +220,7 @@ class FedBSS(Method):
         job.report["uncertainty"] = float(uncertainties.mean())
 
     def draw_weights(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return the weights of each batch's losses, [B]; nothing is random."""
+        """Return the weights of the losses in each batch, [B]; no random numbers are drawn."""
         steps, dtype = job.plan.steps, job.params.dtype
         if not self._selects(job.version):
             return [torch.ones(size, dtype=dtype) for size in job.plan.sizes]
@@ -223,7 +228,7 @@ class FedBSS(Method):
         batches = torch.from_numpy(job.plan.positions).split(job.plan.sizes)
         epochs = job.local.epochs or min(job.local.phases, steps)
         weights: list[Tensor] = []
-        # Every epoch has all samples, so that all epochs (or phases) have equally many batches.
+        # Every epoch has all samples, so all epochs (or phases) have the same number of batches.
         for epoch in range(1, epochs + 1):
             of_samples = loss_weights(
                 losses=losses,
@@ -242,7 +247,7 @@ class FedBSS(Method):
         return (job.drawn("weights").to(losses.dtype) * losses).mean()
 
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
-        """Return positions of the easy samples and a growing part of the others."""
+        """Return the positions of the easy samples and of a growing part of the biased samples."""
         if not self._selects(job.version):
             return None
         if self.fraction_of == "loss":

@@ -40,9 +40,10 @@ NORMALIZATIONS = ("count", "weights", "none")
 def arrival_weights(
     *, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None
 ) -> Tensor:
-    """Return (1 + s_i)^-a, float64 [K], times `sample_weights` [K] unless these are None.
+    """Return the weight (1 + staleness)^-exponent of each of K updates, float64 [K].
 
-    staleness: int64 [K], s_i of the K updates.
+    staleness: int64 [K].
+    sample_weights: [K], factors on the weights; None for no factors.
     """
     weights = (1.0 + staleness.double()).pow(-exponent)
     return weights if sample_weights is None else weights * sample_weights.double()
@@ -54,7 +55,7 @@ def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
     normalization: "count" for the number of updates, "weights" for the sum of the weights [K],
     "none" for 1.
 
-    Raises ValueError for another normalization, and for "weights" that do not have a positive sum.
+    Raises ValueError for another normalization, and for "weights" if the sum is not positive.
     """
     if normalization == "count":
         return float(len(weights))
@@ -93,7 +94,7 @@ def buffered_step(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return x + eta_g times the direction of `buffered_aggregate`, [D]."""
+    """Return the new parameters: params + server_lr times `buffered_aggregate`, [D]."""
     direction = buffered_aggregate(
         deltas=deltas,
         staleness=staleness,
@@ -107,9 +108,9 @@ def buffered_step(
 class FedBuff(Method):
     """A server rule that gives stale updates of a buffer less weight.
 
-    exponent: a.
-    normalization: the divisor, "count", "weights" or "none". The schedule decides when to aggregate
-    (`schedule=buffered`).
+    The schedule decides when to aggregate (`schedule=buffered`).
+    exponent: the exponent a of the weight (1 + staleness)^-a.
+    normalization: the divisor of the sum, "count", "weights" or "none"; see `buffer_divisor`.
     """
 
     name = "fedbuff"
@@ -124,7 +125,7 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Refuse, or warn about, weights whose sum is not divided out again."""
+        """Refuse, or warn about, weights that change the length of the step."""
         if self.normalization == "weights":
             return
         run.require(
@@ -136,14 +137,13 @@ class FedBuff(Method):
         weighers = run.others_fill("weigh")
         if weighers:
             run.warn(
-                f"method '{weighers[0]}' changes the weights, and method 'fedbuff' does not divide "
-                f"by their sum (method.fedbuff.normalization={self.normalization}), so that the "
-                "length of the server's step changes, too. Set "
-                "method.fedbuff.normalization=weights."
+                f"method '{weighers[0]}' changes the weights, but method 'fedbuff' does not divide "
+                f"by their sum (method.fedbuff.normalization={self.normalization}), so the length "
+                "of the server's step changes, too. Set method.fedbuff.normalization=weights."
             )
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh stale updates less; by default their sum is divided by their number."""
+        """Give stale updates a smaller weight; by default the divisor is the number of updates."""
         raw = torch.tensor(aggregation.weights, dtype=torch.float64)
         staleness = torch.tensor(aggregation.staleness)
         weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)

@@ -1,7 +1,7 @@
 """FedCDA: average, over all clients, one of each client's last K models.
 
-The server chooses those cached models that have a low loss and lie close to each other. Their
-mean is the next model.
+The server chooses cached models that have a low loss and are close to each other. Their mean is the
+next model.
 
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants, in
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 # Combinations that a batch may try; their tables take at most 100 MB.
 MAX_COMBINATIONS = 1_000_000
-_BLOCK = 1 << 16  # entries of a model that are in float64 at once
-# Objectives that differ by less, relatively, count as equal: the first combination wins.
+_BLOCK = 1 << 16  # entries of a model that are converted to float64 at once
+# Objectives with a smaller relative difference count as equal: the first combination is used.
 _TIE = 1e-12
 
 
@@ -69,7 +69,11 @@ def divergence(*, models: Tensor) -> Tensor:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) -> Tensor:
-    """Return J of a set of `models` [M, D] with `losses` [M]."""
+    """Return FedCDA's objective J of a set of models: mean loss + smoothness / 2 * divergence.
+
+    models: [M, D].
+    losses: [M].
+    """
     return losses.mean() + smoothness / 2 * divergence(models=models)
 
 
@@ -90,11 +94,15 @@ def select_models(
     fixed_losses: Tensor,
     smoothness: float,
 ) -> Tensor:
-    """Return the choice int64 [B] that minimises J; of equal ones the lexicographically first.
+    """Return the model of each of B clients that minimises the objective: int64 [B].
 
-    candidates: [B, K, D], newest first, with candidate_losses [B, K]; the first num_candidates
-    int64 [B] of each client count.
-    fixed_models: [F, D] with fixed_losses [F] are in the set already; F may be 0.
+    Of equal choices the lexicographically first one is returned.
+
+    candidates: [B, K, D], the cached models, newest first.
+    candidate_losses: [B, K].
+    num_candidates: int64 [B], the number of cached models of each client, at most K.
+    fixed_models: [F, D], models that are already chosen; F may be 0.
+    fixed_losses: [F].
     """
     return greedy_selection(
         candidates=candidates,
@@ -130,10 +138,11 @@ def greedy_selection(
 
 
 class _Selection:
-    """The models chosen so far, as sums in float64: their number, losses, differences, squares.
+    """The models chosen so far, as sums in float64: number, losses, differences and squares.
 
-    Differences are to a centre. J is the same around any centre; rounding errors are small around
-    one that is near the models. Only the first `trained` entries of a model [D] enter norms.
+    Differences are relative to a centre. The objective is the same around any centre, and rounding
+    errors are small if the centre is near the models. Norms use only the first `trained` entries of
+    a model [D].
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -166,7 +175,7 @@ class _Selection:
         smoothness: float,
         num_batches: int,
     ) -> list[int]:
-        """Choose one model of each client, batch by batch, and add it to the set."""
+        """Choose one model of each client, batch after batch of clients, and add it to the set."""
         choices: list[int] = []
         for batch in np.array_split(np.arange(len(models)), num_batches):
             if not len(batch):
@@ -184,9 +193,9 @@ class _Selection:
         losses: Sequence[Sequence[float]],
         smoothness: float,
     ) -> list[int]:
-        """Return the best combination of all, one index for each client.
+        """Return the combination of models with the lowest objective, as an index for each client.
 
-        Combinations grow client by client; the choice of the first client varies slowest.
+        Combinations are built client by client; the choice of the first client varies slowest.
         """
         all_models = [model for candidates in models for model in candidates]
         gram, products = self._gram(all_models)
@@ -222,7 +231,7 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise `RefusedError` for more than MAX_COMBINATIONS, and name enough batches."""
+    """Raise `RefusedError` for more than MAX_COMBINATIONS, with a sufficient `batches`."""
     clients = -(-participants // batches)
     combinations = memory**clients
     if combinations <= MAX_COMBINATIONS:
@@ -237,22 +246,22 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     )
 
 
-# Why other methods cannot be combined with it.
-_TAKES_A_STEP = "it makes its own step, and FedCDA sets the model to a mean of cached ones"
+# The reasons why other methods cannot be combined with FedCDA.
+_TAKES_A_STEP = "it makes its own step, but FedCDA sets the model to a mean of cached models"
 _WEIGHS = "FedCDA gives all clients the same weight"
-_CHANGES_MEAN = "it changes a mean update, and FedCDA sets the model to a mean of cached ones"
+_CHANGES_MEAN = "it changes a mean update, but FedCDA sets the model to a mean of cached models"
 
 
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
-    memory: K, the models per client.
-    batches: B.
-    smoothness: L.
+    memory: the number of cached models per client.
+    batches: the number of batches into which participants are cut; each batch chooses in turn.
+    smoothness: the weight L of the models' divergence in the objective.
     warmup: the average in the first rounds, of the participants' models ("fedavg") or of the newest
-    model of every client seen ("selected").
-    cache: where models are kept.
-    budget: the most memory that they may take, in GiB.
+    model of every client that took part so far ("selected").
+    cache: where models are stored, "disk" or "memory".
+    budget: the largest size of the cache, in GiB.
     """
 
     name = "fedcda"
@@ -279,7 +288,7 @@ class FedCDA(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Keep, for each client seen, its last models (a ring) with their losses and rounds."""
+        """Keep each client's last models (a ring buffer), with their losses and rounds."""
         refuse_sample_weights(run)
         for other in (
             "fedavgm",
@@ -316,9 +325,10 @@ class FedCDA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def end(self, job: LocalJob) -> None:
-        """Upload F_n, the mean loss of the last epoch.
+        """Upload the mean loss of the last epoch.
 
-        Epochs that differ in length (FedBSS) count as equally long.
+        It is the mean over the last 1 / epochs of the steps, even if epochs differ in length
+        (FedBSS).
         """
         losses = job.losses
         if not len(losses):
@@ -353,9 +363,9 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Return the place [layout.shared] of the client's oldest model, for its new one.
+        """Return the memory [layout.shared] of the client's oldest model, for its new model.
 
-        The new one becomes the selected one.
+        The new model becomes the client's selected model.
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory
@@ -366,9 +376,9 @@ class FedCDA(Method):
         return state["models"][row, place]
 
     def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
-        """Let the clients of these rows choose; return the way to the mean of all selected models.
+        """Select a model for each participant; return the direction to the mean of all selected.
 
-        The result is [layout.shared] float64.
+        The result is float64 [layout.shared].
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]
@@ -396,14 +406,14 @@ class FedCDA(Method):
 
 
 def _newest_first(pushes: int, memory: int) -> list[int]:
-    """Return the places of a ring that hold a model."""
+    """Return the positions in a ring buffer that hold a model, the newest first."""
     return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
 
 
 def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
     """Return the direction to the mean of the participants' models.
 
-    It has the bits of FedAvg's with equal weights: the same sum.
+    The result is bit-identical to FedAvg's direction with equal weights.
     """
     movements = []
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):

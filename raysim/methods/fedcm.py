@@ -38,20 +38,21 @@ if TYPE_CHECKING:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
-    """Return alpha g + (1 - alpha) Delta, all [d]."""
+    """Return alpha * gradient + (1 - alpha) * server_direction, all [d]."""
     return alpha * gradient + (1.0 - alpha) * server_direction
 
 
 def server_direction(
     global_params: Tensor, client_params: Tensor, lr: float, num_steps: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return Delta, the weighted mean over the clients of (x - y_i) / (lr K_i): [d].
+    """Return the weighted mean over clients of the movement per step, divided by the rate: [d].
+
+    The movement of a client is (global_params - client_params) / (lr * num_steps).
 
     global_params: [d].
     client_params: [m, d].
     num_steps: [m], above 0.
-    weights: float64
-    [m], normalised here.
+    weights: float64 [m], normalised here.
     """
     factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)
@@ -76,10 +77,10 @@ class FedCM(Method):
         self.warm_start = warm_start
 
     def setup(self, run: Setup) -> None:
-        """Keep the mean direction Delta on the server, initially zero, and send it to clients."""
+        """Keep the mean direction on the server, initially zero, and send it to clients."""
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'fedcm' computes Delta from the "
+            f"local.optimizer={run.local.optimizer}: method 'fedcm' computes gradients from the "
             "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
         )
         run.corrects("mix")
@@ -90,8 +91,8 @@ class FedCM(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Apply `update_direction` in place.
 
-        The optimizer adds the whole weight decay later, but only its share alpha is part of v; the
-        rest is subtracted here.
+        The optimizer adds the whole weight decay later, but the mixture contains only the share
+        alpha of it; the rest is subtracted here.
         """
         is_plain_round = self.warm_start and job.version == 0
         if self.alpha == 1 or is_plain_round:
@@ -102,13 +103,13 @@ class FedCM(Method):
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute Delta; each stretch of parameters has its own number of steps."""
+        """Compute the mean direction; each slice of parameters has its own number of steps."""
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         shares = (weights / weights.sum()).tolist()
         updates = zip(shares, aggregation.updates, aggregation.deltas, strict=True)
         for share, update, delta in updates:
-            # steps_times_rate is eta_l K_i of this stretch.
+            # steps_times_rate: the number of steps times the learning rate of this slice.
             for start, stop, steps_times_rate in update.moves:
                 direction[start:stop].sub_(delta[start:stop], alpha=share / steps_times_rate)
         server.state["direction"] = direction

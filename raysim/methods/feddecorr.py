@@ -60,7 +60,7 @@ class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
     beta: the weight of the penalty.
-    variant: the form of the penalty.
+    variant: the form of the penalty: "authors", "paper" or "fedbr".
     """
 
     name = "feddecorr"
@@ -71,7 +71,7 @@ class FedDecorr(Method):
         self.variant = variant
 
     def setup(self, run: Setup) -> None:
-        """Require features."""
+        """Require a model with features in front of a linear head."""
         run.needs("features")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:

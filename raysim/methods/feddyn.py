@@ -40,19 +40,23 @@ if TYPE_CHECKING:
 def regularised_gradient(
     grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float
 ) -> Tensor:
-    """Return grad - g_k + alpha (params - received), all [d]."""
+    """Return FedDyn's gradient: grad - correction + alpha * (params - received), all [d]."""
     return grad - correction + alpha * (params - received)
 
 
 def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
-    """Return the next g_k: g_k - alpha (trained - received), all [d]."""
+    """Return the client's next correction: correction - alpha * (trained - received), all [d]."""
     return correction - alpha * (trained - received)
 
 
 def updated_drift(
     drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float
 ) -> Tensor:
-    """Return the next h [d]; mean_change: the participants' mean update [d]; clients: N."""
+    """Return the next drift [d]: drift - alpha * participants / clients * mean_change.
+
+    mean_change: [d], the participants' mean update.
+    participants, clients: the numbers of participants and of all clients.
+    """
     return drift - alpha * participants / clients * mean_change
 
 
@@ -70,11 +74,11 @@ class FedDyn(Method):
         self.alpha = at_least("method.feddyn.alpha", alpha, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the correction g_k on each client and the drift h on the server, initially zero."""
-        run.needs_fixed_clients("h is the mean of their g_k")
+        """Keep a correction on each client and the drift on the server, both initially zero."""
+        run.needs_fixed_clients("its drift is the mean of their corrections")
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
             run.excludes(
-                other, "it takes another step, and FedDyn needs the plain mean of the updates"
+                other, "it takes another step, but FedDyn needs the plain mean of the updates"
             )
         run.owns("step")
         if not self.alpha:
@@ -91,14 +95,14 @@ class FedDyn(Method):
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
 
     def end(self, job: LocalJob) -> None:
-        """Update the client's correction g_k."""
+        """Update the client's correction."""
         size = job.layout.trained
         trained, received = job.params[:size], job.broadcast[:size]
         correction = job.state["gradient"]
         job.state["gradient"] = updated_gradient(correction, trained, received, self.alpha)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean update minus h / alpha; h is updated first."""
+        """Update the drift, and return the mean update minus drift / alpha."""
         count = len(aggregation.updates)
         drift = server.state["drift"]
         drift = updated_drift(drift, direction, count, server.population, self.alpha)

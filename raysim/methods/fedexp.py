@@ -44,12 +44,17 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 SCALES = ("one", "count")
-# Entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits.
+# Entries that are squared and summed in float32 at once: so few that BLAS does not use threads and
+# no digits are lost.
 _BLOCK = 8192
 
 
 def extrapolation(mean_square: float, square: float, epsilon: float, minimum: float = 1.0) -> float:
-    """Return eta for sum_i p_i |D_i|^2, |D|^2 and epsilon; `minimum` if no client moved."""
+    """Return FedExP's step size mean_square / (2 (square + epsilon)), at least `minimum`.
+
+    mean_square: the weighted mean of the squared norms of the updates.
+    square: the squared norm of the mean update. If no client moved, the result is `minimum`.
+    """
     divisor = 2.0 * (square + epsilon)
     if not divisor:
         return minimum
@@ -65,10 +70,10 @@ def server_step_size(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> float:
-    """Return eta for updates `deltas` [M, D].
+    """Return FedExP's step size for the updates `deltas` [M, D].
 
-    weights: [M], at least 0, normalised here; None means uniform weights. epsilon_scale="count": M
-    times epsilon.
+    weights: [M], at least 0, normalised here; None means uniform weights.
+    epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     Raises ValueError for weights that have no mean.
     """
     shares = _normalised(deltas, weights)
@@ -87,7 +92,7 @@ def server_step(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> Tensor:
-    """Return `params` [D] plus eta times the mean update; see `server_step_size`."""
+    """Return `params` [D] plus the step size times the mean update; see `server_step_size`."""
     eta = server_step_size(
         deltas=deltas,
         epsilon=epsilon,
@@ -116,10 +121,10 @@ def squared_norm(values: np.ndarray) -> float:
 class FedExP(Method):
     """A server rule with a longer step if the clients' updates disagree more.
 
-    epsilon: bounds the step size.
+    epsilon: a number in the divisor of the step size; a larger epsilon limits the step size.
     epsilon_scale: "count" multiplies epsilon by the number of participants.
     epsilon_decay: factor on epsilon after each version.
-    minimum: the least step size; 0 shows the unbounded ratio.
+    minimum: the smallest step size; 0 sets no lower bound.
     """
 
     name = "fedexp"
@@ -148,24 +153,27 @@ class FedExP(Method):
         run.scores(self._mean_iterate)
 
     def end(self, job: LocalJob) -> None:
-        """Upload |D_i|^2, the squared norm of the update."""
+        """Upload the squared norm of the update."""
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
         job.upload["square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta D, where eta is computed from updates before other methods changed them."""
+        """Return the step size times the mean update.
+
+        The step size is computed from the updates before other methods changed them.
+        """
         assert aggregation.combined is not None, "a step has a combined direction"
         eta = self._step_size(aggregation.combined, aggregation, server.version)
         server.report["step_size"] = eta
         step = direction.mul_(eta)
-        # After the first step the mean of the last two iterates is x^1 itself.
+        # After the first step the evaluated mean is the new model itself.
         first = "previous" not in server.state
         server.state["previous"] = server.params + step if first else server.params
         return step
 
     def _mean_iterate(self, server: ServerView) -> Tensor:
-        """Return the mean of the last two iterates, with the buffers of the newest."""
+        """Return the mean of the last two models, with the buffers of the newest one."""
         if "previous" not in server.state:
             return server.vector
         mean = (server.params + server.state["previous"]).mul_(0.5)

@@ -85,10 +85,10 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients float64 [m, m]: row i makes harmonised update i from the original ones.
+    """Return coefficients float64 [m, m]; row i combines the updates to harmonised update i.
 
     products: the Gram matrix [m, m] of the m original updates.
-    pairs: None takes all, in order.
+    pairs: the pairs of updates to harmonise; None takes all, in order.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -113,10 +113,10 @@ def _harmonize(
 def harmonized_gradients(
     *, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original"
 ) -> Tensor:
-    """Return the harmonised rows of `gradients` [m, d]; rows without a conflict keep their bits.
+    """Return the harmonised rows of `gradients` [m, d]; rows without conflicts stay the same.
 
-    order: pairs [i, j]; None: (0, 1), (0, 2), ..., (1, 2), ...
-    conflict_test: "original" or "current".
+    order: pairs [i, j] of rows; None means (0, 1), (0, 2), ..., (1, 2), ...
+    conflict_test: "original" tests the original updates, "current" the changed updates.
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
@@ -130,7 +130,7 @@ def harmonized_aggregate(
     order: Pairs | None = None,
     conflict_test: str = "original",
 ) -> Tensor:
-    """Return the weighted mean [d] of `harmonized_gradients` without computing these.
+    """Return the weighted mean [d] of `harmonized_gradients`, computed from the original rows.
 
     gradients: [m, d].
     weights: [m].
@@ -146,8 +146,8 @@ class FedGH(Method):
     """A server rule that removes conflicts between updates before they are averaged.
 
     order: the order of the pairs.
-    conflict_test: compare original updates, or the changed ones.
-    granularity: harmonise whole models, or each tensor separately.
+    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
+    granularity: "model" harmonises whole updates, "tensor" each tensor separately.
     """
 
     name = "fedgh"
@@ -167,11 +167,14 @@ class FedGH(Method):
         self.granularity = granularity
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations of one update: a conflict takes two."""
+        """Warn about aggregations of a single update, which cannot have conflicts."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the weighted mean of the harmonised updates; without a conflict FedAvg's bits."""
+        """Return the weighted mean of the harmonised updates.
+
+        Without conflicts it is bit-identical to FedAvg's mean.
+        """
         updates = aggregation.updates
         by_client = sorted(
             range(len(updates)), key=lambda number: (updates[number].client, updates[number].job)
@@ -194,9 +197,10 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients float64 [m] of the tree's root in m updates, weighted by `factors` [m].
+    """Return coefficients float64 [m] that combine m updates to the root of the tree of pairs.
 
-    products: the Gram matrix [m + 1, m + 1] of the updates and of r, which is last.
+    products: the Gram matrix [m + 1, m + 1] of the updates and, last, of the running mean.
+    factors: [m], the weights of the updates.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 
@@ -216,7 +220,7 @@ def _harmonize_in_tree(
             counts.conflicts += 1
             counts.projections += 2
             changed_a = subtract(a, overlap, b)
-            # The last pair keeps the overlap from before either changed, as the released code does.
+            # As in the released code, the last pair uses the overlap from before the changes.
             changed_b = subtract(b, overlap, changed_a if is_last_pair else a)
             a, b = changed_a, changed_b
         total: np.ndarray = a + b
@@ -239,10 +243,10 @@ def _harmonize_in_tree(
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """Return FedLD's FedGH of one tensor [d].
+    """Return the harmonised update [d] of one tensor, by the tree of pairs in FedLD's code.
 
-    gradients: [m, d].
-    reference: r [d].
+    gradients: [m, d], the updates.
+    reference: [d], the running mean of past aggregates.
     eps: added to divisors.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
@@ -251,7 +255,7 @@ def hierarchical_harmonized_gradient(
     return weighted_sum(gradients, torch.from_numpy(coefficients)) / len(gradients)
 
 
-# The share of the running mean r that each aggregation keeps.
+# The share of the running mean that each aggregation keeps.
 _MOMENTUM = 0.99
 
 
@@ -271,11 +275,11 @@ class HierarchicalFedGH(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations of one update: a conflict takes two."""
+        """Warn about aggregations of a single update, which cannot have conflicts."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean, which becomes r, in round 0; then the root of each tensor's tree."""
+        """Return the mean update in round 0, which starts the running mean; later, trees' roots."""
         counts = _ConflictCounts()
         reference = server.state.get("reference")
         if reference is None:

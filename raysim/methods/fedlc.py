@@ -42,28 +42,31 @@ DENOMINATORS = ("all", "others")
 
 
 def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float = 0.0) -> Tensor:
-    """Return m_c for `class_counts` [C]: float64 [C], infinite for a count of 0.
+    """Return the margin tau * n^(-1/4) of each class: float64 [C], infinite for a count of 0.
 
-    count_floor: the least count of a class.
+    class_counts: [C], the client's samples n of each class.
+    count_floor: smaller counts are replaced by this one.
     """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
 
 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is subtracted from logits: `margins` in `dtype`, infinite ones as large numbers.
+    """Return the margins in `dtype`, to subtract from logits; infinity becomes a large number.
 
-    A softmax treats both alike, but 0 times infinity, as with soft targets, is nan.
+    In a softmax both have the same effect, but with soft targets 0 times infinity would be nan.
     """
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 
 
 def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tensor:
-    """Return the printed loss, the mean over the batch, whose sum leaves out the true class.
+    """Return the loss as printed in the paper, whose softmax sum leaves out the true class.
 
-    calibrated: logits [B, C] minus their shifts.
+    It is a mean over the batch.
+
+    calibrated: logits [B, C] minus their margins.
     labels: int64 [B].
-    has_several: bool, whether two margins are finite; otherwise the loss is 0.
+    has_several: a scalar bool tensor, True if two or more margins are finite; else the loss is 0.
     """
     true_class = labels.unsqueeze(1)
     without_true = calibrated.scatter(1, true_class, -torch.inf).logsumexp(dim=1)
@@ -82,7 +85,7 @@ def calibrated_cross_entropy(
     denominator: str = "all",
     count_floor: float = 0.0,
 ) -> Tensor:
-    """Return the loss, the mean over the batch.
+    """Return FedLC's loss, the mean over the batch.
 
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
@@ -98,10 +101,11 @@ def calibrated_cross_entropy(
 class FedLC(Method):
     """A task loss that lowers the logits of the client's rare classes.
 
+    It replaces the task loss; the terms of other methods use the logits without margins.
+
     tau: the scale of the margins.
-    denominator: "all" or "others".
-    count_floor: see the module. It replaces the task loss; the terms of other methods see the
-    logits without shifts.
+    denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
+    count_floor: smaller counts of classes are replaced by this one; 0 leaves out missing classes.
     """
 
     name = "fedlc"
@@ -124,7 +128,7 @@ class FedLC(Method):
         run.owns("loss")
 
     def begin(self, job: LocalJob) -> None:
-        """Compute the shifts of the logits in this job, one for each output of the model."""
+        """Compute the margins of the logits in this job, one for each output of the model."""
         counts = job.class_counts()
         margins = calibration_margins(
             class_counts=counts, tau=self.tau, count_floor=self.count_floor
@@ -136,7 +140,7 @@ class FedLC(Method):
         job.report["one_class"] = float((counts > 0).sum() == 1)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the cross-entropy of the calibrated logits, or the printed form."""
+        """Return the cross-entropy of the logits minus margins, or the paper's printed form."""
         calibrated = out.logits - job.scratch["shifts"]
         batch = out.batch
         if self.denominator == "all":

@@ -1,15 +1,15 @@
 """FedLD: train with smaller margins on clients, and rebuild updates from their common directions.
 
-A client's loss penalises large logits. The server replaces each update by one of the same length
-that lies in the principal directions of all updates.
+A client's loss penalises large logits. The server replaces each update by an update of the same
+length in the principal directions of all updates.
 
 Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via
 Loss Decomposition" (MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f the logits:
 
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
-With m updates g_i as the rows of G, (lambda_l, e_l) the L largest eigenpairs of G G^T / m, and
-v_l = G^T e_l / |G^T e_l|, the server averages
+With m updates g_i as the rows of G, (lambda_l, e_l) the L largest eigenpairs of G G^T / m, and v_l
+= G^T e_l / |G^T e_l|, the server averages
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
@@ -82,17 +82,16 @@ def margin_control_penalty(
 ) -> Tensor:
     """Return lam times the penalty on `logits` [B, C].
 
-    labels (int64 [B]) and threshold have an effect only with kind="threshold". Raises ValueError
-    for an unknown kind, and for kind="threshold" without labels.
+    kind: the form of the penalty, see `MarginControl`.
+    labels: int64 [B]; they and `threshold` have an effect only with kind="threshold".
+    Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
     if kind == "batch_softmax":
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
         if labels is None:
-            raise ValueError(
-                "method.fedld_margin.kind=threshold: margins need labels. Pass labels."
-            )
+            raise ValueError("method.fedld_margin.kind=threshold needs labels. Pass labels.")
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
     if kind == "marg_log":
@@ -116,7 +115,7 @@ def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) ->
 
 
 def _heaviest(targets: Tensor) -> Tensor:
-    """Return labels [B]; for soft targets [B, C] the class with the largest weight."""
+    """Return labels [B]; of soft targets [B, C] the class with the largest weight."""
     if targets.ndim == 1:
         return targets
     return targets.argmax(dim=1)
@@ -187,7 +186,7 @@ class DampedMargin(Method):
 
 # --- server -------------------------------------------------------------------------------------
 def num_principal_components(*, num_clients: int, fraction: float) -> int:
-    """Return L, the number of components: the fraction of m, rounded down, at least 1."""
+    """Return the number of components: fraction * num_clients, rounded down, at least 1."""
     return max(1, math.floor(fraction * num_clients + 1e-9))
 
 
@@ -219,7 +218,11 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
 def revise_gradients(
     *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
 ) -> Tensor:
-    """Return g_i' [m, d] for `gradients` [m, d]; normalization: "l2", "sum" or "none"."""
+    """Return the updates [m, d] rebuilt from their principal directions.
+
+    gradients: [m, d], the original updates.
+    normalization: the form of the directions' weights: "l2", "sum" or "none".
+    """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
     )
@@ -234,7 +237,7 @@ def principal_gradient_aggregate(
     normalization: str = "l2",
     tol: float = 1e-8,
 ) -> Tensor:
-    """Return the weighted mean [d] of `revise_gradients`, which are never formed.
+    """Return the weighted mean [d] of `revise_gradients`, computed from the original rows.
 
     gradients: [m, d].
     weights: [m].
@@ -249,10 +252,10 @@ def principal_gradient_aggregate(
 class PrincipalGradient(Method):
     """A server rule that rebuilds updates from the principal directions of all updates.
 
-    fraction: L divided by the number of updates.
-    normalization: the form of the weights w.
-    tol: the limit below which values count as zero.
-    granularity: rebuild whole models, or each tensor separately.
+    fraction: the number of principal directions, as a share of the number of updates.
+    normalization: the form of the directions' weights: "l2", "sum" or "none".
+    tol: the relative size below which eigenvalues and projections count as zero.
+    granularity: "model" rebuilds whole updates, "tensor" each tensor separately.
     """
 
     name = "fedld_principal"
@@ -274,7 +277,7 @@ class PrincipalGradient(Method):
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations of one update, which is its own principal component."""
+        """Warn about aggregations of a single update, which does not change."""
         run.warn_if_single("the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

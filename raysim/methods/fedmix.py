@@ -1,11 +1,11 @@
 """FedMix: mix a client's samples with means of other clients' samples, without mixing the inputs.
 
-The loss is the first-order Taylor expansion of Mixup's, so that the means enter by a gradient.
-NaiveMix mixes inputs with the means themselves.
+The loss is the first-order Taylor expansion of Mixup's loss, in which the means are multiplied by a
+gradient. NaiveMix mixes inputs with the means themselves.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
-Learning" (ICLR 2021), Proposition 1 and the local update. A sample (x, y) meets a pair
-(xbar, ybar) of means; with u = (1 - lam) x,
+Learning" (ICLR 2021), Proposition 1 and the local update. A sample (x, y) meets a pair (xbar, ybar)
+of means; with u = (1 - lam) x,
 
     l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>
     FedMix:    loss = mean of l1 + l2 + l3
@@ -73,11 +73,13 @@ def mean_pairs(
 def label_terms(
     logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return l1 and l2, means over the batch.
+    """Return the losses with the samples' labels and with mean targets (l1 and l2 of FedMix).
+
+    Both are means over the batch.
 
     logits: [B, C].
     labels: int64 [B].
-    mean_targets: [B or 1, at most C]; further outputs have the target 0.
+    mean_targets: [B or 1, at most C]; missing columns are 0.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -95,14 +97,15 @@ def loss_terms(
     lam: float,
     taylor_scale: str = "paper",
 ) -> dict[str, Tensor]:
-    """Return l1, l2, l3 and their sum: "local", "mean_target", "taylor" and "total".
+    """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
-    logits: [B, C], f(u) of inputs u [B, ...], which require a gradient.
+    logits: [B, C], the outputs of the model for `inputs`.
+    inputs: [B, ...], which must require a gradient.
     mean_inputs: [B or 1, ...].
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
-    # The rows of the gradient have the factor 1/B of l1, so this sum is the mean over the batch.
+    # The gradient's rows already have the factor 1/B of l1, so this sum is a mean over the batch.
     taylor = lam * (gradient * mean_inputs).sum()
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
@@ -139,10 +142,12 @@ class FedMix(Method):
     """A method that mixes a client's samples with means of other clients' samples.
 
     lam: the share of the means; 0 is FedAvg.
-    means: the number of pairs that each client sends before round 0.
+    means: the number of pairs (mean input, mean label) that each client sends before round 0.
+    samples_per_mean: the number of samples in each mean.
     pairs: a pair for "each" sample of a step, or "one" for all.
-    naive: True is NaiveMix. taylor_scale,
-    fresh: see the module.
+    naive: True mixes inputs with the means themselves (NaiveMix).
+    taylor_scale: the scale of the gradient term, as in the "paper" or in "public" implementations.
+    fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 
     name = "fedmix"
@@ -189,10 +194,10 @@ class FedMix(Method):
         run.draw("chosen", self.draw_pairs)
 
     def cost(self, job: Participation) -> float:
-        """Return one more pass, for the second derivative.
+        """Return the cost of one more pass, for the second derivative.
 
-        In forward passes, a step costs 1 and its backward pass 2. The gradient of the inputs adds
-        1, and differentiating it adds 2: together 6 instead of 3.
+        In units of a forward pass, a step costs 1 and its backward pass 2. The gradient of the
+        inputs adds 1, and differentiating it adds 2: together 6 instead of 3.
         """
         return job.trained_samples if self.lam and not self.naive else 0.0
 
@@ -206,7 +211,7 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Make the pool of all clients' pairs."""
+        """Join the pairs of all clients to a pool."""
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
 
@@ -219,7 +224,7 @@ class FedMix(Method):
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return inputs u, which require a gradient, or NaiveMix's mixed inputs."""
+        """Return scaled inputs that require a gradient, or NaiveMix's mixed inputs."""
         pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs
@@ -228,7 +233,7 @@ class FedMix(Method):
         return replace(batch, inputs=scaled.requires_grad_())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return l1 + l2 + l3, or NaiveMix's loss."""
+        """Return the sum of FedMix's three terms, or NaiveMix's loss."""
         batch = out.batch
         mean_inputs, mean_targets = job.scratch["inputs"], job.scratch["targets"]
         if self.naive:
@@ -255,7 +260,7 @@ class FedMix(Method):
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return means of raw data; its rows are drawn at the job's first step."""
+        """Return means of raw data, whose rows are drawn at the job's first step."""
         if job.step == 0:
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean
             job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))

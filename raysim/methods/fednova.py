@@ -1,7 +1,7 @@
-"""FedNova: divide each update by the number of local steps behind it.
+"""FedNova: divide each update by the number of its local steps.
 
-A client that makes more steps then has no larger influence, and the model converges to the
-minimum of the weighted objective.
+So clients that make more steps do not have more influence, and the model converges to the minimum
+of the weighted objective.
 
 Source: Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in
 Heterogeneous Federated Optimization" (NeurIPS 2020). With D_i the update of client i after tau_i
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 def effective_steps(
     steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
 ) -> float:
-    """Return a_i: the movement of SGD steps under a constant gradient of 1, with rate 1.
+    """Return the movement of SGD steps under a constant gradient of 1 and with learning rate 1.
 
-    pull: eta mu of a proximal term.
+    It is the number of plain steps with the same effect.
+    pull: the learning rate times the weight of a proximal term; 0 without one.
     """
     moved, velocity = 0.0, 0.0
     for _ in range(steps):
@@ -58,7 +59,10 @@ def effective_steps(
 
 
 def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Return (sum_j p_j a_j) / a_i for each update: exactly 1 if all a_i are equal."""
+    """Return each update's factor: the weighted mean of effective steps over its own steps.
+
+    The factors are exactly 1 if all numbers of steps are equal.
+    """
     total = sum(weights)
     factors = []
     for update_steps in steps:
@@ -72,7 +76,7 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 class FedNova(Method):
     """A server rule that divides each update by its number of local steps.
 
-    mu: the mu of a proximal term in the local loss (`method.fedprox.mu`); 0 without one.
+    mu: the weight of a proximal term in the local loss (`method.fedprox.mu`); 0 without one.
     """
 
     name = "fednova"
@@ -82,11 +86,11 @@ class FedNova(Method):
         self.mu = at_least("method.fednova.mu", mu, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let each job upload its effective steps a_i; refuse optimizers other than SGD."""
+        """Let each job upload its number of effective steps; refuse optimizers other than SGD."""
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'fednova' counts steps of SGD. Set "
-            "local.optimizer=sgd.",
+            f"local.optimizer={run.local.optimizer}: method 'fednova' needs SGD to count "
+            "effective steps. Set local.optimizer=sgd.",
         )
         if self.mu == 0 and "fedprox" in run.methods:
             run.warn(
@@ -98,7 +102,7 @@ class FedNova(Method):
         run.upload("steps", 1)
 
     def end(self, job: LocalJob) -> None:
-        """Upload the effective steps a_i."""
+        """Upload the number of effective steps."""
         moves = [(steps, rate) for _, steps, rate in job.moves()]
         steps, rate = max(moves, default=(job.plan.steps, job.rate))
         local = job.local
@@ -106,7 +110,7 @@ class FedNova(Method):
         job.upload["steps"] = torch.tensor([effective], dtype=torch.float64)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the normalised sum of updates; with FedAvg's bits if all a_i are equal."""
+        """Return the normalised sum of updates; with equal steps bit-identical to FedAvg's."""
         steps = [float(upload) for upload in aggregation.uploads("steps")]
         factors = normalising_factors(aggregation.weights, steps)
         pairs = zip(aggregation.weights, factors, strict=True)

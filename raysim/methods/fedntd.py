@@ -1,7 +1,7 @@
-"""FedNTD: keep the received model's knowledge of the classes that are not a sample's own.
+"""FedNTD: distil the received model's outputs for the classes other than the true one.
 
-The local model is distilled from the received one, with the true class left out, so that it
-forgets less of what it does not train on.
+The local model learns the received model's outputs for all classes except the true one. So it
+forgets less about classes that the client does not have.
 
 Source: Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True
 Distillation in Federated Learning" (NeurIPS 2022):
@@ -41,8 +41,8 @@ def not_true_distillation_loss(
 ) -> Tensor:
     """Return tau^2 KL(teacher || student) without the true class, the mean over the batch.
 
-    logits: [B, C], the student's.
-    global_logits: [B, C], the teacher's; they get no gradient.
+    logits: [B, C], the student's outputs.
+    global_logits: [B, C], the teacher's outputs, which get no gradient.
     labels: int64 [B]. The loss is 0 for C = 2.
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
@@ -73,11 +73,11 @@ class FedNTD(Method):
         run.needs("classes")
 
     def cost(self, job: Participation) -> float:
-        """Return the teacher's forward pass."""
+        """Return the cost of the teacher's forward pass."""
         return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the distillation, beta L_NTD."""
+        """Add the weighted distillation loss."""
         if not self.beta:
             return loss
         if out.batch.pair is None:

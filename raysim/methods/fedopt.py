@@ -135,7 +135,7 @@ def _adapt(
     """Write the step into `arrays[0]`; the others are the update and both moments.
 
     The moments change in place.
-    beta2: None is FedAdagrad.
+    beta2: the decay of the second moment; None computes FedAdagrad.
     step: None makes no bias correction.
     """
     if step is not None and beta2 is not None:
@@ -187,9 +187,9 @@ def _adaptive(
 class FedAvgM(Method):
     """A server rule with momentum.
 
-    server_lr: eta.
-    momentum: beta.
-    nesterov: look ahead by one step of momentum.
+    server_lr: the server's learning rate eta.
+    momentum: the factor beta of the momentum.
+    nesterov: True uses Nesterov's momentum.
     """
 
     name = "fedavgm"
@@ -201,7 +201,7 @@ class FedAvgM(Method):
         self.nesterov = nesterov
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the momentum u, zero at first."""
+        """Replace the server's step; keep the momentum, zero at first."""
         run.owns("step")
         run.server_state("momentum", run.zeros)
 
@@ -214,7 +214,7 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """A rule with two moments on the server; subclasses change the second one differently."""
+    """A server rule with two moments; subclasses differ in the second moment."""
 
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
@@ -227,7 +227,7 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the moments, at first m = 0 and v = tau^2."""
+        """Replace the server's step; keep both moments, at first 0 and tau^2."""
         run.owns("step")
         run.server_state("first_moment", run.zeros)
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
@@ -250,7 +250,7 @@ class _Adaptive(Method):
 class FedAdagrad(_Adaptive):
     """A server rule with Adagrad: the second moment is a sum of squares.
 
-    server_lr: eta.
+    server_lr: the server's learning rate eta.
     """
 
     name = "fedadagrad"
@@ -260,7 +260,7 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """A server rule whose second moment forgets old values.
+    """A server rule whose second moment decays.
 
     bias_correction: True uses TensorFlow's form.
     """
@@ -284,7 +284,7 @@ class _Decaying(_Adaptive):
 class FedAdam(_Decaying):
     """A server rule with Adam: the second moment averages squares over time.
 
-    server_lr: eta.
+    server_lr: the server's learning rate eta.
     """
 
     name = "fedadam"
@@ -293,8 +293,8 @@ class FedAdam(_Decaying):
 class FedYogi(_Decaying):
     """A server rule with Yogi.
 
-    The second moment moves by at most (1 - beta2) times the square.
-    server_lr: eta.
+    The second moment changes by at most (1 - beta2) times the square.
+    server_lr: the server's learning rate eta.
     """
 
     name = "fedyogi"

@@ -1,7 +1,7 @@
 """FedPAC: share an extractor, and give each client a mixture of all clients' heads.
 
-Training draws features to the global mean of their class. The server mixes heads of clients whose
-features are distributed alike.
+Training pulls features to the global mean of their class. The server mixes heads of clients with
+similar features.
 
 Source: Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration" (ICLR 2023). Client i has n_i samples, a share pi_ik of them in class k; f is the
@@ -68,9 +68,10 @@ if TYPE_CHECKING:
 
 
 class Statistics(TypedDict):
-    """A client's V_i, h_i [C, D], class means [C, D] and class counts int64 [C].
+    """A client's feature statistics: variance, weighted class means, class means and counts.
 
-    The module defines V_i and h_i; D is the number of features. Absent classes have zeros.
+    Variance (V_i) and weighted class means (h_i, [C, D]) are defined in the module's docstring; D
+    is the number of features. Class means are [C, D], counts int64 [C]; absent classes have zeros.
     """
 
     variance: float
@@ -88,7 +89,7 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
     """Return the statistics of batches.
 
-    The sum over k of pi_k mean_k |f|^2 is the mean of all |f|^2, so three sums are enough.
+    Three sums over the samples are enough: features of each class, counts, and squared norms.
     """
     batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
     sums = torch.stack([row[0] for row in batch_sums]).sum(0)
@@ -110,7 +111,7 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes.unsqueeze(1)).double()
-    # A product adds up in a fixed order, which an indexed sum on a GPU does not.
+    # A matrix product, because an indexed sum on a GPU has no fixed order.
     return members @ values, members.sum(1), values.square().sum()
 
 
@@ -136,10 +137,14 @@ def feature_alignment_loss(
     local_prototypes: Tensor,
     local_present: Tensor,
 ) -> Tensor:
-    """Return R, the mean squared distance of `features` [B, D] to their prototypes.
+    """Return the mean squared distance of `features` [B, D] to the prototypes of their classes.
 
-    labels: int64 [B]. Prototypes [C, D] are the global ones where present (bool [C]), otherwise the
-    local ones. A class with neither contributes 0 to the mean over the batch.
+    The global prototype of a class is used if it is present, else the local one. A class with
+    neither contributes 0 to the mean over the batch.
+
+    labels: int64 [B].
+    global_prototypes, local_prototypes: [C, D].
+    global_present, local_present: bool [C].
     """
     targets = torch.where(global_present.unsqueeze(1), global_prototypes, local_prototypes).detach()
     has_target = (global_present | local_present).to(features.dtype)
@@ -151,17 +156,18 @@ def feature_alignment_loss(
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:
-    """Return a_i, float64 [m], of `client` among m participants.
+    """Return the weights of m participants' heads in the head of `client`: float64 [m].
 
-    variances: V [m].
-    weighted_means: h [m, C, D]. Weights are at least 0, with sum 1; entries up to `min_weight` are
-    0, unless all would be.
+    Weights are at least 0 and sum to 1; weights up to `min_weight` become 0, unless all would.
+
+    variances: [m], see `Statistics`.
+    weighted_means: [m, C, D], see `Statistics`.
     """
     return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return points [m, at most m], float64, with the distances of h, which is all that P needs."""
+    """Return points [m, at most m], float64, with the distances of the weighted means."""
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
     return triangle.T
@@ -184,7 +190,7 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
     if not best > 0:
-        # A client without variance and bias gets all the weight.
+        # A participant without variance and bias gets the whole weight.
         choice = preferred if not diagonal[preferred] > 0 else int(diagonal.argmin())
         return one_hot(torch.tensor(choice), len(variances)).double()
     # A, whose scale has no effect.
@@ -197,7 +203,11 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 
 
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
-    """Return how many of a job's steps, with batches of `sizes`, train the head: the first."""
+    """Return the number of a job's first steps that train the head.
+
+    sizes: the number of samples in each batch of the job.
+    samples: the number of the client's samples.
+    """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
     is_left_out = rest == 1 and min(sizes) > 1
@@ -222,12 +232,12 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return True if there was an aggregation; the first one makes prototypes."""
+    """Return True if there was an aggregation, which made prototypes."""
     return view.version > 0
 
 
 def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that sends a server state as soon as prototypes exist."""
+    """Return a function that returns a server state after prototypes exist, and None before."""
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
@@ -241,11 +251,13 @@ def _budget(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of all clients' heads.
 
-    lam: the weight of the alignment R.
+    The server keeps a head for each client that took part: 20 KB each for 10 classes of 512
+    features, 2 GB for 100,000 clients.
+
+    lam: the weight of the alignment of features with prototypes.
     head_epochs: the part of local.epochs in which the head is trained.
-    head_lr_factor: factor on local.lr in the head phase.
-    min_weight: weights of a client's head up to this value become 0. The server keeps a head for
-    each client that took part: 20 KB each for 10 classes of 512 features, 2 GB for 100,000 clients.
+    head_lr_factor: factor on local.lr while the head is trained.
+    min_weight: weights of heads up to this value become 0.
     """
 
     name = "fedpac"
@@ -270,12 +282,12 @@ class FedPAC(Method):
         return {key: max(budget, self.head_epochs + 1)}
 
     def setup(self, run: Setup) -> None:
-        """Keep the head on the client; it is sent and uploaded apart from the shared model."""
+        """Keep the head on the client; send and upload it separately from the shared model."""
         run.needs("classes", "features")
         run.excludes(
             "local",
-            "it compares clients by their features in one shared extractor, and local training "
-            "shares none",
+            "it compares clients by the features of a shared extractor, but local training has "
+            "none",
         )
         run.warn_if_single("every client keeps the head that it trained")
         self._require_parts(run)
@@ -312,7 +324,7 @@ class FedPAC(Method):
         kind = type(parts.get("head")).__name__
         run.require(
             isinstance(parts.get("head"), nn.Linear) and "extractor" in parts,
-            "model: method 'fedpac' needs an extractor and a linear head, and this model has a "
+            "model: method 'fedpac' needs an extractor and a linear head, but this model has a "
             f"{kind} as its head and the parts {', '.join(parts)}. Choose another model.",
         )
 
@@ -325,7 +337,7 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return two passes for the statistics, minus the head phase's saved backward passes."""
+        """Return the cost of two passes for statistics, minus saved backward passes."""
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)
         return FORWARD * 2 * job.samples + (FORWARD - 1) * head
@@ -343,7 +355,7 @@ class FedPAC(Method):
         job.upload["variance"] = job.params.new_tensor([statistics["variance"]])
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the alignment lam R in the extractor phase."""
+        """Add the weighted alignment loss while the extractor is trained."""
         is_extractor_phase = job.stage.name == "fedpac.extractor"
         if not self.lam or not is_extractor_phase or "prototypes" not in job.received:
             return loss
@@ -371,7 +383,7 @@ class FedPAC(Method):
 
     @staticmethod
     def _alignment(job: LocalJob, out: Outputs) -> Tensor:
-        """Return the alignment R of a batch."""
+        """Return the alignment loss of a batch."""
 
         def alignment(labels: Tensor) -> Tensor:
             return feature_alignment_loss(
@@ -394,7 +406,7 @@ class FedPAC(Method):
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         """Compute new prototypes, and a new head for each participant."""
         rows = rows_of(aggregation, server, "memory", "heads")
-        # For a client that is here twice, its last update.
+        # Of a client with two updates, the last one counts.
         last_updates = {row: number for number, row in enumerate(rows)}
 
         def latest(name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """FedProto: exchange the mean features of each class instead of parameters.
 
-Each client trains its own model and draws its features to the global mean of their class, the
+Each client trains its own model, and pulls its features to the global mean of their class, the
 prototype.
 
 Source: Tan, Long, Liu, Zhou, Lu, Jiang and Zhang, "FedProto: Federated Prototype Learning across
@@ -11,8 +11,8 @@ extractor, d the number of its features.
     c_ij = mean of h(x) over client i's samples of class j, after training
     C_j  = sum_i n_ij c_ij / sum_i n_ij, over the participants
 
-A client is scored with its own model (predict=head), or predicts the class of the nearest
-prototype (predict=prototype).
+A client is scored with its own model (predict=head), or predicts the class of the nearest prototype
+(predict=prototype).
 
 Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-# The logit of a class without a prototype: finite, so that a loss of it is finite.
+# The logit of a class without a prototype, finite so that losses are finite.
 NEVER = -1e30
 
 
 def class_means(
     batches: Iterable[tuple[Tensor, Tensor]], num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean features [C, d] of each class and its samples [C], both float64.
+    """Return the mean features [C, d] and the number of samples [C] of each class, float64.
 
     batches: features [B, d] and labels int64 [B]. A class without samples has zeros.
     """
     sums, counts = [], []
     for features, labels in batches:
-        # A product adds up in a fixed order, which an indexed sum on a GPU does not.
+        # A matrix product, because an indexed sum on a GPU has no fixed order.
         classes = torch.arange(num_classes, device=labels.device)
         members = (labels == classes.unsqueeze(1)).double()
         sums.append(members @ features.double())
@@ -69,7 +69,9 @@ def class_means(
 
 
 def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
-    """Return the mean of |h(x) - C_y|^2 / d over the batch; 0 for labels without a prototype.
+    """Return the mean squared distance of features to their class's prototype, divided by d.
+
+    Samples of classes without a prototype add 0 to the mean over the batch.
 
     features: [B, d].
     labels: int64 [B].
@@ -84,9 +86,11 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
 def nearest_prototype_head(
     prototypes: Mapping[int, Tensor], num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return weight [C, d] and bias [C] of a linear head that predicts the nearest C_j's class.
+    """Return weight [C, d] and bias [C] of a linear head that predicts the nearest prototype.
 
-    |h - C_j|^2 = |h|^2 - (2 h.C_j - |C_j|^2), and the first term is the same for all classes.
+    For features h and a prototype c, |h - c|^2 = |h|^2 - (2 h.c - |c|^2); the first term is the
+    same for all classes.
+    prototypes: the prototypes [d] by class.
     """
     example = next(iter(prototypes.values()))
     weight = example.new_zeros(num_classes, len(example))
@@ -101,7 +105,7 @@ class FedProto(Method):
     """A method that exchanges the mean features of each class instead of parameters.
 
     lam: the weight of the distance to prototypes.
-    predict: "head" or "prototype".
+    predict: "head" scores with the head; "prototype" predicts the class of the nearest prototype.
     """
 
     name = "fedproto"
@@ -117,7 +121,7 @@ class FedProto(Method):
         run.needs("classes", "features")
         run.targets("integer")
         for other in ("fedpac", "ditto"):
-            run.excludes(other, "it needs a shared model, and here no parameter is shared")
+            run.excludes(other, "it needs a shared model, but with FedProto no parameter is shared")
         run.private_parameters(_all_names)
 
         classes, features = run.task.num_classes, run.model.feature_dim
@@ -130,16 +134,16 @@ class FedProto(Method):
         if self.predict == "head":
             run.skip("personalise")
             return
-        run.excludes("fedrs", "its head has no bias, which the nearest prototype needs")
+        run.excludes("fedrs", "its head has no bias, but predict=prototype needs one")
         run.require(
             isinstance(run.model.head, nn.Linear) and run.model.head.bias is not None,
-            "method.fedproto.predict=prototype: it needs a linear head with a bias, and the model "
+            "method.fedproto.predict=prototype needs a linear head with a bias, but the model "
             f"has {run.model.head}. Set method.fedproto.predict=head, or choose another model.",
         )
         run.client_state("prototypes", lambda samples: {})
 
     def cost(self, job: Participation) -> float:
-        """Return the forward pass for the class means."""
+        """Return the cost of the forward pass for the class means."""
         return FORWARD * job.samples
 
     # --- a client's job -----------------------------------------------------------------------
@@ -178,7 +182,7 @@ class FedProto(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute the prototypes of classes that a participant holds; others do not change."""
+        """Compute the prototypes of the participants' classes; other prototypes do not change."""
         new = aggregate_prototypes(
             class_means=torch.stack(aggregation.uploads("class_means")),
             class_counts=torch.stack(aggregation.uploads("class_counts")),

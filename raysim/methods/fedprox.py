@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
-    """Return mu/2 |params - global_params|^2 of two vectors [d], in float32 or better.
+    """Return mu/2 |params - global_params|^2 of two vectors [d], at least in float32.
 
     `global_params` get no gradient.
     """
@@ -45,9 +45,9 @@ def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tenso
 
 
 class FedProx(Method):
-    """A method that adds a quadratic pull to the received model.
+    """A method that adds a quadratic pull towards the received model to the loss.
 
-    mu: the weight of the term, which is not part of the reported loss; 0 is FedAvg.
+    mu: the weight of the pull, which is not part of the reported loss; 0 is FedAvg.
     """
 
     name = "fedprox"
@@ -57,6 +57,6 @@ class FedProx(Method):
         self.mu = at_least("method.fedprox.mu", mu, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the term's gradient, in the stage that has the task loss."""
+        """Add the gradient of the pull, in the stage with the task loss."""
         if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
-    """Return how many of a job's steps train the head: the first of them."""
+    """Return the number of a job's first steps that train the head."""
     return steps * head_epochs // (head_epochs + body_epochs)
 
 
 class FedRep(Method):
     """A method that shares the extractor and keeps a head on each client.
 
-    mode: "alternate" is FedRep, "joint" is FedPer, which ignores the two numbers of epochs.
+    mode: "alternate" (FedRep) trains the head before the extractor; "joint" (FedPer) trains both
+    together and ignores the numbers of epochs.
+    head_epochs, body_epochs: the epochs of the head, and of the extractor.
     """
 
     name = "fedrep"
@@ -69,11 +71,11 @@ class FedRep(Method):
 
     @property
     def _fewest_steps(self) -> int:
-        """Return the smallest budget in steps that has at least one step for the head."""
+        """Return the smallest local.steps that leaves at least one step for the head."""
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the sum of both phases, or the smallest budget in steps."""
+        """Return local.epochs, the sum of both phases, or the smallest local.steps."""
         if self.mode == "joint":
             return {}
         if local.epochs is not None:

@@ -1,6 +1,6 @@
-"""FedRS: scale down the logits of the classes that a client lacks.
+"""FedRS: scale down the logits of the classes that a client does not have.
 
-A client only ever pushes the weights of such classes away; smaller logits limit the damage.
+A client's training only pushes the weights of such classes away; smaller logits limit the damage.
 
 Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
 Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
@@ -38,9 +38,10 @@ KINDS = ("binary", "relative")
 
 
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
-    """Return the scale s_c, from alpha to 1, of each class: float64 [C].
+    """Return the factor on each class's logit, from alpha to 1: float64 [C].
 
-    class_counts: [C], at least one count is above 0.
+    class_counts: [C], the client's samples of each class; at least one is above 0.
+    kind: see `FedRS`.
     """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()
@@ -51,16 +52,17 @@ def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") ->
 def restricted_softmax_cross_entropy(
     *, logits: Tensor, labels: Tensor, class_counts: Tensor, alpha: float, kind: str = "binary"
 ) -> Tensor:
-    """Return the cross-entropy of the scaled `logits` [B, C], which have no bias: a mean."""
+    """Return the mean cross-entropy of scaled `logits` [B, C], computed without a bias."""
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
 
 
 class FedRS(Method):
-    """A task loss that scales down the logits of classes that the client lacks.
+    """A task loss that scales down the logits of classes that the client does not have.
 
     alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias.
-    kind: "binary" or "relative".
+    kind: "binary" has two scales, alpha and 1; with "relative" the scale grows with the class's
+    count.
     """
 
     name = "fedrs"

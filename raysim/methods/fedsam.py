@@ -1,6 +1,6 @@
-"""FedSAM: descend along the gradient at a point that lies a little uphill.
+"""FedSAM: descend along the gradient at a point a small step uphill.
 
-This prefers flat minima, in which the averaged model loses less.
+This prefers flat minima, where averaging models increases the loss less.
 
 Source: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware
 Minimization" (ICML 2022), Algorithm 1; Caldarola, Caputo and Ciccone, "Improving Generalization in
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-# The least divisor, so that a gradient of zeros gives no shift.
+# The smallest divisor, so that a gradient of zeros gives a shift of zeros.
 _SMALLEST_NORM = 1e-12
 
 
@@ -57,10 +57,11 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 
 
 class FedSAM(Method):
-    """A method that uses the gradient at a point a little uphill, to find flat minima.
+    """A method that uses the gradient at a point a small step uphill, to find flat minima.
 
     rho: the length of the step uphill; 0 is FedAvg.
-    adaptive: True uses the step of FedASAM, with eta.
+    adaptive: True uses the step of FedASAM, which is scaled by the parameters.
+    eta: added to the absolute values of the parameters in FedASAM's step.
     """
 
     name = "fedsam"
@@ -77,7 +78,7 @@ class FedSAM(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return a second pass of each batch."""
+        """Return the cost of a second pass of each batch."""
         return job.trained_samples
 
     def perturb(
@@ -87,7 +88,7 @@ class FedSAM(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient uphill."""
+        """Return the gradient at the point uphill."""
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))
         return gradient_at(sharpness_shift(grad, self.rho))

@@ -1,6 +1,6 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
-Local steps use gradients that are partly taken a step uphill, which prefers flat minima.
+Local steps mix in gradients at a point a step uphill, which prefers flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 
 
 def mixed_gradient(grad: Tensor, uphill: Tensor, alpha: float) -> Tensor:
-    """Return (1 - alpha) g_1 + alpha g_2: [n]."""
+    """Return (1 - alpha) * grad + alpha * uphill: [n]."""
     return torch.lerp(grad, uphill, alpha)
 
 
 def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, lam: float) -> Tensor:
-    """Return the next c_k: c_k - (theta_K - x^t) / lam, all [d]."""
+    """Return the client's next correction: correction - (trained - received) / lam, all [d]."""
     return correction - (trained - received) / lam
 
 
 class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    lam: a large value makes the proximal term weak.
-    rho: the step uphill.
-    alpha: the share of the gradient uphill.
+    lam: the divisor of the pull to the received model; a large value makes it weak.
+    rho: the step uphill, as a factor on the gradient.
+    alpha: the share of the gradient at the point uphill.
     """
 
     name = "fedspeed"
@@ -69,14 +69,14 @@ class FedSpeed(Method):
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the correction c_k, initially zero; skip the second pass if its share is 0."""
+        """Keep a correction per client, zero at first; skip the second pass if its share is 0."""
         run.corrects("shift")
         run.client_state("correction", run.zeros)
         if not (self.alpha and self.rho):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return a second pass of each batch."""
+        """Return the cost of a second pass of each batch."""
         return job.trained_samples
 
     def perturb(
@@ -86,16 +86,16 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return `mixed_gradient`."""
+        """Return the mixture of the gradient and the gradient at the point uphill."""
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the pull (theta - x^t) / lam and subtract the correction c_k."""
+        """Add the pull to the received model, and subtract the client's correction."""
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
         grad -= job.state["correction"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Update the correction c_k, and subtract lam c_k from the uploaded model."""
+        """Update the client's correction, and subtract it times lam from the uploaded model."""
         trained = job.params[: job.layout.trained]
         start = job.start[: job.layout.trained]
         correction = updated_correction(job.state["correction"], trained, start, self.lam)

@@ -1,6 +1,6 @@
 """FedSR: learn features with noise that stay short and near a common Gaussian of their class.
 
-Simple features of this kind carry less information about a client, and generalise to other ones.
+Such simple features contain less information about a client, and generalise to other clients.
 
 Source: Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for
 Federated Learning" (NeurIPS 2022). A linear layer in front of the classifier makes mu and (through
@@ -63,13 +63,15 @@ def conditional_information_penalty(
     reference_std_raw: Tensor,
     scale: Tensor | float = 1.0,
 ) -> Tensor:
-    """Return the module's KL divergence, summed over Z features, as the mean over B.
+    """Return the mean KL divergence of features from the Gaussian of their class, a scalar.
 
-    mean, std: [B, Z], std > 0.
+    It is summed over Z features and averaged over B samples.
+
+    mean, std: [B, Z], the features' mean and standard deviation (above 0).
     labels: int64 [B].
     reference_mean: [C, Z].
     reference_std_raw: [C, Z], before its softplus.
-    scale: s, not 0.
+    scale: the factor on the features' mean and deviation; not 0.
     """
     centre = reference_mean[labels]
     spread = F.softplus(reference_std_raw)[labels]
@@ -81,9 +83,9 @@ def conditional_information_penalty(
 
 
 class Gaussian(Classifier):
-    """A classifier that uses draws from N(mu, sigma^2) in training and mu otherwise.
+    """A classifier with features drawn from N(mu, sigma^2) in training; otherwise they are mu.
 
-    It is scored with constant noise.
+    Its outputs in evaluation are the mean prediction over constant draws.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -92,16 +94,16 @@ class Gaussian(Classifier):
     def __init__(self, base: Classifier, width: int, samples: int) -> None:
         mapping = nn.Linear(base.feature_dim, 2 * width)
         super().__init__(nn.Sequential(base.extractor, mapping), width, base.num_classes)
-        # [samples, Z]. Not a buffer, which would travel: each process makes it from the seed.
+        # [samples, Z]. Not a buffer, because buffers travel; each process makes it from the seed.
         self.noise = torch.randn(samples, width)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mu and sigma, both [B, Z]."""
+        """Return the mean mu and the standard deviation sigma of the features, both [B, Z]."""
         mean, raw = self.extractor(x).chunk(2, dim=1)
         return mean, F.softplus(raw)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return z [B, Z]. Its attribute `moments` has the mu and sigma of the draw."""
+        """Return features [B, Z]; their attribute `moments` has mean and deviation of the draw."""
         mean, std = self.moments(x)
         # A view of the mean, so that the attribute is not set on `mean` itself.
         z = mean + std * torch.randn_like(mean) if self.training else mean.view_as(mean)
@@ -109,7 +111,7 @@ class Gaussian(Classifier):
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of a draw in training, otherwise the log of the mean softmax."""
+        """Return logits of a draw in training; else the log of the mean softmax over draws."""
         if self.training:
             return super().forward(x)
         mean, std = self.moments(x)
@@ -121,12 +123,12 @@ class Gaussian(Classifier):
 
 
 class Reference(nn.Module):
-    """A Gaussian for each class, and the scale s of the features that are compared with it."""
+    """A trained Gaussian for each class, and a factor on the features compared with it."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
         self.mean = nn.Parameter(torch.zeros(classes, width))
-        self.std = nn.Parameter(torch.ones(classes, width))  # before its softplus
+        self.std = nn.Parameter(torch.ones(classes, width))  # before the softplus
         self.scale = nn.Parameter(torch.ones(()))
 
 
@@ -138,8 +140,8 @@ class FedSR(Method):
 
     alpha_l2r: the weight of the norm.
     alpha_cmi: the weight of the KL divergence.
-    width: Z, the number of features; None takes as many as the model has.
-    samples: draws of z for a score.
+    width: the number of features; None takes as many as the model has.
+    samples: the number of draws of the features in a score.
     """
 
     name = "fedsr"
@@ -175,9 +177,9 @@ class FedSR(Method):
         return Classifier(extractor, width, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Add the references and train them with the model; they stay on clients unless shared."""
+        """Add class Gaussians and train them with the model; they stay on clients unless shared."""
         run.needs("classes", "features")
-        run.needs_clients("each client has a reference of its own")
+        run.needs_clients("each client has its own class Gaussians")
         if self._has_reference:
             reference = Reference(run.task.num_classes, run.model.feature_dim)
             run.network("reference", reference, private=not self.share_reference)
@@ -186,7 +188,7 @@ class FedSR(Method):
             run.skip("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add both penalties on z."""
+        """Add the penalties on the norm and on the divergence of the features."""
         terms = []
         if self.alpha_l2r:
             penalty = representation_norm_penalty(representations=out.features)
@@ -213,7 +215,7 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mu and sigma of features [B, Z], which may be the first rows of a larger pass."""
+    """Return the mean and deviation of features [B, Z], maybe the first rows of a larger pass."""
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]
     return mean[: len(features)], std[: len(features)]

@@ -38,8 +38,9 @@ class FFALoRA(Method):
         for adapter in require_adapters(run):
             run.require(
                 not adapter.is_embedding,
-                f"model.lora.layers: A of the embedding '{adapter.layer}' starts at 0, and with "
-                "method 'ffa_lora' it stays there, so that B learns nothing. Leave the layer out.",
+                f"model.lora.layers: A of the embedding '{adapter.layer}' starts at 0 and method "
+                "'ffa_lora' would keep it there, so that B would learn nothing. Leave the layer "
+                "out.",
             )
         # Every process builds frozen parameters from the seed; they are not in the vector. A method
         # before this one may have copied the model.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-# Rounding of shares, and of singular values relative to the largest one.
+# The largest rounding error of shares, and of singular values relative to the largest one.
 ROUNDING = 1e-12
 
 
@@ -81,8 +81,8 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
 class FlexLoRA(Method):
     """A method that averages the products of the factors, and splits the mean again.
 
-    ranks: null, and all clients have model.lora.rank; a list, from which each client draws its
-    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: None gives all clients model.lora.rank; a list, from which each client draws its rank; or
+    a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
     """
 
     name = "flexlora"
@@ -96,18 +96,18 @@ class FlexLoRA(Method):
         adapters = require_adapters(run)
         require_products(run, adapters)
         require_sharing(run)
-        run.owns("step")  # new factors are no step that another rule could scale
+        run.owns("step")  # new factors are not a step that another rule could scale
         run.corrects("mix")  # after the terms of other methods
         declare_ranks(run, self.ranks, adapters).omit(run)
         skip_rank_hooks(run, self.ranks)
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the first ranks of the received factors."""
+        """Start from the received factors, reduced to the client's rank."""
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Keep the ranks that the client does not have at 0."""
+        """Set the gradient to 0 for ranks above the client's rank."""
         grad *= job.scratch["mask"][at]
 
     # --- an aggregation -----------------------------------------------------------------------
@@ -124,10 +124,10 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return the vectors of which the new product is a sum, with the share of each.
+    """Return the models whose products are summed, each with its share in the sum.
 
     They are the current model, with the share 1; the trained models; and with negative shares the
-    models that clients received. Without stale updates the first and the last cancel.
+    models that clients received. Without stale updates the first and the last ones cancel.
     """
     received: dict[int, float] = {}
     trained = []

@@ -58,7 +58,10 @@ if TYPE_CHECKING:
 
 
 def stack_product(factors: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
-    """Return sum_i p_i B_i A_i [m, n], from (A_i [r_i, n], B_i [m, r_i], p_i) of each client."""
+    """Return the sum of the weighted products B A of all clients, [m, n].
+
+    factors: A [r, n], B [m, r] and the weight of each client, whose rank is r.
+    """
     a = torch.cat([client_a for client_a, _, _ in factors])
     b = torch.cat([share * client_b for _, client_b, share in factors], 1)
     return b @ a
@@ -67,8 +70,8 @@ def stack_product(factors: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
 class FLoRA(Method):
     """A method that adds the product of the stacked factors to the frozen weights.
 
-    ranks: null, and all clients have model.lora.rank; a list, from which each client draws its
-    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: None gives all clients model.lora.rank; a list, from which each client draws its rank; or
+    a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
     """
 
     name = "flora"
@@ -82,8 +85,8 @@ class FLoRA(Method):
         adapters = require_adapters(run)
         require_products(run, adapters)
         require_sharing(run)
-        run.excludes("partialfed", "it keeps models on clients, and the frozen weights change")
-        run.owns("step")  # a new draw of A is no step that another rule could scale
+        run.excludes("partialfed", "it keeps models on clients, but the frozen weights change")
+        run.owns("step")  # a new draw of A is not a step that another rule could scale
         run.corrects("mix")  # after the terms of other methods
         scalings = [adapter.scaling for adapter in adapters]
         run.server_state("scalings", lambda server: torch.tensor(scalings, dtype=torch.float64))
@@ -110,11 +113,11 @@ class FLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the first ranks of A; B is 0."""
+        """Start from the received factor A, reduced to the client's rank, and from B = 0."""
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Keep the ranks that the client does not have at 0."""
+        """Set the gradient to 0 for ranks above the client's rank."""
         grad *= job.scratch["mask"][at]
 
     # --- an aggregation -----------------------------------------------------------------------
@@ -143,19 +146,19 @@ class FLoRA(Method):
 
 
 def _make_buffer(run: Setup, adapter: Adapter) -> int:
-    """Make a buffer of the frozen weight below an adapter; return the number of its floats."""
+    """Turn the frozen weight of an adapted layer into a buffer; return its number of floats."""
     layer = run.model.get_submodule(f"{adapter.layer}.base_layer")
     run.require(
         isinstance(layer, (nn.Linear, *CONVOLUTIONS)),
-        f"model.lora.layers: the layer '{adapter.layer}' is a {type(layer).__name__}, and method "
-        "'flora' changes the weights of linear layers and convolutions. Leave the layer out.",
+        f"model.lora.layers: the layer '{adapter.layer}' is a {type(layer).__name__}, but method "
+        "'flora' can change only weights of linear layers and convolutions. Leave the layer out.",
     )
     weight = cast("Tensor", layer.weight)
     owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
     run.require(
         len(owners) == 1,
-        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[0]}, and "
-        "method 'flora' would change one of them. Leave the layer out: "
+        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[0]}, but "
+        "method 'flora' would change only one of them. Leave the layer out: "
         f"{_other_layers(run, adapter)}",
     )
     del layer.weight

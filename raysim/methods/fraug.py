@@ -1,7 +1,7 @@
 """FRAug: train the classifier also on synthetic features that look like the client's own.
 
-A generator, which all clients share, makes features that no single client has. A second network,
-which stays with its client, transforms them until they look like the features of that client.
+A generator, which all clients share, makes features that no single client has. A second network for
+each client, which never travels, transforms them to look like the features of its client.
 
 Source: Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID
 Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
@@ -76,7 +76,8 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
-# Generated features this many times as long as real ones: no setting of the paper comes near it.
+# The ratio of the norms of generated and real features at which a run warns; it is far above the
+# ratios with the paper's settings.
 MAX_NORM_RATIO = 10.0
 
 
@@ -89,13 +90,15 @@ def classification_loss(
     proto_labels: Tensor,
     weight: float,
 ) -> Tensor:
-    """Return (1 - weight) real + weight/2 (domain + proto), three mean cross-entropies.
+    """Return the classifier's loss: a weighted sum of three mean cross-entropies.
 
-    All logits are [B, C], all labels int64 [B].
-    real_logits: of the real features.
-    domain_logits: of features generated around the real ones, with the labels of the real ones.
-    proto_logits: of features generated around the class prototypes.
-    weight: the share of the two generated parts together, beta in the paper.
+    It is (1 - weight) * real + weight / 2 * (domain + proto). All logits are [B, C], all labels
+    int64 [B].
+
+    real_logits, real_labels: of the real features.
+    domain_logits: of features generated around the real ones, whose labels are `real_labels`.
+    proto_logits, proto_labels: of features generated around the class prototypes.
+    weight: the share of both generated parts together, beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)
@@ -112,11 +115,15 @@ def generator_loss(
     metric: str = "mmd",
     reference_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the generator's loss for its features e [B, D] and reference features [k, D].
+    """Return the generator's loss: cross-entropy minus the weighted distance to references.
 
-    labels: of e, int64 [B].
-    reference_labels: int64 [k]; None: those of e.
-    metric: see `METRICS`.
+    fake_embeddings: [B, D], the generated features.
+    labels: int64 [B], the labels of the generated features.
+    reference: [k, D], real features or prototypes.
+    head_weight, head_bias: the classifier's head.
+    lam: the weight of the distance.
+    metric: the distance, see `METRICS`.
+    reference_labels: int64 [k]; None means `labels`.
     """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
     distance = feature_distance(metric, fake_embeddings, reference, labels, reference_labels)
@@ -135,10 +142,17 @@ def rtnet_loss(
     real_labels: Tensor | None = None,
     proto_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return RTNet's loss for v~ and f(x), v^ and c_y^ (see the module), all [B, D].
+    """Return RTNet's loss for generated features; the module's docstring has the formula.
 
-    real_labels: of v~ and f(x).
-    proto_labels: of v^ and c_y^. Both are int64 [B], and only metric="mmd_classes" needs them.
+    All features are [B, D].
+
+    domain_embeddings, real_embeddings: features generated around real features, and these.
+    proto_embeddings, anchors: features generated around class prototypes, and these.
+    head_weight, head_bias: the classifier's head.
+    lam: the weight of the distance between generated features and their originals.
+    metric: the distance, see `METRICS`.
+    real_labels, proto_labels: int64 [B], the labels of both kinds; only metric="mmd_classes" needs
+    them.
     """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
@@ -162,7 +176,7 @@ def class_prototype_ema(
     features: [B, D].
     labels: int64 [B]. A class without a sample keeps its prototype.
     """
-    # Features may be of a coarser type than prototypes.
+    # Features may have a dtype with fewer digits than prototypes.
     features = features.to(prototypes.dtype)
     members = soft_targets(labels, len(prototypes), features.dtype)
     counts = members.sum(0).unsqueeze(1)
@@ -171,31 +185,33 @@ def class_prototype_ema(
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return all classes in turn, int64 [B]; each step continues after the step before."""
+    """Return all classes in turn, int64 [B]; each step continues where the previous step ended."""
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
 
 class FRAug(Method):
-    """FedBN with two more networks that make features for training: a generator and RTNet.
+    """FedBN with two more networks that generate training features: a generator and RTNet.
 
-    rounds: T, the end of the ramps; the configuration sets it to the run's rounds.
-    noise_dim: Z, half of D in the paper.
-    generator_lam, rtnet_lam: lambda_G and lambda_H. generator_metric,
-    rtnet_metric: D; with "mse" the generator's reference is the prototypes. generator_lr_factor,
-    rtnet_lr_factor: factors on local.lr. generator_norm="local" keeps the generator's BatchNorm on
-    the client.
-    rtnet_norm: RTNet ends with BatchNorm.
-    ramp, gamma: rho, see `rampup_coefficient`.
-    ramp_rounds: the T that gamma is meant for; None takes T itself.
-    weight: the largest beta.
-    residual: the strength of residuals in the classifier's step; None takes rho.
-    prototype_weight: mu.
+    rounds: the round in which the ramps end; the configuration sets it to the run's rounds.
+    noise_dim: the size of the noise; in the paper half the number of features.
+    generator_lam, rtnet_lam: the weights of the distances in the losses of generator and RTNet.
+    generator_metric, rtnet_metric: the distances; with "mse" the generator is compared with
+    prototypes.
+    generator_lr_factor, rtnet_lr_factor: factors on local.lr.
+    generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
+    rtnet_norm: True ends RTNet with BatchNorm.
+    ramp, gamma: the form and the speed of the ramp rho, see `rampup_coefficient`.
+    ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
+    weight: the largest share beta of generated features in the classifier's loss.
+    residual: the strength of residuals in the classifier's step; None follows the ramp.
+    prototype_weight: the share mu of a batch's means in the prototypes.
 
-    Table 3 of the paper leaves out one part in each row; these settings do the same:
-    use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent;
-    use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the code;
-    prototype_weight=1 (moving average): a prototype is the mean of the class's last batch;
-    residual=1 (smoothing): residuals have their full strength from the first round, as in the code.
+    Table 3 of the paper leaves out one part in each row. These settings do the same:
+
+    - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
+    - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the code.
+    - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
+    - residual=1 (smoothing): residuals have full strength from the first round, as in the code.
     """
 
     name = "fraug"
@@ -249,13 +265,13 @@ class FRAug(Method):
         self.keep_optimizer = keep_optimizer
         if not (use_generator or use_rtnet):
             raise ValueError(
-                f"{key}.use_generator=false and {key}.use_rtnet=false leave no network that makes "
-                "features. Set one of them to true, or use method=fedbn."
+                f"{key}.use_generator=false and {key}.use_rtnet=false leave no network that "
+                "generates features. Set one of them to true, or use method=fedbn."
             )
 
     # --- before the run -------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Add G, which is sent, and H, which is not; keep BatchNorm and prototypes on clients."""
+        """Add the shared generator and the private RTNet; keep prototypes on clients."""
         run.needs("classes", "features")
         run.targets("integer")
         run.owns("loss")
@@ -278,7 +294,7 @@ class FRAug(Method):
         run.warn_when(self.scale_warning)
 
     def _check(self, run: Setup) -> None:
-        """Require the end of the ramps, batches of two or more and a linear head."""
+        """Require the number of rounds for ramps, batches of two or more and a linear head."""
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
@@ -292,7 +308,8 @@ class FRAug(Method):
         head = run.model.head
         run.require(
             isinstance(head, nn.Linear),
-            f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Change it.",
+            f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Change the "
+            "model.",
         )
         if not batchnorm_names("model", run.model):
             run.warn(
@@ -327,10 +344,10 @@ class FRAug(Method):
         return [stages if size > 1 else () for size in plan.sizes]
 
     def cost(self, job: Participation) -> float:
-        """Return a forward pass in eval mode, and the passes of G and H by their parameters.
+        """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        Counted like this, G and H cost more than they do next to convolutions, which use a
-        parameter many times.
+        The cost of both networks is estimated by their share of parameters. Compared with
+        convolutions, which use a parameter many times, this is too high.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -342,7 +359,7 @@ class FRAug(Method):
         return (FORWARD * needs_features + networks / model) * job.trained_samples
 
     def scale_warning(self, row: Mapping[str, Any]) -> str:
-        """Return a warning once generated features are much longer than real ones, else ""."""
+        """Return a warning if generated features are much longer than real features, else ""."""
         real, generated = row.get("fraug.real_norm"), row.get("fraug.generated_norm")
         if real is None or generated is None or generated <= MAX_NORM_RATIO * real:
             return ""
@@ -359,23 +376,26 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start the sums over steps of both norms, of the correct share, and of the steps."""
+        """Start the job's sums: norms of real and generated features, correct share, steps."""
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw [5, B, Z] for each step: two for the classifier, one for G, two for RTNet."""
+        """Draw noise [5, B, Z] for each step.
+
+        The classifier's step uses two of the five, the generator's one and RTNet's two.
+        """
         draw = generator.standard_normal if self.noise == "normal" else generator.random
         shapes = [(5, size, self.noise_dim) for size in job.plan.sizes]
         return [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]
 
     def draw_labels(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return the labels y^ for each batch; its three steps have the same labels."""
+        """Return the labels of generated features for each batch; its three steps share them."""
         classes, sizes = job.task.num_classes, job.plan.sizes
         first = job.version * len(sizes)
         return [balanced_labels(size, classes, first + step) for step, size in enumerate(sizes)]
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the classifier's loss; prototypes move first."""
+        """Update the prototypes, and return the classifier's loss."""
         real, labels = out.features.detach(), out.batch.targets
         self._move_prototypes(job, real, labels)
         rho = self._rho(job)
@@ -407,7 +427,10 @@ class FRAug(Method):
         return generator_loss(fake, labels, reference, weight, bias, lam, metric, reference_labels)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return RTNet's loss. Its BatchNorm sees v^ and v~ separately, in the code's order."""
+        """Return RTNet's loss.
+
+        Its BatchNorm normalises both kinds of generated features separately, in the code's order.
+        """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")
         with torch.no_grad():
@@ -420,7 +443,7 @@ class FRAug(Method):
         return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
-        """Report the mean norms, and the share of synthetic features that the head knows."""
+        """Report the mean norms, and the share of correctly classified generated features."""
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
             return
@@ -432,7 +455,7 @@ class FRAug(Method):
     # --- parts of the steps ---------------------------------------------------------------------
     def _rho(self, job: LocalJob) -> float:
         gamma = self.gamma
-        # Laine and Aila's ramp depends on t/T alone and needs no scaling.
+        # Laine and Aila's ramp depends only on t/T and needs no scaling.
         if self.ramp_rounds and self.rounds and self.ramp != "laine_aila":
             gamma = gamma * self.ramp_rounds / self.rounds
         return self._ramp(job, self.ramp, gamma)
@@ -449,7 +472,11 @@ class FRAug(Method):
         job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
-        """Return RTNet's input: G(noise [2, B, Z], labels [2B]), or the noise itself."""
+        """Return RTNet's input: generated features of noise and labels, or the noise itself.
+
+        noise: [2, B, Z].
+        labels: [2B].
+        """
         rows = noise.flatten(0, 1)
         if not self.use_generator:
             return rows
@@ -458,7 +485,7 @@ class FRAug(Method):
     def _synthetic(
         self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
     ) -> Tensor:
-        """Return the generated features v~ and v^ together, [2B, D]."""
+        """Return features generated around real features and around prototypes: [2B, D]."""
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
@@ -480,7 +507,10 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
-    """Return f(x) after the classifier's step, in eval mode; G and RTNet share the pass."""
+    """Return the real features after the classifier's step, in eval mode.
+
+    The steps of generator and RTNet share this pass.
+    """
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
 

@@ -1,10 +1,9 @@
-"""Geometric median (RFA): use the point with the least sum of distances to the updates.
+"""Geometric median (RFA): use the point with the smallest sum of distances to the updates.
 
-It withstands arbitrary updates as long as they have less than half of the weight.
+It is robust against arbitrary updates as long as they have less than half of the weight.
 
-Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP
-2022), by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and each of `steps`
-times
+Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022),
+by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and each of `steps` times
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
@@ -33,10 +32,11 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return the weights b [m] of m updates after `steps` steps; after 0 steps a itself.
+    """Return the weights [m] of m updates in their geometric median, after `steps` steps.
 
     products: the Gram matrix of the updates, float64 [m, m].
-    weights: a [m].
+    weights: [m], the weights of the updates; 0 steps return them.
+    nu: smaller distances count as nu.
     """
     b = weights
     for _ in range(steps):
@@ -50,8 +50,8 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
-    steps: steps of Weiszfeld's algorithm.
-    nu: the least distance; smaller distances count as nu.
+    steps: the number of steps of Weiszfeld's algorithm.
+    nu: smaller distances count as nu.
     """
 
     name = "geometric_median"
@@ -62,11 +62,11 @@ class GeometricMedian(Method):
         self.nu = above("method.geometric_median.nu", nu, 0.0, "it keeps the divisors away from 0")
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations of one update."""
+        """Warn about aggregations of a single update, which is its own median."""
         run.warn_if_single("it is that update")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the median; without a step of the algorithm the mean with FedAvg's bits."""
+        """Return the geometric median; with 0 steps the mean, bit-identical to FedAvg's."""
         rows = parameters_of(aggregation, server)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         divisor = aggregation.divisor

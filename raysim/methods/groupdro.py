@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Return the weights q of the N clients after one round, with sum 1: [N].
+    """Return the weights of the N clients after one round, with sum 1: [N].
 
-    weights: q [N], above 0.
-    losses: [M] of the clients `indices`, int64 [M]. The computation is in logarithms, because
-    exp(step_size * loss) may overflow.
+    The computation is in logarithms, because exp(step_size * loss) may overflow.
+
+    weights: [N], above 0.
+    losses: [M], the losses of the participants.
+    indices: int64 [M], the numbers of the participants.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
     return updated.clamp_min(torch.finfo(updated.dtype).tiny)
@@ -51,9 +53,10 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Add step_size times the losses to log q, in place, without normalising it.
+    """Add step_size times the losses to the logarithms of the weights, in place.
 
-    Absent clients cost nothing. A client may be in `indices` twice.
+    They are not normalised, so that clients without a loss cost nothing. A client may be in
+    `indices` twice.
     """
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))
 
@@ -61,9 +64,9 @@ def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 class GroupDRO(Method):
     """A server rule that gives clients with a high loss more weight, growing exponentially.
 
-    step_size: eta_q.
-    batches: the client's loss l_i is that of the first batch or of all batches.
-    prior: the weights q before the first round, uniform or by samples.
+    step_size: the step size eta_q by which logarithms of weights follow the losses.
+    batches: the client's loss is that of the "first" batch or the mean of "all" batches.
+    prior: the weights before the first round, "uniform" or by "samples".
     """
 
     name = "groupdro"
@@ -81,20 +84,20 @@ class GroupDRO(Method):
         self.prior = prior
 
     def setup(self, run: Setup) -> None:
-        """Keep log q of all clients on the server; each job uploads its loss."""
+        """Keep the logarithm of each client's weight on the server; each job uploads its loss."""
         run.needs_fixed_clients("the server has a weight for each of them")
         run.warn_if_single("its weights change nothing")
         run.server_state("log_weights", self._first_log_weights)
         run.upload("loss", 1)
 
     def _first_log_weights(self, server: ServerView) -> Tensor:
-        """Return log q, float64 [clients], up to an additive constant."""
+        """Return the logarithms of the first weights, up to a constant: float64 [clients]."""
         ones = np.ones(server.clients)
         start = ones if self.prior == "uniform" else np.maximum(server.sample_counts, 1e-9)
         return torch.from_numpy(np.log(start / start.sum()))
 
     def end(self, job: LocalJob) -> None:
-        """Upload the client's loss l_i, without terms that other methods add to the loss."""
+        """Upload the client's loss, without terms that other methods add."""
         losses = job.losses
         if not len(losses):  # No step had the task loss.
             losses = losses.new_zeros(1)
@@ -104,7 +107,7 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update q, then use it as weights.
+        """Update the clients' weights, and weigh the updates by them.
 
         Only ratios count: the largest weight is 1, and equal weights change nothing.
         """

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def product_norm(layout: Layout, vector: Tensor) -> float:
-    """Return the Frobenius norm of the products B A of all layers together."""
+    """Return the Frobenius norm of the products B A of the adapters of all layers together."""
     total = 0.0
     for factors in find_factors(layout):
         a, b = (factor.double() for factor in factors.matrices(vector))
@@ -66,14 +66,15 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return q = floor(gamma r), the number of ranks that are not penalised."""
+    """Return floor(gamma * rank), the number of ranks that are not penalised."""
     return math.floor(gamma * rank)
 
 
 def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
-    """Return the sum over layers of |B_t| |A_t|, a scalar; the tail t is marked by ones.
+    """Return the sum over layers of |B_t| |A_t|, a scalar; t are the ranks marked by `tail`.
 
-    params, tail: [trained].
+    params: [layout.trained].
+    tail: [layout.trained], ones for the marked ranks, zeros elsewhere.
     """
     total = params.new_zeros(())
     for factors in find_factors(layout):
@@ -85,8 +86,8 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 class HetLoRA(Method):
     """A method for adapters of different ranks, padded with zeros and averaged.
 
-    ranks: null, and all clients start with model.lora.rank; a list, from which each client draws
-    its rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: None starts all clients with model.lora.rank; a list, from which each client draws its
+    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
     sparsity: True weighs clients by the norms of their products.
     lam: the weight of the term that makes the last ranks small; with 0 no client prunes its rank.
     """
@@ -104,7 +105,7 @@ class HetLoRA(Method):
         self.gamma = in_range("method.hetlora.gamma", gamma, above=0, below=1)
 
     def setup(self, run: Setup) -> None:
-        """Send clients their ranks, and let them keep pruned ones."""
+        """Send clients their ranks; clients keep their pruned rank as client state."""
         adapters = require_adapters(run)
         require_sharing(run)
         declare_ranks(run, self.ranks, adapters).omit(run)
@@ -123,7 +124,7 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the ranks that the client has, and mark those that it may prune."""
+        """Start from factors reduced to the client's rank, and mark the ranks that it may prune."""
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
             rank = int(job.received["rank"])
@@ -138,7 +139,7 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the derivative of the term, and keep the ranks that the client does not have at 0."""
+        """Add the term's derivative; set the gradient to 0 for ranks above the client's rank."""
         if self.lam:
             tail = job.scratch["tail"]
             for factors in find_factors(job.layout):
@@ -148,7 +149,7 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Prune the marked ranks if the term is smaller than before training."""
+        """Prune the marked ranks if training made the term smaller."""
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
         if bool(tail_sum(params, tail, job.layout) < job.scratch["sum"]):
@@ -158,7 +159,7 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh each update by the norm of its client's products; the mean factor is 1."""
+        """Multiply each update's weight by the norm of its products; the mean factor is 1."""
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
             norms.append(product_norm(server.layout, aggregation.base(update) + delta))

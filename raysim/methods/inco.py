@@ -62,11 +62,11 @@ def cross_layer_gradient(
     value_clip: float | None = 0.1,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return g', the update `target` g mixed with the update `source` g0 of another layer.
+    """Return the update `target` of a layer, mixed with the update `source` of another layer.
 
-    Both are CPU tensors of one shape.
+    Both are CPU tensors of the same shape.
 
-    granularity="kernel": mix each [o, i] slice of [O, I, ...] separately.
+    granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -87,7 +87,7 @@ def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
 def _settings(
     values: Tensor, clamp_max: float, value_clip: float | None, eps: float
 ) -> tuple[float, ...]:
-    """Return the bounds as numbers of the vector's type."""
+    """Return clamp_max, value_clip and eps as numbers of the vector's dtype."""
     number = values.numpy().dtype.type
     clip = math.inf if value_clip is None else value_clip
     return number(clamp_max), number(clip), number(eps)
@@ -97,13 +97,13 @@ def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
     """Replace each of `rows` [n, k] by its mixed update (compiled); sums are in float64."""
-    chunk = 64  # Rows whose factors are computed at once.
+    chunk = 64  # rows whose factors are computed at once
     square = np.empty(chunk, rows.dtype)
     square0 = np.empty(chunk, rows.dtype)
     product = np.empty(chunk, rows.dtype)
     factor = np.empty(chunk, rows.dtype)
     factor0 = np.empty(chunk, rows.dtype)
-    half = rows.dtype.type(0.5)  # The constant 2 would be a double.
+    half = rows.dtype.type(0.5)  # a Python constant would be a double
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
         for r in range(count):
@@ -159,8 +159,9 @@ def _candidates(name: str) -> Sequence[str]:
 class InCo(Method):
     """A server rule that mixes the update of a stage's first block into its deeper blocks.
 
-    granularity, align: see the module.
-    clamp_max: the largest theta.
+    granularity: "kernel" mixes each kernel of a convolution separately; "tensor" whole tensors.
+    align: "always" mixes all updates; "conflict" only those that oppose their source.
+    clamp_max: the largest factor on the source.
     value_clip: the largest absolute value of a mixed update; None for no bound.
     eps: added to divisors.
     """
@@ -189,9 +190,9 @@ class InCo(Method):
         self.eps = eps
 
     def setup(self, run: Setup) -> None:
-        """Exclude methods without a mean update; warn of a model without pairs of blocks."""
+        """Exclude methods without a mean update; warn about a model without pairs of blocks."""
         run.excludes("fedcda", "it averages stored models, not updates")
-        run.excludes("fedasync", "it makes a step for each update, and there is no mean update")
+        run.excludes("fedasync", "it makes a step for each update, so there is no mean update")
         parameters = dict(run.model.named_parameters())
         shapes = [list(parameter.shape) for parameter in parameters.values()]
         if not source_parameters(names=list(parameters), shapes=shapes):
@@ -201,9 +202,9 @@ class InCo(Method):
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the direction with each shared parameter mixed with its shared source.
+        """Return the direction, in which each parameter's update is mixed with that of its source.
 
-        No source has a source, so that the order does not matter.
+        A source has no source itself, so the order does not matter.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]
         updates = {

@@ -1,6 +1,6 @@
 """Krum and Multi-Krum: use the update, or the mean of the updates, closest to most others.
 
-Updates that lie far from the others, as those of attackers often do, have no influence.
+Updates that are far from the other updates, as attackers' updates often are, have no influence.
 
 Source: Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries: Byzantine
 Tolerant Gradient Descent" (NeurIPS 2017). Of n updates, f may be arbitrary. The score of update i
@@ -57,8 +57,8 @@ def squared_distances(products: Tensor) -> Tensor:
 class Krum(Method):
     """A server rule that averages the updates that are closest to most others.
 
-    byzantine: f, the number of arbitrary updates in an aggregation.
-    selected: the number of updates that are averaged; None is n - f.
+    byzantine: the assumed number of arbitrary updates in an aggregation.
+    selected: the number of updates that are averaged; None means all but `byzantine`.
     """
 
     name = "krum"
@@ -77,12 +77,16 @@ class Krum(Method):
         if self.byzantine and run.max_updates < least:
             run.warn(
                 f"method.krum.byzantine={self.byzantine}: an aggregation has at most "
-                f"{run.max_updates} updates, and method 'krum' needs {least} or more for that. "
-                "Aggregate more updates, or decrease method.krum.byzantine."
+                f"{run.max_updates} updates, and method 'krum' needs at least {least} against so "
+                "many arbitrary updates. Aggregate more updates, or decrease "
+                "method.krum.byzantine."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean of the updates with the least scores; of all with FedAvg's bits."""
+        """Return the mean of the updates with the smallest scores.
+
+        If all are selected it is bit-identical to FedAvg's mean.
+        """
         rows = weighted_rows(aggregation, server)
         selected = self.selected
         if selected is None:

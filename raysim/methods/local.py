@@ -7,8 +7,8 @@ Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (
 Departures from the papers
 - The optimizer starts again in each job, as in all federated methods, so that only sharing
   differs; keep_optimizer=True keeps its buffers.
-- A client trains when it is sampled. All train in each round if schedule.cohort is the number of
-  clients.
+- A client trains when it is sampled. All clients train in each round if schedule.cohort is the
+  number of clients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The factors A and B of a run's adapters, for methods that treat them differently.
 
-`raysim/models/lora.py` says what they are. `declare_ranks` gives clients ranks of their own. Client
-i with the rank r_i receives the first r_i rows of A and columns of B, trains and sends them. In the
-vector the others are 0, where their gradients are 0, too.
+`raysim/models/lora.py` describes the factors. `declare_ranks` gives each client its own rank.
+Client i with the rank r_i receives the first r_i rows of A and columns of B, trains and sends them.
+In the vector the other rows and columns are 0, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
     from raysim.vectors.layout import Layout
 
-# Methods that decide what becomes of the factors; a list may hold one of them.
+# Methods that change how factors are trained or averaged; a list may have only one of them.
 LORA_METHODS = ("ffa_lora", "fedsa_lora", "flexlora", "hetlora", "flora")
 # Methods that keep values for each entry of the vector from one version to later ones.
 KEEPERS = ("scaffold", "fedcm", "feddyn", "fedspeed", "ditto", "apfl", "pfedme", "fedala")
@@ -44,24 +44,24 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
     """
     for other in LORA_METHODS:
         if other != run.method:
-            run.excludes(other, "both decide what becomes of the factors of adapters")
+            run.excludes(other, "both change how the factors of adapters are trained or averaged")
     adapters = find_adapters(run.model)
     run.require(
         adapters,
-        f"model.lora.rank: the model has no adapters, and method '{run.method}' is about them. Set "
+        f"model.lora.rank: the model has no adapters, but method '{run.method}' needs them. Set "
         "model.lora.rank=4, for example, or leave the method out.",
     )
     return adapters
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse methods and adapters that do not fit one that makes new factors of products.
+    """Refuse methods and adapters that do not fit a method that splits products B A into factors.
 
-    B A must be the layer's weight as a matrix, which it is not in a grouped convolution.
+    The product B A must be the layer's weight as a matrix; in a grouped convolution it is not.
     """
     for other in KEEPERS:
         run.excludes(
-            other, "it keeps values for each parameter, and the factors get new values in each step"
+            other, "it keeps values for each parameter, but the factors get new values in each step"
         )
     for adapter in adapters:
         a = run.model.get_parameter(adapter.a)
@@ -69,7 +69,7 @@ def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
         run.require(
             b.numel() == len(a) * len(b),
             f"model.lora.layers: the layer '{adapter.layer}' is a grouped convolution, for which "
-            f"method '{run.method}' has no product. Leave the layer out.",
+            f"method '{run.method}' is not defined. Leave the layer out.",
         )
 
 
@@ -77,7 +77,7 @@ def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
 class Factors:
     """The places of the factors of one adapter in the vector.
 
-    a, b: A [rank, columns] and B [rows, rank].
+    a, b: the tensors A [rank, columns] and B [rows, rank].
     """
 
     a: slice
@@ -124,7 +124,7 @@ def check_ranks(key: str, ranks: Ranks) -> Ranks:
 
 
 def require_sharing(run: Setup) -> None:
-    """Refuse methods whose clients share no adapters."""
+    """Declare that the method cannot be combined with methods whose clients share no adapters."""
     for other in ("local", "fedproto"):
         run.excludes(other, "its clients share no adapters")
 
@@ -132,8 +132,8 @@ def require_sharing(run: Setup) -> None:
 def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> ClientRanks:
     """Send each job its client's rank; return the ranks of the clients.
 
-    ranks: for each kind of device in the fleet, or a list from which each client draws one with
-    equal probability; None: every client has that of the adapters.
+    ranks: a rank for each kind of device in the fleet; or a list, from which each client draws one
+    with equal probability; None gives every client the rank of the adapters.
     """
     sizes = [
         (len(run.model.get_parameter(adapter.a)), _floats_per_rank(run, adapter))
@@ -146,8 +146,8 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
     for rank in ranks.values() if isinstance(ranks, Mapping) else ranks:
         run.require(
             rank <= highest,
-            f"{key}: {rank} is above model.lora.rank={highest}. Increase model.lora.rank, or lower "
-            "it.",
+            f"{key}: the rank {rank} is above model.lora.rank={highest}. Increase "
+            "model.lora.rank, or decrease the rank.",
         )
     of_client = _ranks_of_clients(run, key, ranks)
     run.send_to_client("rank", lambda client, server: torch.tensor([int(of_client[client])]), 1)
@@ -158,8 +158,8 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients].
-    sizes: for each adapter its rank, and the floats of one rank.
+    of_client: int [clients], the rank of each client.
+    sizes: for each adapter its rank, and the number of floats of one rank.
     """
 
     of_client: np.ndarray
@@ -172,11 +172,11 @@ class ClientRanks:
         return sum(min(full, rank) * floats for full, floats in self.sizes)
 
     def omitted(self, job: Participation) -> int:
-        """Return the number of floats that the client's factors lack."""
+        """Return the number of floats that the client's factors have less than the model's."""
         return sum(full * floats for full, floats in self.sizes) - self.floats(job.client)
 
     def omit(self, run: Setup) -> None:
-        """Count the floats of each client's ranks only."""
+        """Let traffic and virtual time count only the floats of each client's ranks."""
         if not self.is_equal:
             run.omit(self.omitted, self.omitted)
 
@@ -200,7 +200,8 @@ def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, 
     missing = [name for name in names if name not in ranks]
     run.require(
         not missing,
-        f"{key}: the fleet has devices without a rank: {', '.join(missing)}. Give each a rank.",
+        f"{key}: the fleet has devices without a rank: {', '.join(missing)}. Give each of them a "
+        "rank.",
     )
     assert devices is not None, "a name was found in it"
     rank_of_kind = np.array([ranks[name] for name in names])
@@ -214,15 +215,15 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if other methods may move ranks that a client does not have.
+    """Return True if other methods may change factors of ranks that a client does not have.
 
-    Without them the gradients of factors that are 0 are 0, too.
+    Without such methods the gradients of these factors are 0.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 
 
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
-    """Leave out the hooks `begin` and `gradient` that do nothing in this run."""
+    """Do not call the hooks `begin` and `gradient` if they do nothing in this run."""
     if ranks is None:
         run.skip("begin")
     if not needs_mask(run, ranks):
@@ -253,7 +254,7 @@ def truncate(job: LocalJob, rank: int) -> None:
 
 # --- values of clients on the server --------------------------------------------------------------
 def mean_delta(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the weighted mean [trained] of the updates, with FedAvg's bits."""
+    """Return the weighted mean [trained] of the updates, bit-identical to FedAvg's."""
     rows = parameters_of(aggregation, server)
     total = linear_combination(rows, aggregation.weights)
     return total.div_(aggregation.divisor)

@@ -22,9 +22,9 @@ def loss_decomposition(
 ) -> dict[str, float]:
     """Return the loss and its parts: local_loss + distribution_shift + aggregation = global_loss.
 
-    loss_matrix: [m, m], the loss of the local model of a row on the data of a column.
-    global_losses: [m], the losses of the shared model.
-    weights: [m]; they need not sum to 1.
+    loss_matrix: [m, m]; entry (i, j) is the loss of client i's local model on client j's data.
+    global_losses: [m], the losses of the shared model on the clients' data.
+    weights: [m], the weights of the clients; they need not sum to 1.
     """
     losses = np.asarray(loss_matrix, dtype=np.float64)
     p = np.asarray(weights, dtype=np.float64)

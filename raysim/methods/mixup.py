@@ -51,7 +51,7 @@ def mixed_batch(
 
     labels: int64 [B] or rows of probabilities [B, C].
     lam: from 0 to 1, a number or a scalar tensor.
-    permutation: int64 [B], the partners.
+    permutation: int64 [B], the partner of each sample.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {
@@ -62,10 +62,14 @@ def mixed_batch(
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation: Tensor) -> Tensor:
-    """Return lam CE(logits, y) + (1 - lam) CE(logits, y_pi), the mean over the batch.
+    """Return Mixup's loss: the weighted mean of the cross-entropies with both labels.
 
-    logits: [B, C] of the mixed inputs.
-    labels: int64 [B]. It equals the cross-entropy with the mixed targets.
+    It equals the cross-entropy with the mixed targets, and is a mean over the batch.
+
+    logits: [B, C], the outputs for mixed inputs.
+    labels: int64 [B].
+    lam: the weight of a sample's own label; its partner's label has 1 - lam.
+    permutation: int64 [B], the partner of each sample.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
     first = F.nll_loss(log_probabilities, labels)
@@ -76,8 +80,8 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
 class Mixup(Method):
     """A method that trains on weighted means of two samples and of their labels.
 
-    alpha: the parameter of lam's Beta distribution. Targets are soft; `batch.pair` has the labels
-    of each pair and lam.
+    Targets are soft; `batch.pair` has the labels of each pair and their weight.
+    alpha: the parameter of the Beta distribution from which the weight of a batch is drawn.
     """
 
     name = "mixup"

@@ -1,6 +1,6 @@
-"""MOON: pull features towards the received model's, and away from the client's previous model's.
+"""MOON: pull features towards those of the received model, away from the client's last model.
 
-This corrects local training in the space of features instead of parameters.
+Local training is so corrected by features instead of parameters.
 
 Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With
 z the features in front of the classifier, z_g those of the received and z_p those of a previous
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
 def model_contrastive_loss(
     z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
 ) -> Tensor:
-    """Return l_con, the mean over the batch; 0 without a previous model.
+    """Return the contrastive loss, the mean over the batch; 0 without a previous model.
 
-    z_local, z_global: [B, D].
-    z_previous: features of P previous models, [P, B, D].
+    z_local, z_global: [B, D], features of the trained and of the received model.
+    z_previous: [P, B, D], features of P previous models of the client.
     """
     if not len(z_previous):
         return z_local.new_zeros(())
     references = torch.cat([z_global.unsqueeze(0), z_previous])
     logits = F.cosine_similarity(z_local.unsqueeze(0), references, dim=-1).T / temperature
-    # The received model is the right answer of P + 1.
+    # The received model is the correct class out of P + 1.
     answers = torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device)
     return F.cross_entropy(logits, answers)
 
 
 class Moon(Method):
-    """A method that pulls features to the received model's, away from the client's last model's.
+    """A method that pulls features to those of the received model, away from earlier models.
 
-    mu: the weight of the contrast.
-    temperature: tau.
+    mu: the weight of the contrastive loss.
+    temperature: the divisor tau of cosines in the loss.
     head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
-    (None: as many as features) and `out` outputs; "none" contrasts the features themselves.
+    (None: as many as features) and `out` outputs; "none" compares the features themselves.
     previous: the number of the client's earlier models in the contrast.
     """
 
@@ -94,7 +94,7 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Keep the client's last P models [P, layout.total]; none at first."""
+        """Keep the client's last models on the client: [P, layout.total], empty at first."""
         run.needs("features")
         if self.mu:
             run.client_state("previous", lambda samples: torch.empty(0))
@@ -107,7 +107,7 @@ class Moon(Method):
         return FORWARD * job.trained_samples * (1 + previous)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add mu l_con, if the client has a previous model."""
+        """Add the weighted contrastive loss, if the client has a previous model."""
         if not self.mu or not len(job.state["previous"]):
             return loss
         features = [
@@ -128,6 +128,6 @@ class Moon(Method):
 
     @staticmethod
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
-        """Return the features of the batch by a previous model, without gradient."""
+        """Return the features that a previous model computes for the batch, without gradient."""
         model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
         return without_gradient(lambda: model.features(out.batch.inputs))

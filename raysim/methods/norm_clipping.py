@@ -1,6 +1,6 @@
 """Norm clipping: shorten updates that are longer than a bound, and average them.
 
-A single client then has a bounded influence.
+So the influence of a single client is bounded.
 
 Source: Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019):
 
@@ -46,7 +46,7 @@ class NormClipping(Method):
         self.bound = above("method.norm_clipping.bound", bound, 0.0)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the weighted mean of clipped updates; if none is clipped, with FedAvg's bits."""
+        """Return the weighted mean of clipped updates; if none is clipped, FedAvg's mean."""
         rows = parameters_of(aggregation, server)
         factors = [clip_factor(row, self.bound) for row in rows]
         server.report["clipped"] = float(sum(factor < 1 for factor in factors))

@@ -1,6 +1,6 @@
-"""PartialFed: load only some layers of the shared model, and keep the client's own other layers.
+"""PartialFed: load only some layers of the shared model; the client keeps its other layers.
 
-Which layers are loaded is fixed, or learnt by each client.
+The loaded layers are fixed, or each client learns which layers to load.
 
 Source: Sun, Huo, Yang and Bai, "PartialFed: Cross-Domain Personalized Federated Learning via
 Partial Initialization" (NeurIPS 2021). With theta^g the received model, theta^c what this client
@@ -58,7 +58,9 @@ STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", 
 
 
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
-    """Return which layers are loaded, bool [L]: the first ("bottom_up") or last ("top_down") ones.
+    """Return True for the layers that are loaded, bool [L].
+
+    strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last.
 
     Raises ValueError for another strategy, and for more layers than the model has.
     """
@@ -79,7 +81,8 @@ def sample_loading_policy(
 ) -> dict[str, Tensor]:
     """Return "soft", softmax((logits + gumbel) / temperature) [L, 2], and "load_global", bool [L].
 
-    Column 0 means to load. The larger noisy logit decides, for any temperature; equal ones load.
+    A layer is loaded if its noisy logit in column 0 is at least that in column 1, for any
+    temperature.
     """
     noisy = logits + gumbel
     return {"soft": (noisy / temperature).softmax(1), "load_global": noisy[:, 0] >= noisy[:, 1]}
@@ -88,9 +91,10 @@ def sample_loading_policy(
 def partial_initialize(
     *, global_layers: Sequence[Tensor], local_layers: Sequence[Tensor], load_global: Tensor
 ) -> list[Tensor]:
-    """Return u g + (1 - u) c for each layer: received values g, the client's values c.
+    """Return for each layer a mixture of the received values and the client's values.
 
-    load_global: u [L] for L layers. If u is bool, the result is one of the two tensors itself.
+    load_global: [L], the share of the received values in each layer. If it is bool, the result for
+    a layer is one of the two tensors itself.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -118,13 +122,14 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: which layers are loaded.
-    num_loaded: their number, for bottom_up and top_down.
-    max_staleness: load all layers after an absence of more versions. For strategy=adaptive:
-    policy_steps, policy_lr,
-    policy_batch: the steps of Adam in each job, their rate and the samples of each step.
-    temperature: tau at first; it is multiplied by `decay` in each version, down to `floor`.
-    sample_decision: draw the layers with noise.
+    strategy: the layers that are loaded.
+    num_loaded: the number of loaded layers, for bottom_up and top_down.
+    max_staleness: load all layers if the client's last job is more versions ago; None for no limit.
+    policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,
+    their learning rate and the samples of each step.
+    temperature: the first temperature of the relaxation; it is multiplied by `decay` in each
+    version, down to `floor`.
+    sample_decision: True draws the loaded layers with noise.
     """
 
     name = "partialfed"
@@ -174,7 +179,7 @@ class PartialFed(Method):
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
-                "layers to load. Set method.partialfed.num_loaded."
+                "layers to load. Set it."
             )
         if self.strategy not in COUNTED and self.num_loaded is not None:
             raise ValueError(
@@ -202,11 +207,11 @@ class PartialFed(Method):
         if self.strategy != "all" and bool(self._fixed_mask(layers, run.model).all()):
             run.warn(
                 f"method.partialfed.strategy={self.strategy}: no layer of this model stays on the "
-                "client, so that the run is FedAvg. Choose another strategy or model."
+                "client, so the run is FedAvg. Choose another strategy or model."
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the samples of the policy's steps, which start with the second job."""
+        """Return the cost of the policy's steps, which start with the second job."""
         if not job.earlier_jobs:
             return 0.0
         return self.policy_steps * min(self.policy_batch, job.samples)
@@ -246,13 +251,13 @@ class PartialFed(Method):
         return self.max_staleness is not None and age > self.max_staleness
 
     def _mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return a mask of the L layers that this job loads: bool [L]."""
+        """Return True for the layers that this job loads: bool [L]."""
         if self.strategy == "adaptive":
             return self._learnt_mask(job, layers)
         return self._fixed_mask(layers, job.model)
 
     def _fixed_mask(self, layers: Sequence[str], model: nn.Module) -> Tensor:
-        """Return a mask of the L layers that a strategy without a policy loads: bool [L]."""
+        """Return True for the layers that a fixed strategy loads: bool [L]."""
         if self.num_loaded is not None:
             return fixed_loading_mask(
                 num_layers=len(layers), strategy=self.strategy, num_loaded=self.num_loaded
@@ -269,7 +274,7 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return a mask of the loaded layers, bool [L], after steps on the logits.
+        """Return True for the layers that the learnt policy loads, bool [L], after its steps.
 
         The model does not change.
         """
@@ -327,7 +332,7 @@ def _mix(
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return the received values of layers in the mask, bool [L], and previous values of the rest.
+    """Return the received values of layers in the mask, bool [L], and previous values elsewhere.
 
     `received` and `previous` are flat tensors, which the entries cover.
     """

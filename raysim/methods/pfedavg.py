@@ -38,10 +38,12 @@ MODES = ("after_local", "finetune", "finetune_last")
 
 
 class PFedAvg(Method):
-    """FedAvg with a model for each client that is adapted to the client's data.
+    """FedAvg that scores each client with a model adapted to the client's data.
 
-    mode: decides which model is the client's own.
-    adapt_epochs, head_only: the epochs of fine-tuning, and True to train only the head.
+    mode: the client's model: "after_local" is its last trained model, "finetune" the shared model
+    after fine-tuning, "finetune_last" the same after the last round only.
+    adapt_epochs: the epochs of fine-tuning.
+    head_only: True fine-tunes only the head.
     """
 
     name = "pfedavg"
@@ -72,10 +74,10 @@ class PFedAvg(Method):
         run.skip("end", "personalise")
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained model w_k."""
+        """Keep the trained model on the client."""
         job.state["model"] = job.vector.shared.clone()
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the client's trained model w_k, if there is one."""
+        """Load the client's trained model, if there is one."""
         if len(client.state["model"]):
             client.vector.shared.copy_(client.state["model"])

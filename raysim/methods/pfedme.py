@@ -43,9 +43,13 @@ if TYPE_CHECKING:
 def envelope_shift(
     grad: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, rate: float, lam: float
 ) -> Tensor:
-    """Return theta - w [n] after `steps` steps on f(theta) + lam/2 |theta - w|^2.
+    """Return the shift [n] from the shared to the personal parameters after `steps` steps.
 
-    grad: [n], the gradient of f at w. gradient_at(shift): the gradient at w + shift.
+    The steps minimise the loss plus lam / 2 times the squared norm of the shift.
+
+    grad: [n], the gradient of the loss at the shared parameters. gradient_at(shift): the gradient
+    at the shifted parameters.
+    rate: the learning rate of the steps.
     """
     shift = -rate * grad
     for _ in range(steps - 1):
@@ -56,10 +60,10 @@ def envelope_shift(
 class PFedMe(Method):
     """A method in which each client's own model minimises its loss plus a pull to the shared one.
 
-    steps: K.
-    lam: the weight of the pull to w.
-    personal_lr: eta_p.
-    beta: the server's rate.
+    steps: the number of steps of the personal model on each batch.
+    lam: the weight of the pull to the shared model.
+    personal_lr: the learning rate of the personal model.
+    beta: the server's learning rate.
     """
 
     name = "pfedme"
@@ -75,18 +79,18 @@ class PFedMe(Method):
         self.beta = above("method.pfedme.beta", beta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the client's own model theta [layout.total] on the client; it is empty at first."""
+        """Keep a personal model [layout.total] on the client, empty at first."""
         run.client_state("theta", lambda samples: torch.empty(0))
         if self.beta == 1:
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the passes after the first of each batch."""
+        """Return the cost of the passes after the first pass of each batch."""
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Let theta start where training starts."""
+        """Start the personal model from the model with which training starts."""
         job.scratch["theta"] = job.params.clone()
 
     def perturb(
@@ -96,7 +100,7 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient of the pull, lam (w - theta)."""
+        """Return the gradient of the pull between shared and personal parameters."""
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()
         stretches = job.layout.stretches(job.layout.entries_in(job.stage.trains))
@@ -107,7 +111,7 @@ class PFedMe(Method):
         return -self.lam * shift
 
     def end(self, job: LocalJob) -> None:
-        """Keep the client's own model theta, with the running statistics after training."""
+        """Keep the personal model, with the BatchNorm statistics after training."""
         theta = job.scratch["theta"].clone()
         for entry in job.layout.entries:
             if not entry.parameter:
@@ -115,7 +119,7 @@ class PFedMe(Method):
         job.state["theta"] = theta
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the client's own model theta, if there is one."""
+        """Load the client's personal model, if there is one."""
         if client.trained:
             client.vector.data.copy_(client.state["theta"])
 

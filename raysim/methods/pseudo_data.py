@@ -1,4 +1,4 @@
-"""Pseudo-data of FedBR: means of clients' samples (Algorithm 2) or of a public set (3).
+"""Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
 A mean of M samples represents all of them and has no label. The choices:
 - Random sample means are drawn again every round by default (paper); the released code draws them
@@ -44,9 +44,9 @@ class PseudoData:
     """The pseudo-data of a run: B means in each version, which the server sends to clients.
 
     kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set.
-    rows: B.
-    samples_per_mean: M.
-    means_per_client: how many means each client sends before round 0.
+    rows: the number B of means in each version.
+    samples_per_mean: the number of samples in each mean.
+    means_per_client: the number of means that each client sends before round 0.
     refresh: draw B means every "round", or "once".
     fresh: draw means of clients' raw data in every round; nothing is collected, and jobs make the
     means.
@@ -75,8 +75,9 @@ class PseudoData:
             )
         if self.fresh and (is_mixture or self.refresh == "once"):
             raise ValueError(
-                "method.fedbr.fresh=true draws means of clients' data every round, which does not "
-                f"fit pseudo={self.kind} with pseudo_refresh={self.refresh}. Set fresh=false."
+                "method.fedbr.fresh=true draws means of clients' data every round and cannot be "
+                f"combined with pseudo={self.kind} and pseudo_refresh={self.refresh}. Set "
+                "fresh=false."
             )
 
     @functools.cached_property
@@ -110,7 +111,7 @@ class PseudoData:
         run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
     def _check(self, run: Setup) -> None:
-        """Refuse too few means, one row for BatchNorm, and a proxy set of other images."""
+        """Raise ValueError for too few means, one row with BatchNorm, or a wrong proxy set."""
         check_pseudo_batch(run, self.rows)
         if self.kind == "mixture":
             assert self.proxy is not None
@@ -194,9 +195,10 @@ def rows_by_samples(
 ) -> np.ndarray:
     """Draw different rows, int64 [size], of a pool to which each client sent `per_client` rows.
 
-    ends: float64 [clients] the end of each client's share of [0, 1). The result is that of
-    `Generator.choice` without replacement, but for rounding, at a cost that does not grow with the
-    pool: a number falls on what is left, so each drawn row before it moves it on by its share.
+    Except for rounding, the result is that of `Generator.choice` without replacement. The cost does
+    not grow with the pool: each number is drawn in the range without the drawn rows, and is then
+    increased by the shares of the drawn rows before it.
+    ends: float64 [clients], the end of each client's share of [0, 1).
     """
     rows: dict[int, None] = {}
     while len(rows) < size:
@@ -215,7 +217,7 @@ def rows_by_samples(
 
 
 def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the width of each client's share."""
+    """Return the start and the width of each client's share of [0, 1)."""
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
 
@@ -224,7 +226,7 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
     """Return means of raw data of all clients, the same for all jobs of a version."""
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _ends(job.partition, sources != "unbalanced")
-    # As `Generator.choice` draws clients, but without an array over them.
+    # Clients are drawn as by `Generator.choice`, but without an array over all clients.
     clients = ends.searchsorted(generator.random(size[0]), side="right")
     rows = []
     for client in clients:
@@ -267,8 +269,8 @@ def proxy_means(
 ) -> Tensor:
     """Return means of training samples of a proxy set, normalised with its own constants.
 
-    dataset: what `proxy` builds.
-    size: number of means and of samples in each.
+    dataset: the data set that `proxy` builds.
+    size: two numbers: the means, and the samples in each mean.
     sources: classes are drawn equally often unless it is "unbalanced"; a proxy set has no clients.
     """
     labels = dataset.labels[: dataset.train_rows]
@@ -286,9 +288,9 @@ def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     shape, (channels, *size) = dataset.shape, run.task.shape
     run.require(
         shape == run.task.shape,
-        f"method.fedbr.proxy has images of {_times(shape)} (channels, height, width), the data has "
-        f"{_times(run.task.shape)}. Set method.fedbr.proxy.size={size[0] if size else 1} and "
-        f"method.fedbr.proxy.channels={channels}.",
+        f"method.fedbr.proxy has images of {_times(shape)} (channels, height, width), but the "
+        f"data has {_times(run.task.shape)}. Set method.fedbr.proxy.size={size[0] if size else 1} "
+        f"and method.fedbr.proxy.channels={channels}.",
     )
     for key, values in (("mean", proxy.mean), ("std", proxy.std)):
         run.require(

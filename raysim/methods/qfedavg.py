@@ -53,7 +53,12 @@ def loss_before_training(job: LocalJob) -> Tensor:
 def divisor(
     weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float
 ) -> float:
-    """Return sum_i w_i (1 + q c_i / F_i): with w_i = F_i^q and c_i = L |D_i|^2, sum_i h_i / L."""
+    """Return the divisor of q-FedAvg's sum of updates: the sum of w (1 + q c / F) over clients.
+
+    weights: the weights w = F^q.
+    losses: the losses F.
+    curvatures: the squared norms of the updates, divided by the learning rate (c).
+    """
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):
         total += weight * (1.0 + q * curvature / loss)
@@ -63,7 +68,7 @@ def divisor(
 class QFedAvg(Method):
     """A server rule that weights clients by the power q of their loss.
 
-    q: how much more a high loss counts; 0 is the mean of updates.
+    q: the power of the loss in a client's weight; 0 is the mean of updates.
     """
 
     name = "qfedavg"
@@ -74,25 +79,25 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let each job upload F_i and L |D_i|^2; refuse methods that change the divisor."""
+        """Let jobs upload loss and norm of the update; refuse methods that change the divisor."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
-            run.excludes(other, "both decide what the sum of updates is divided by")
+            run.excludes(other, "both set the divisor of the sum of updates")
         run.upload("loss", 1)
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return a forward pass over the client's samples."""
+        """Return the cost of a forward pass over the client's samples."""
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload F_i and L |D_i|^2."""
+        """Upload the received model's loss, and the update's squared norm by the learning rate."""
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
         job.upload["loss"] = loss_before_training(job)
         job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh by F_i^q, and divide by sum_i h_i / L."""
+        """Weigh updates by the power q of the losses, and set the divisor of their sum."""
         losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
         pairs = zip(aggregation.weights, losses, strict=True)

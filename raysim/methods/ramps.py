@@ -14,10 +14,10 @@ RAMPS = get_args(RampForm)
 
 
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
-    """Return the height of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
+    """Return the value of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
 
-    "exp": e^(gamma (s - T)). "laine_aila": e^(-gamma (1 - min(s/T, 1))^2). "reciprocal":
-    1 - 1/(gamma s + 1). "constant": 1/2.
+    form: "exp" is e^(gamma (s - T)), as in FRAug's paper; "laine_aila" is e^(-gamma (1 - min(s/T,
+    1))^2); "reciprocal" is 1 - 1/(gamma s + 1); "constant" is 1/2.
     """
     if form == "exp":
         return math.exp(gamma * (step - total_steps))

@@ -1,7 +1,7 @@
 """Functions that several server rules share.
 
-`recombine` makes a weighted sum of changed updates that are never formed; `combine_by_coordinate`
-applies a rule to each parameter separately.
+`recombine` computes a weighted sum of changed updates directly from the original updates;
+`combine_by_coordinate` applies a rule to each parameter separately.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     rows = parameters_of(aggregation, server)
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]
     if not weighted:
-        raise ValueError("all updates have the weight 0")
+        raise ValueError("all updates have the weight 0. Give at least one a positive weight.")
     return weighted
 
 
 def combine_by_coordinate(
     rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView
 ) -> Tensor:
-    """Return the direction [trained] that a rule makes from each column of the weighted updates.
+    """Return the direction [trained]: the rule's number for each parameter of the updates.
 
-    rule: function from some columns [m, d] of m updates to one number for each column [d]. Columns
-    are processed in blocks.
+    Updates of weight 0 are left out. Columns are processed in blocks.
+    rule: a function from some columns [m, d] of m updates to a number for each column, [d].
     """
     rows = weighted_rows(aggregation, server)
     direction = torch.empty_like(server.params)
@@ -57,10 +57,12 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum [trained] of changed updates, over the divisor; none is formed.
+    """Return the weighted sum [trained] of changed updates, divided by the divisor.
 
-    coefficients: from the Gram matrix of a stretch to the coefficients float64 [m, m] of each
-    changed update (a row) in the original ones. The identity gives FedAvg's bits.
+    The changed updates are linear combinations of the original updates and are never computed.
+    coefficients: a function from the Gram matrix [m, m] of a slice of the updates to float64 [m,
+    m]; row i combines the original updates to changed update i. With the identity the result is
+    bit-identical to FedAvg's.
     """
     rows = parameters_of(aggregation, server)
     weights = torch.tensor(aggregation.weights, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """SCAFFOLD: correct each local gradient by the difference of two control variates.
 
-The client's control variate estimates its own gradient, the server's that of all clients, so that
-local steps follow the common direction.
+The client's control variate estimates the client's gradient, the server's control variate the mean
+gradient of all clients, so that local steps follow the common direction.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning" (ICML 2020), Algorithm 1:
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control: Tensor) -> Tensor:
-    """Return g - c_i + c, all [d]; weight decay and momentum follow it."""
+    """Return gradient - client_control + server_control, all [d]."""
     return gradient - client_control + server_control
 
 
 def effective_steps(num_steps: int, momentum: float) -> float:
-    """Return K', the number of plain steps that move as far as K steps with momentum.
+    """Return the number of plain steps that move as far as `num_steps` steps with momentum.
 
     The gradient is assumed constant. Raises ValueError without a step, and for a momentum outside
     [0, 1).
@@ -51,7 +51,7 @@ def effective_steps(num_steps: int, momentum: float) -> float:
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
             f"local.momentum={momentum}: method 'scaffold' needs a momentum below 1 and at least "
-            f"one local step, and there are {num_steps}. Set local.momentum below 1."
+            f"one local step, but there are {num_steps} steps. Set local.momentum below 1."
         )
     geometric = momentum * (1.0 - momentum**num_steps) / (1.0 - momentum)
     return (num_steps - geometric) / (1.0 - momentum)
@@ -66,12 +66,14 @@ def updated_control_variate(
     num_steps: int,
     momentum: float = 0.0,
 ) -> Tensor:
-    """Return the next c_i by Option II of SCAFFOLD: c_i - c + (x - y) / (K' lr), all [d].
+    """Return the client's next control variate by Option II of SCAFFOLD: [d].
 
-    global_params: x.
-    local_params: y, which the client trained from x.
-    lr: the mean rate of the steps. K' is the number of steps, corrected for momentum
-    (`effective_steps`).
+    It is client_control - server_control + (global_params - local_params) / (steps * lr), where the
+    steps are corrected for momentum (`effective_steps`). All vectors are [d].
+
+    global_params: the received parameters.
+    local_params: the trained parameters.
+    lr: the mean learning rate of the steps.
     Raises ValueError if there was no step, or if lr is 0.
     """
     if lr <= 0.0:
@@ -86,9 +88,13 @@ def updated_control_variate(
 def server_control_variate(
     server_control: Tensor, control_deltas: Tensor, num_clients: int
 ) -> Tensor:
-    """Return the next c [d]: c + (1/N) sum of `control_deltas` [m, d], one row a participant.
+    """Return the server's next control variate [d].
 
-    num_clients: N, absent clients included.
+    It is server_control plus the sum of the participants' changes, divided by the number of
+    clients.
+
+    control_deltas: [m, d], the change of each participant's control variate.
+    num_clients: the number of all clients, absent clients included.
     """
     ones = control_deltas.new_ones(len(control_deltas))
     return server_control + weighted_sum(control_deltas, ones) / num_clients
@@ -106,8 +112,8 @@ class Scaffold(Method):
     weighting = "uniform"
 
     def setup(self, run: Setup) -> None:
-        """Keep c_i on clients and c on the server, zero at first; exchange c and changes of c_i."""
-        run.needs_fixed_clients("c is the mean of their c_i")
+        """Keep a control variate per client and one on the server, zero at first; exchange both."""
+        run.needs_fixed_clients("the server's control variate is the mean of theirs")
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'scaffold' computes gradients from the "
@@ -120,12 +126,12 @@ class Scaffold(Method):
         run.upload("control")
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Apply the correction g - c_i + c."""
+        """Subtract the client's control variate from the gradient, and add the server's."""
         grad -= job.state["control"][at]
         grad += job.received["control"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Compute c_i by Option II, for each group of parameters with its number of steps."""
+        """Compute the client's control variate, for each slice of parameters with its own steps."""
         old, server = job.state["control"], job.received["control"]
         control = old.clone()
         for at, steps, rate in job.moves():
@@ -142,7 +148,7 @@ class Scaffold(Method):
         job.upload["control"] = control - old
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Add the mean change of the c_i over all N clients."""
+        """Add the mean change of all clients' control variates to the server's."""
         changes = torch.stack(aggregation.uploads("control"))
         control = server.state["control"]
         server.state["control"] = server_control_variate(control, changes, server.population)

@@ -1,10 +1,10 @@
 """Trimmed mean: leave out the largest and smallest changes of each parameter, average the rest.
 
-It withstands arbitrary updates up to the share that is left out at either end.
+It is robust against arbitrary updates, up to the share that is left out at either end.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II. Of m values,
-floor(share m) are left out at either end; share is the paper's beta.
+Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II. Of m values, floor(share m)
+are left out at either end; share is the paper's beta.
 
 Departures from the paper
 - Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
@@ -35,7 +35,10 @@ def num_trimmed(count: int, share: float) -> int:
 
 
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
-    """Return the mean of each column of `updates` [m, d] without `share` of it at either end."""
+    """Return the mean of each column of `updates` [m, d], without its extreme values.
+
+    share: the share of the values that is left out at either end.
+    """
     count = len(updates)
     cut = num_trimmed(count, share)
     ranked = updates.sort(dim=0).values[cut : count - cut]
@@ -59,7 +62,7 @@ class TrimmedMean(Method):
         self.share = in_range("method.trimmed_mean.share", share, least=0, below=0.5)
 
     def setup(self, run: Setup) -> None:
-        """Warn where the share of an aggregation's updates is less than one update."""
+        """Warn if the share of an aggregation's updates is less than one update."""
         if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
                 f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "
@@ -68,7 +71,7 @@ class TrimmedMean(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
+        """Return the trimmed mean; if nothing is left out, FedAvg's mean, bit for bit."""
         rows = weighted_rows(aggregation, server)
         if not num_trimmed(len(rows), self.share):
             return linear_combination(rows, [1.0] * len(rows)).div_(len(rows))

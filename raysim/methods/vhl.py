@@ -1,7 +1,7 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
-The noise, the virtual data, is equal for all clients. Pulling the features of each class to those
-of its noise makes clients' features alike.
+The noise (the virtual data) is the same for all clients. Pulling the features of each class to
+those of its noise makes the features of all clients similar.
 
 Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
 Heterogeneity in Federated Learning" (ICML 2022). With h the features in front of the classifier, T
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 def supervised_contrastive_loss(
     features: Tensor, labels: Tensor, temperature: float, base_temperature: float
 ) -> Tensor:
-    """Return the contrastive loss SC (see the module) times temperature / base_temperature.
+    """Return the supervised contrastive loss, times temperature / base_temperature.
 
     features: [n, D], normalised here.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
@@ -84,13 +84,13 @@ def alignment_loss(
     align_weight: float,
     virtual_weight: float,
 ) -> Tensor:
-    """Return gamma SC of all features plus kappa SC of the virtual ones.
+    """Return the contrastive losses of all features and of virtual features, weighted and added.
 
     real_features: [n, D] with real_labels int64 [n].
     virtual_features: [m, D] with virtual_labels int64 [m], of the same classes; in the first term
     they are constants.
-    align_weight: gamma.
-    virtual_weight: kappa.
+    align_weight: the weight of the loss of all features.
+    virtual_weight: the weight of the loss of the virtual features.
     """
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
@@ -114,11 +114,11 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
-    """Return images that are padded with zeros, cropped to the old size, and flipped if asked.
+    """Return the images, padded with zeros, cropped to the old size, and some of them flipped.
 
     images: [B, c, h, w].
     down, right: int64 [B], the crop's corner, from 0 to 2 padding.
-    flip: int64 [B], 1: mirror the image.
+    flip: int64 [B], 1 mirrors the image.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -129,17 +129,17 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
     return F.pad(images, (padding,) * 4).flatten(2).gather(2, places).view(images.shape)
 
 
-# Pixels along an edge of the noise before it is enlarged.
+# The height and width of the noise before it is enlarged.
 COARSE = 8
-# Pixels around an image before it is cropped.
+# The number of pixels that are added on each side before an image is cropped.
 PADDING = 4
 
 
 class Doubled(Classifier):
-    """A classifier with two outputs for each class, of which scores take the larger one."""
+    """A classifier with two outputs for each class; in evaluation the larger one is used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs [B, 2C] in training, and scores [B, C] elsewhere."""
+        """Return all outputs [B, 2C] in training, and the larger ones [B, C] in evaluation."""
         logits = super().forward(x)
         if self.training:
             return logits
@@ -150,11 +150,12 @@ class Doubled(Classifier):
 class Vhl(Method):
     """A method that also trains on labelled noise, and aligns real features with it.
 
-    alpha, gamma, kappa: the weights of the three added terms.
-    temperature: T.
+    alpha: the weight of the cross-entropy of virtual images.
+    gamma, kappa: the weights of the contrastive losses of all features, and of virtual features.
+    temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
     virtual_batch: virtual images in a step.
-    label_mode: "extra" or "shared".
+    label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
     align_epochs: the first epochs of a job, in which features are aligned; with local.steps, which
     has no epochs, they are aligned in all steps.
     """
@@ -201,12 +202,13 @@ class Vhl(Method):
         classes = run.task.num_classes
         run.require(
             self.virtual >= self.virtual_batch,
-            f"method.vhl.virtual_batch={self.virtual_batch}: there are only {self.virtual} virtual "
-            f"images. Set method.vhl.virtual_batch={self.virtual} or less.",
+            f"method.vhl.virtual_batch={self.virtual_batch}: there are only {self.virtual} "
+            f"virtual images (method.vhl.virtual). Set method.vhl.virtual_batch={self.virtual} or "
+            "less.",
         )
         run.require(
             self.virtual >= classes,
-            f"method.vhl.virtual={self.virtual}: the data have {classes} classes, and each needs a "
+            f"method.vhl.virtual={self.virtual}: the data has {classes} classes, and each needs a "
             f"virtual image. Set method.vhl.virtual={classes} or more.",
         )
         run.send("inputs", self.inputs, self.virtual * math.prod(run.task.shape), once=True)
@@ -216,7 +218,7 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Record if another method changes inputs, so that aligned images need a second pass."""
+        """Record if another method changes inputs; then aligned images need a second pass."""
         self._are_inputs_changed = False
         for declared in run.methods:
             changes_inputs = declared.has_hook("batch") and not declared.adds_rows
@@ -225,9 +227,9 @@ class Vhl(Method):
         return ()
 
     def cost(self, job: Participation) -> float:
-        """Return a pass over as many virtual samples as real ones, and two if inputs are changed.
+        """Return the cost of one pass over virtual samples; two if another method changes inputs.
 
-        `local.batch` is not known here; `virtual_batch` may be larger.
+        It assumes as many virtual samples as real samples in each batch.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -250,7 +252,7 @@ class Vhl(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def draw_views(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw rows, downward and rightward offsets and flips of each step, int64 [4, batch]."""
+        """Draw virtual images with crops and flips for each step: int64 [4, batch]."""
         steps, size = job.plan.steps, self.virtual_batch
         rows = [generator.choice(self.virtual, size=(1, size), replace=False) for _ in range(steps)]
         offsets = generator.integers(2 * PADDING + 1, size=(steps, 2, size))
@@ -287,7 +289,7 @@ class Vhl(Method):
             return False
         epochs = job.local.epochs
         if epochs is None or epochs <= self.align_epochs:
-            return True  # The same in all steps, so that one recording is enough.
+            return True  # the same in all steps, so that one recording is enough
         return job.step * epochs // job.plan.steps < self.align_epochs
 
     def _needs_virtual(self, job: LocalJob) -> bool:
@@ -299,7 +301,7 @@ class Vhl(Method):
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
-        """Return features of the unchanged real batch and of the virtual one, from one pass."""
+        """Return the features of the unchanged real and of the virtual batch, from one pass."""
         if not self._are_inputs_changed:
             return out.features, out.rows(self.name)
         real = out.batch.raw_inputs
