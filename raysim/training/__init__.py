@@ -1,1 +1,1 @@
-"""The work of a worker: the training loop, the step, client states, scores."""
+"""Train and score clients on a worker: the training loop, the step, client states, scores."""

@@ -1,7 +1,7 @@
-"""Attackers among the clients: their selection, and what they send or train on.
+"""Simulate attackers among the clients: choose them, and change their labels or updates.
 
-Attackers are drawn once from the seed, among the clients that have samples. With y a label of C
-classes and D an attacker's honest update, `attack.kind` means:
+The attackers are drawn once from the seed, among the clients with samples. With y a label of C
+classes and D an attacker's honest update, the values of `attack.kind` mean:
 
     label_flip   train on C - 1 - y                                Fang et al., USENIX Security 2020
     sign_flip    send -scale D                                     Li et al., AAAI 2019 (RSA)
@@ -17,7 +17,7 @@ Choices where the papers are silent
 - ALIE uses the honest updates of the same aggregation, with the population's deviation; the paper
   estimates both from the attackers' own data. z is computed for each aggregation, from its n
   updates and m attackers, and is at least 0.
-- `faults.norm` holds for changed updates as for all others.
+- `faults.norm` also limits changed updates.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from raysim.vectors.blocks import in_blocks
 class Attack:
     """The settings `attack.*`.
 
-    kind: the attack.
+    kind: the attack; "none" for no attackers.
     share: the share of the clients that attack.
-    scale: for sign_flip and scaled.
-    sigma: for gaussian.
-    z: for alie; None computes it as in the paper.
+    scale: the factor on the update with kind="sign_flip" and "scaled".
+    sigma: the standard deviation of the noise with kind="gaussian".
+    z: the number of deviations with kind="alie"; None computes it as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -72,16 +72,17 @@ class Attack:
             "attack.scale",
             self.scale,
             changes,
-            "another one with attack.kind=scaled",
+            "another number with attack.kind=scaled",
             "times 1 changes nothing",
         )
 
 
 # --- mathematics ----------------------------------------------------------------------------------
 def largest_z(updates: int, attackers: int) -> float:
-    """Return ALIE's z_max for n updates, m of them from attackers; at least 0.
+    """Return ALIE's largest z for an aggregation, at least 0.
 
-    It is the normal quantile of (n - m - s) / (n - m) with s = floor(n / 2 + 1) - m.
+    With n updates, m of them from attackers, it is the normal quantile of (n - m - s) / (n - m)
+    with s = floor(n / 2 + 1) - m.
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest
@@ -110,7 +111,7 @@ class Attackers(Method):
 
     train: the clients' training samples.
     max_norm: the norm above which an update is a failure; None allows any norm.
-    label: function that returns the name of a client for errors.
+    label: a function that returns the name of a client for errors.
     """
 
     name = "attackers"
@@ -135,7 +136,7 @@ class Attackers(Method):
         return frozenset(self.clients.tolist())
 
     def setup(self, run: Setup) -> None:
-        """Declare the changes of the attack. Raises ValueError if it cannot be carried out."""
+        """Declare how the attack changes labels or updates; ValueError if it is impossible."""
         attack = self.attack
         run.require(
             len(self.clients),
@@ -148,7 +149,7 @@ class Attackers(Method):
             return
         run.require(
             attack.kind != "alie" or run.max_updates >= 3,
-            "attack.kind=alie needs 3 updates in an aggregation to hide among, and the schedule "
+            "attack.kind=alie needs at least 3 updates in an aggregation, but the schedule "
             f"aggregates at most {run.max_updates}. Aggregate more updates at once.",
         )
         run.change_updates(self.change_updates)
@@ -156,9 +157,8 @@ class Attackers(Method):
     def _check_labels(self, run: Setup) -> None:
         run.require(
             run.task.kind == "classification" and not run.task.has_unlabelled,
-            "attack.kind=label_flip needs a class for each sample, and this data is for "
-            f"{run.task.kind}, or has samples without a class. Choose "
-            "another kind.",
+            "attack.kind=label_flip needs a class for each sample, but this data is for "
+            f"{run.task.kind}, or has samples without a class. Choose another kind.",
         )
         attackers = np.isin(self.train.owners, self.clients)
         rows = self.train.indices
@@ -169,7 +169,7 @@ class Attackers(Method):
         )
 
     def flip_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """Return the labels [n] of the data set with those of the attackers' samples flipped."""
+        """Return the labels [n] of the data set, with the labels of attackers' samples flipped."""
         rows = torch.from_numpy(self.train.indices[np.isin(self.train.owners, self.clients)])
         flipped = labels.clone()
         flipped[rows] = classes - 1 - flipped[rows]

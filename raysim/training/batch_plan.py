@@ -16,7 +16,7 @@ from raysim.primitives.streams import stream
 
 
 def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
-    """Return consecutive batches.
+    """Cut an order of samples into consecutive batches.
 
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
@@ -35,7 +35,7 @@ def make_plan(
 ) -> Plan:
     """Shuffle the selected samples and cut them into batches.
 
-    selected: for each epoch, or for each phase of a budget of steps, the ascending positions.
+    selected: for each epoch (with local.steps, for each phase) the ascending positions of samples.
     """
     batches: list[np.ndarray] = []
     for part, positions in enumerate(selected):
@@ -56,7 +56,7 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the batches of one epoch, or of one phase; phases are as even as possible."""
+    """Return the number of batches of an epoch, or of a phase; phases are as even as possible."""
     if local.epochs is not None:
         return -(-positions // local.batch)
     assert local.steps is not None, "a run has epochs or steps"
@@ -64,9 +64,9 @@ def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int
 
 
 def layer_needing_two_rows(declarations: Declarations) -> str:
-    """Return the layer of a model that cannot train on a batch of one row, or "".
+    """Return the name of a layer that cannot train on a batch of one row; "" if there is none.
 
-    If a method adds rows to each batch, every model is accepted.
+    It is also "" if a method adds rows to each batch.
     """
     if any(declared.adds_rows for declared in declarations.methods):
         return ""
@@ -74,9 +74,9 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 
 
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
-    """Return the batch sizes that many clients have at once.
+    """Return the batch sizes that occur often.
 
-    These are full batches, and the size of the last batch if most clients have the same one.
+    These are the full batch size, and the size of the last batch if most clients have the same.
     counts: the samples of each client.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
@@ -87,7 +87,7 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 
 
 class BatchPlanner:
-    """The object that makes the plans of jobs.
+    """A planner of the batches of jobs.
 
     selector: the method that selects samples; None takes all samples.
     drop_single: see `cut_batches`.
@@ -130,8 +130,9 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the positions that a method selects for each epoch; [] if it takes all samples.
 
-        They are ascending, so that the shuffle depends only on which samples were selected and not
-        on their order. Epochs of one sample are left out if the model cannot train on it.
+        The positions are sorted, so that the shuffle does not depend on the order in which the
+        method selects samples. Epochs with a single sample are left out if the model cannot train
+        on it.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
@@ -151,7 +152,7 @@ class BatchPlanner:
         fitting = [positions for positions in selected if len(positions) > 1]
         if selected and not fitting:
             raise ValueError(
-                f"method '{selector.method}' selects one sample for every epoch, and the model "
+                f"method '{selector.method}' selects one sample for every epoch, but the model "
                 "cannot train on one sample. Let `select` return at least two positions, or set "
                 "model.norm=group."
             )

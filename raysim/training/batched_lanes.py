@@ -1,8 +1,8 @@
-"""Train K clients of a small linear network at once, by batched products.
+"""Train K clients of a small linear network at once, by batched matrix products.
 
-The D parameters of all lanes are stacked to [K, D]. A network qualifies if it is a chain of linear
-and pointwise layers, and if no method takes part in the step. A batch that is smaller than the
-others is padded with rows of weight 0, so that all products have the same shape.
+The D parameters of each of the K lanes are rows of a tensor [K, D]. This is possible if the network
+is a chain of linear and pointwise layers and no method takes part in the step. Smaller batches are
+padded with rows of weight 0, so that all products have the same shape.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 class _BatchedLinear(torch.autograd.Function):
     """A function that computes x w^T + b for every lane.
 
-    x [K, B, n], w [K, m, n], b [K, m] or None. Autograd's own gradient of w^T has the memory layout
-    of w^T, and adding it to w takes longer than the products.
+    x is [K, B, n], w [K, m, n], b [K, m] or None. Autograd would compute the gradient of w^T in the
+    memory layout of w^T, and adding it to w would take longer than the products.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return [K, B, m]."""
+        """Return x w^T + b: [K, B, m]."""
         ctx.save_for_backward(x, w)
         if b is None:
             return torch.bmm(x, w.transpose(1, 2))
@@ -131,7 +131,7 @@ class BatchedLanes(LaneLoop[Lane]):
         self.trained = [self.leaves[id(parameter)] for parameter in self.group.params]
         self.optimizer = StackedOptimizer(trainer.step.optimizer, self.targets)
         largest = max(1, int(trainer.partition.counts.max(initial=0)))
-        self.batch = min(trainer.local.batch, largest)  # rows of every lane
+        self.batch = min(trainer.local.batch, largest)  # the number of rows of every lane
         self.weights = torch.full(
             (count, self.batch), 1 / self.batch, dtype=data.dtype, device=data.device
         )
@@ -146,7 +146,7 @@ class BatchedLanes(LaneLoop[Lane]):
         for entry in vector.layout.entries:
             if entry.parameter:
                 view = self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
-                # Without .data autograd would see an optimizer step as a change of saved tensors.
+                # Without .data autograd would take an optimizer step for a change of saved tensors.
                 leaves[id(vector.parameters[entry.name])] = view.data.requires_grad_()
         if self.trainer.step.clip:
             return leaves, [self.data[:, run] for run in self.group.runs]
@@ -154,7 +154,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
-        """Prepare a lane for a job that has begun."""
+        """Prepare a lane for its new job."""
         self.optimizer.restart(lane.row, lane.ctx.optimizers.saved_buffers(_TASK.name))
 
     def finish(self, lane: Lane) -> None:
@@ -209,9 +209,9 @@ class BatchedLanes(LaneLoop[Lane]):
         return x
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients for the optimizer.
+        """Return the gradients for the optimizer, clipped in each lane with `local.clip`.
 
-        With `local.clip` they are flat parts [K, n], whose norm in each lane is bounded.
+        With `local.clip` they are flat tensors [K, n].
         """
         clip = self.trainer.step.clip
         if not clip:
@@ -248,7 +248,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
 
 def _fill_up(batch: Batch, size: int) -> Batch:
-    """Return the batch with `size` rows; the added rows repeat the first row."""
+    """Return the batch extended to `size` rows; the added rows repeat the first row."""
     missing = size - len(batch.inputs)
     if not missing:
         return batch

@@ -1,4 +1,4 @@
-"""Copy everything that clients receive to the device of a worker."""
+"""Copy the tensors that clients receive to the device of a worker."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from raysim.training.transfer import to_device
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A published version as tensors on a device; on a CPU they are views of the arrays."""
+    """A published version as tensors on a device; on a CPU, views of the received arrays."""
 
     base: Tensor  # [layout.shared]
     counters: Tensor  # [layout.shared_counters] int64
-    download: Mapping[str, Tensor]  # what methods send besides, by "method.name"
+    download: Mapping[str, Tensor]  # further tensors that methods send, by "method.name"
 
 
 class Receiver:
-    """The object that receives versions and keeps the last one on the device."""
+    """The part of a worker that receives versions and keeps the last one on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -35,7 +35,7 @@ class Receiver:
         self._constants = self.tensors(constants)
 
     def receive(self, published: PublishedVersion) -> Broadcast:
-        """Return a version on the device."""
+        """Return a published version on the device; copy it unless it is the last one."""
         key = published.version, published.number, published.mark
         if self._last is None or self._last_key != key or self.device.type == "cpu":
             self._last_key = key

@@ -18,16 +18,17 @@ from raysim.primitives.streams import stream
 from raysim.training.batch_plan import BatchPlanner
 from raysim.training.transfer import to_device
 
-# Floats that are gathered and normalised at once: enough to amortise the calls, small enough for
-# the cache.
+# Number of floats that are gathered and normalised at once: so many that calls take little time,
+# so few that they fit into the cache.
 CHUNK_FLOATS = 1 << 20
 
 
 class ClientData:
     """The samples of all clients, on the device of a worker.
 
-    inputs [n, ...] (images: uint8 [n, c, h, w]) and labels [n, ...]: as the data set stores them.
-    partition: the rows of training samples of each client.
+    inputs: [n, ...], as the data set stores them (images: uint8 [n, c, h, w]).
+    labels: [n, ...], as the data set stores them.
+    partition: the rows of the training samples of each client.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ClientData:
     ) -> tuple[Tensor, Tensor]:
         """Return normalised inputs and labels of rows of the data set.
 
-        generator: random numbers to augment the inputs; None does not augment.
+        generator: the source of random numbers for augmentation; None does not augment.
         """
         index = to_device(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
@@ -74,7 +75,7 @@ class ClientData:
         return torch.bincount(labels, minlength=self.task.num_classes)
 
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
-        """Yield the batches of a plan; several are gathered and normalised at once.
+        """Yield the batches of a plan; several batches are gathered and normalised at once.
 
         rows: the rows of the data set that the plan's positions refer to.
         purpose, keys: the name of the random stream for augmentation.
@@ -97,9 +98,9 @@ class ClientData:
 
 
 class PreparedBatches:
-    """Batches of small jobs that were planned and gathered together, before the jobs begin.
+    """Batches of small jobs that are planned and gathered together, before the jobs begin.
 
-    Small jobs spend more time on the calls than on the data.
+    This saves calls, which take more time in small jobs than the data.
     """
 
     def __init__(self, data: ClientData, planner: BatchPlanner):
@@ -117,8 +118,8 @@ class PreparedBatches:
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Prepare the first of these jobs, and as many more as fit into one chunk.
 
-        Nothing is prepared if a method or an augmentation needs to see the job first, or if one job
-        fills a chunk.
+        Nothing is prepared if a method or an augmentation needs the job, or if one job fills a
+        chunk. A chunk is the amount of data that is gathered at once.
         """
         if self.planner.selector is not None or self.data.pipeline.augment:
             return

@@ -13,8 +13,9 @@ from raysim.vectors.layout import Vector
 def load_vector(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
     """Put a received vector and a client's personal part into a vector.
 
-    base: [layout.shared].
-    counters: [layout.shared_counters] int64, the received integer buffers.
+    base: [layout.shared], the received vector.
+    counters: int64 [layout.shared_counters], the received integer buffers.
+    state: the client's state, with its personal part.
     """
     vector.shared.copy_(base)
     if len(counters):

@@ -1,7 +1,7 @@
 """Capture a computation as a CUDA graph, with branches that run in parallel.
 
-On other devices nothing can be captured. There the computation is repeated on the same tensors at
-fixed addresses. That saves no time, but tests on a CPU see the inputs and outputs of a graph.
+On other devices nothing can be captured: the computation is repeated on the same tensors at fixed
+addresses. That saves no time, but on a CPU tests see the same inputs and outputs as with a graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 Compute: TypeAlias = Callable[[], Sequence[Tensor]]
-Record: TypeAlias = Callable[[Compute], Compute]  # takes a computation, returns its replay
+# Takes a computation and returns a function that replays it.
+Record: TypeAlias = Callable[[Compute], Compute]
 
 
 def recorder(device: torch.device) -> Record:
-    """Return the function that records on a device; its CUDA graphs share a pool of memory."""
+    """Return the function that records computations on a device.
+
+    Its CUDA graphs share a pool of memory.
+    """
     if device.type != "cuda":
         return lambda compute: compute
     pool = torch.cuda.graph_pool_handle()
@@ -27,9 +31,9 @@ def recorder(device: torch.device) -> Record:
 
 
 def _capture(compute: Compute, pool: Any) -> Compute:
-    """Capture a computation and return its replay.
+    """Capture a computation as a CUDA graph; return a function that replays it.
 
-    The tensors that a replay returns are valid until the next replay of a graph of the pool.
+    The tensors that a replay returns are valid until the next replay of any graph of the pool.
     """
     graph = torch.cuda.CUDAGraph()
     with (
@@ -47,7 +51,7 @@ def _capture(compute: Compute, pool: Any) -> Compute:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Stop the garbage collector: if it freed another graph, the capture would fail."""
+    """Stop the garbage collector inside `with`: freeing another graph would fail the capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -68,12 +72,12 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Run the work of this context in a branch, after the work before all branches.
+        """Run the work inside `with` in a branch, after all work in front of the branches.
 
         place: the number of the branch, 0, 1, ... in this order.
         """
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not is_capturing:  # without a capture, streams would only keep memory
+        if not is_capturing:  # without a capture, streams would only occupy memory
             yield
             return
         self._open = place + 1

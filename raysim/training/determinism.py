@@ -20,7 +20,7 @@ def make_deterministic(threads: int) -> None:
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import the compiler, which takes seconds.
     torch.set_deterministic_debug_mode("warn")
-    # Without this every torch.empty would write.
+    # Without this every torch.empty would fill its tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -32,7 +32,7 @@ def make_deterministic(threads: int) -> None:
 
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 (10 bits of 23) for products of float32 on a GPU in this context."""
+    """Allow or forbid TF32 (10 of 23 bits) for float32 products on a GPU, inside `with`."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
@@ -43,15 +43,15 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @functools.cache
 def openblas_threads() -> Any:
-    """Return the controller of the threads in which NumPy multiplies; torch has its own."""
+    """Return the controller of the number of threads in NumPy's products."""
     return ThreadpoolController().select(internal_api="openblas")
 
 
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory.
 
-    Otherwise gradients of 30 MB would be mapped again at every step (11 % of the time of benchmark
-    W3).
+    Otherwise the memory of gradients of 30 MB would be mapped again at every step, which took 11 %
+    of the time of benchmark W3.
     """
     if sys.platform != "linux":
         return

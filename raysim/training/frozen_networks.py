@@ -1,4 +1,4 @@
-"""Make further sets of a run's networks, which are not trained, and load them for a job."""
+"""Make and load further sets of a run's networks, which are not trained."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Sets of networks in eval mode without gradients, by name.
 
-    A set is made at the first request and used again by later jobs.
+    A set is made when it is first requested; later jobs use it again.
     """
 
     def __init__(self, vector: Vector):
         self._trained = vector
         self._vectors: dict[str, Vector] = {}
-        self._owners: dict[str, Context] = {}  # the job for which a set was loaded last
+        self._owners: dict[str, Context] = {}  # by set: the job for which it was loaded last
 
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
         """Return the networks of a set, loaded once per job; see `Context.frozen`."""
         if self._owners.get(name) is not ctx:
-            # Tensors that are made or loaded in inference mode can never be loaded again.
+            # Tensors that are made in inference mode cannot be changed outside of it.
             with torch.inference_mode(False):
                 self._load(ctx, name, values)
         return self._vectors[name].networks

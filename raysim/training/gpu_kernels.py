@@ -1,4 +1,4 @@
-"""Use the fastest kernels of a GPU in recorded steps, and forbid Python to read values."""
+"""Use the fastest GPU kernels in recorded steps, and forbid Python to read tensors' values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# Functions whose tensors some GPU kernels read and write in aligned blocks.
+# Functions whose GPU kernels may need tensors at aligned addresses.
 _LAYERS = {
     F.linear,
     F.conv1d,
@@ -26,18 +26,18 @@ _LAYERS = {
     Tensor.matmul,
     Tensor.__matmul__,
 }
-# Functions that change their second and third argument, running means and variances.
+# Functions that change their second and third argument (running means and variances).
 _STATISTICS_UPDATERS = {F.batch_norm, F.instance_norm}
 _STATISTICS_NAMES = ("running_mean", "running_var")
-# A convolution with at most so many weights for an output channel is computed as a product.
+# A convolution with at most so many weights per output channel is computed as a product.
 _MAX_PRODUCT_WEIGHTS = 32
-_ALIGNMENT_BYTES = 16  # that some GPU kernels read at once
+_ALIGNMENT_BYTES = 16  # alignment that some GPU kernels need
 
 
 def align(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if its address is not aligned as some GPU kernels need it.
 
-    With an unaligned address such kernels would end the process.
+    At an unaligned address such kernels would abort the process.
     """
     if tensor.device.type != "cuda" or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
@@ -49,7 +49,7 @@ def _align_argument(argument: Any) -> Any:
 
 
 def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer's function with aligned tensors; keep what it writes to running statistics."""
+    """Call a layer's function with aligned tensors; copy back changed running statistics."""
     aligned = [_align_argument(argument) for argument in args]
     aligned_by_name = {name: _align_argument(argument) for name, argument in kwargs.items()}
     result = func(*aligned, **aligned_by_name)
@@ -63,10 +63,10 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 class GpuKernels(TorchFunctionMode):
-    """A mode in which tensors of layers are aligned and convolutions are fast on a GPU.
+    """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Parameters and running statistics are views of one flat vector, whose addresses are aligned for
-    one number only.
+    Parameters and running statistics are views of one flat vector, so their addresses need not be
+    aligned as GPU kernels need them.
 
     Convolutions of few channels are computed as products of patches: on an H100 the kernels for
     convolutions took 130 us for 64 images of 28 x 28 pixels with one channel. Other convolutions
@@ -138,10 +138,13 @@ _READING = {
 
 
 class NoReading(TorchFunctionMode):
-    """A mode in which Python cannot read values of tensors, like the capture of a CUDA graph."""
+    """A torch function mode that forbids Python to read values of tensors.
+
+    During the capture of a CUDA graph it is impossible, too.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute `func`. Raises RuntimeError if it reads a value."""
         if func in _READING:
-            raise RuntimeError(f"it reads the value of a tensor with `{func.__name__}`")
+            raise RuntimeError(f"the step reads the value of a tensor with `{func.__name__}`")
         return func(*args, **(kwargs or {}))

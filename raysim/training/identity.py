@@ -1,4 +1,4 @@
-"""Describe the facts that a process's bits depend on, and compare processes."""
+"""Describe the facts on which a process's bits depend, and compare processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTRUCTION_SETS = (
 )  # for which libraries have kernels of their own
 MISSING = "missing"
 UNSET = "unset"
-VARIABLES = (  # that make a library use other kernels
+VARIABLES = (  # environment variables that make a library use other kernels
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -38,18 +38,18 @@ VARIABLES = (  # that make a library use other kernels
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-MAX_DIFFERENCES = 4  # that an error names
+MAX_DIFFERENCES = 4  # so many differences an error names at most
 
 
 class UnequalWorkersError(ValueError):
-    """The error of a run whose processes would compute different bits (`runtime.mixed` is off)."""
+    """The error of a run with `runtime.mixed=false` whose processes compute different bits."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """The identity of a process of a run.
 
-    facts: by name, everything that the bits of the process depend on.
+    facts: by name, all facts on which the bits of the process's results depend.
     """
 
     name: str
@@ -76,7 +76,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
 
 def _device(device: str) -> dict[str, str]:
-    """Return the hardware of a worker's device by name; {} for a process that trains nothing."""
+    """Return facts about the hardware of a worker's device; {} without a device."""
     if not device.startswith("cuda"):
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)
@@ -90,7 +90,7 @@ def _device(device: str) -> dict[str, str]:
 
 @functools.cache
 def _cpu() -> dict[str, str]:
-    """Return the kernels that torch, its libraries and NumPy choose on this CPU."""
+    """Return facts about the kernels that torch, its libraries and NumPy choose on this CPU."""
     # Older versions of torch have no such function.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has = sorted(
@@ -153,7 +153,7 @@ def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable
 class Participants:
     """The processes that took part in a run, the driver first.
 
-    mixed: True if they may differ.
+    mixed: True if processes may differ (`runtime.mixed`).
     """
 
     driver: Identity
@@ -170,7 +170,7 @@ class Participants:
 
     @property
     def all(self) -> list[Identity]:
-        """Return the driver and all other processes, replaced ones included."""
+        """Return the driver and all other processes, including workers that were replaced."""
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
@@ -219,7 +219,7 @@ def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identit
 
 
 def _describe_instructions(expected: str, value: str) -> str:
-    """Describe the instruction sets that are missing or added."""
+    """Describe the CPU instruction sets that one process lacks or has in addition."""
     missing = set(expected.split()) - set(value.split())
     added = set(value.split()) - set(expected.split())
     changes = []
@@ -241,7 +241,7 @@ def are_equal(identities: Sequence[Identity]) -> bool:
 
 
 def describe_processes(identities: Sequence[Identity]) -> list[dict[str, object]]:
-    """Describe the processes for the summary; processes with equal identities share an entry."""
+    """Return a description of the processes for the summary; equal processes share an entry."""
     groups: dict[tuple[tuple[str, str], ...], list[Identity]] = {}
     for identity in identities:
         groups.setdefault(tuple(identity.facts.items()), []).append(identity)

@@ -50,8 +50,7 @@ class Init:
         for key in ("only", "redraw"):
             if getattr(self, key) == []:
                 raise ValueError(
-                    f"init.{key}=[] names nothing. Give a part of the model, or set "
-                    f"init.{key}=null."
+                    f"init.{key}=[] is empty. Name parts of the model, or set init.{key}=null."
                 )
 
 
@@ -70,8 +69,8 @@ class InitialWeights:
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
         """Copy the values into the networks. Raises ValueError with the tensors that do not fit.
 
-        personal: names of tensors that stay with the clients. A file that a run has written does
-        not have them, so they may be missing.
+        personal: names of tensors that stay on the clients. They may be missing, because a file
+        that a run has written does not have them.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():
@@ -99,7 +98,7 @@ class InitialWeights:
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays that are used, by the full names of the run's tensors."""
+        """Return the arrays that the run uses, by the full names of the run's tensors."""
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
@@ -109,9 +108,9 @@ class InitialWeights:
         }
         if not chosen:
             raise ValueError(
-                f"init.file={self.init.file}: none of its tensors ({_format_names(self.tensors)}) "
-                f"is one that this run takes from it ({_format_names(sorted(used))}). Choose "
-                "another file, or other parts with init.only and init.redraw."
+                f"init.file={self.init.file}: this run needs {_format_names(sorted(used))}, but "
+                f"the file has only {_format_names(self.tensors)}. Choose another file, or other "
+                "parts with init.only and init.redraw."
             )
         self._check_complete(targets, used, chosen, only is not None)
         for name, array in chosen.items():
@@ -148,10 +147,10 @@ class InitialWeights:
     def _check_complete(
         self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
     ) -> None:
-        """Raise ValueError if the file has not all tensors of a network.
+        """Raise ValueError if the file does not have all needed tensors.
 
-        is_partial: True if `init.only` gives the tensors that are needed. Otherwise the model is
-        needed, and each network of which the file has some tensors.
+        is_partial: True if `init.only` gives the needed tensors. With False the whole model is
+        needed, and each further network of which the file has some tensors.
         """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
         needed = [name for name in targets.needed if name in used]
@@ -173,23 +172,24 @@ class InitialWeights:
         where = f"init.file={self.init.file}: {name}"
         if array.shape != tuple(target.shape):
             raise ValueError(
-                f"{where} has the shape {list(array.shape)}, and the run needs "
+                f"{where} has the shape {list(array.shape)}, but the run needs "
                 f"{list(target.shape)}. Draw it with init.redraw, or choose another model or file."
             )
         value = torch.from_numpy(np.asarray(array))
         if value.is_floating_point() != target.is_floating_point():
             raise ValueError(
-                f"{where} holds {value.dtype}, and the run needs {target.dtype}. Choose another "
-                "file."
+                f"{where} has the type {value.dtype}, but the run needs {target.dtype}. Choose "
+                "another file."
             )
         if not bool(value.to(target.dtype).isfinite().all()):
             raise ValueError(
-                f"{where} has values that are not finite in {target.dtype}. Choose another file."
+                f"{where} has values that are nan or infinite in {target.dtype}. Choose another "
+                "file."
             )
 
 
 class _Targets:
-    """The tensors of a run's networks that a file can set, and their possible names in the file."""
+    """The tensors of a run that a file may set, with the names that they may have in the file."""
 
     def __init__(self, networks: Mapping[str, nn.Module], personal: Collection[str]):
         self.tensors: dict[str, Tensor] = {}
@@ -237,7 +237,7 @@ class _Targets:
                 inside |= {full for name, full in scheme.items() if _is_in(name, part)}
             if not inside:
                 raise ValueError(
-                    f"init.{key}={part} names no part of this run: {suggest(part, self._parts())}"
+                    f"init.{key}={part} is not a part of this run: {suggest(part, self._parts())}"
                 )
             full_names |= inside
         return full_names
@@ -253,7 +253,7 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the names in a file that was written before the model got adapters."""
+    """Return the names of the tensors in a file of the same model without adapters."""
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name
     }
@@ -264,7 +264,7 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    """Return the first names of a list, and the number of further names."""
+    """Return a text with the first names, and with the number of further names."""
     names = list(names)
     text = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:
@@ -290,7 +290,7 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if init.sha256 not in (None, digest):
         raise ValueError(
-            f"init.file={init.file} has the checksum {digest}, and init.sha256={init.sha256}: the "
+            f"init.file={init.file} has the checksum {digest}, but init.sha256={init.sha256}: the "
             "file has changed. Restore it, or set init.sha256=null for a new run."
         )
     tensors = _read(path, init.file)
@@ -326,14 +326,14 @@ def _read(path: Path, shown: str) -> dict[str, np.ndarray]:
         ) from error
     if not isinstance(content, Mapping) or not content:
         raise ValueError(
-            f"init.file={shown} holds {_type_name(content)} and no state dict. Save "
+            f"init.file={shown} contains {_type_name(content)}, not a state dict. Save "
             "model.state_dict()."
         )
     for name, tensor in content.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise ValueError(
-                f"init.file={shown} holds {_type_name(tensor)} under {name!r}, and a state dict "
-                "has only tensors. Save only model.state_dict()."
+                f"init.file={shown} contains {_type_name(tensor)} under {name!r}, but a state dict "
+                "must have only tensors. Save only model.state_dict()."
             )
     return {name: _to_array(tensor) for name, tensor in content.items()}
 
@@ -344,7 +344,7 @@ def _type_name(value: object) -> str:
 
 
 def _to_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which NumPy does not have, becomes float32 exactly."""
+    """Return a tensor as an array; bfloat16, which NumPy does not have, becomes float32."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()

@@ -1,4 +1,4 @@
-"""Train jobs one after another; define the interface that every loop has."""
+"""Define the interface of loops that train jobs, and the loop that trains one after another."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from raysim.training.trainer import RunningJob, Trainer
 
 
 class JobHandler(Protocol):
-    """The interface that begins and ends jobs for a loop. A place is an index into `numbers`."""
+    """The interface with which a loop begins and ends jobs; `place` is an index into `numbers`."""
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Return the numbers of the jobs in the run."""
+        """Return the numbers of the jobs to train; a number is unique in a run."""
         ...
 
     def is_ready(self, place: int) -> bool:
-        """Return True if no other job has to end before this one begins."""
+        """Return True if the job can begin: no other job must end before."""
         ...
 
     def begin(self, place: int) -> RunningJob:
-        """Load the trainer's vector for a job."""
+        """Load a job's client into the trainer's vector, and return the running job."""
         ...
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Make the result of a job from the trainer's vector."""
+        """Make the result of a finished job from the trainer's vector."""
         ...
 
     def fail(self, place: int, error: BaseException) -> None:
@@ -34,7 +34,7 @@ class JobHandler(Protocol):
 
 
 class OneByOne:
-    """The loop that trains one job after another. All other loops are compared with it."""
+    """The loop that trains one job after another; other loops must have the same results."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -51,5 +51,6 @@ class OneByOne:
                 self.trainer.steps(running)
                 self.trainer.end(running)
                 jobs.end(place, running)
-            except (Exception, SystemExit) as error:  # one client must not take the others down
+            # The failure of one client must not stop other clients.
+            except (Exception, SystemExit) as error:
                 jobs.fail(place, error)

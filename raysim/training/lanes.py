@@ -1,9 +1,9 @@
-"""The loop that keeps K lanes busy: each lane trains one client after another.
+"""Train K clients at the same time in lanes; a lane trains one client after another.
 
 Subclasses compute the steps: by batched products (`batched_lanes.py`) or from recordings of `Step`
 (`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other
-clients in the batch. The last bit of a result may depend on the lane, because kernels treat the end
-of a tensor differently. Therefore the number of the job decides the lane, on every worker.
+clients in the batch. The last bit of a result may depend on the lane, because kernels compute the
+end of a tensor in another way. Therefore the number of the job decides the lane, on every worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raysim.vectors.layout import VectorStorage
 
 
 class LanesError(RefusedError):
-    """A step cannot be computed for several clients at once, or not recorded as a CUDA graph."""
+    """The error of a step that cannot be computed for several clients, or cannot be recorded."""
 
 
 @dataclass(eq=False)
@@ -32,10 +32,10 @@ class Lane:
     """A vector, and the job that trains in it."""
 
     row: int
-    home: VectorStorage  # where the vector lies
-    place: int = 0  # of the job among the jobs to train
+    home: VectorStorage  # the memory of the lane's vector
+    place: int = 0  # place of the job among the jobs to train
     running: RunningJob | None = None  # None: the lane has no job
-    batch: Batch | None = None  # the next one; None: the job is done
+    batch: Batch | None = None  # the next batch; None: the job is finished
     step: int = 0
 
     @property
@@ -75,7 +75,8 @@ L = TypeVar("L", bound=Lane)
 class LaneLoop(ABC, Generic[L]):
     """A loop that trains jobs in K lanes.
 
-    data [K, D]: the lanes' vectors of D floats. counters [K, C]: the lanes' C integers.
+    data: [K, D], the vectors of the lanes.
+    counters: [K, C], the integer buffers of the lanes.
     """
 
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
@@ -88,7 +89,7 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def start(self, lane: L) -> None:
-        """Prepare a lane for a job that has begun."""
+        """Prepare a lane for its new job."""
 
     @abstractmethod
     def step_lanes(self, busy: Sequence[L]) -> None:
@@ -96,10 +97,10 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Copy data of the lane into the job, before the job ends."""
+        """Copy the data of the lane that the job needs for its end."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the approximate order in which jobs begin, as places among `numbers`."""
+        """Return the approximate order in which jobs will begin, as positions in `numbers`."""
         order: list[int] = []
         for turn in zip_longest(*self._assign(numbers)):
             order += [place for place in turn if place is not None]
@@ -123,14 +124,14 @@ class LaneLoop(ABC, Generic[L]):
             self.trainer.vector.use_storage(self._own_home)
 
     def enter(self, lane: L) -> None:
-        """Let the trainer's networks see the lane's vector."""
+        """Let the trainer's networks use the lane's vector."""
         if self.trainer.vector.data is not lane.home.data:
             self.trainer.vector.use_storage(lane.home)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the places of each lane's jobs.
+        """Return for each lane the positions of its jobs in `numbers`.
 
-        Adding the quotient also spreads numbers that are multiples of K.
+        The lane is (number + number // K) % K, which also spreads numbers that are multiples of K.
         """
         places: list[list[int]] = [[] for _ in self.lanes]
         for place, number in enumerate(numbers):
@@ -150,7 +151,8 @@ class LaneLoop(ABC, Generic[L]):
                 lane.place = place
                 waiting.remove(place)
                 self._begin(lane, jobs)
-            except (Exception, SystemExit) as error:  # one client must not take the others down
+            # The failure of one client must not stop other clients.
+            except (Exception, SystemExit) as error:
                 jobs.fail(lane.place, error)
                 lane.running = lane.batch = None
 

@@ -1,4 +1,4 @@
-"""Probe a client's local model, before it is averaged, together with the received model."""
+"""Probe a client's local model before it is averaged: score it next to the received model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raysim.primitives.streams import stream
 from raysim.training.probe import balanced_rows
 from raysim.training.trainer import Trainer
 
-PROBE_FEATURES = 200  # rows whose features a probe keeps
+PROBE_FEATURES = 200  # the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Score the local and the received model of a job in eval mode.
 
-    rows: balanced rows of the data set.
+    rows: rows of the central test set with balanced classes.
     score_batch: rows that are scored at once.
     """
     trainer.set_training(False)

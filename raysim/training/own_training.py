@@ -1,4 +1,4 @@
-"""Run the local training that a method provides instead of raysim's steps."""
+"""Train clients with a method's own function (`run.train`) instead of raysim's steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         if device.type == "cpu":
-            # torch.manual_seed would store a traceback for each GPU library that is not in use.
+            # torch.manual_seed would store a traceback for each unused GPU library.
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
@@ -41,9 +41,9 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class LocalTrainingError(HookError):
-    """The error of a method whose own training returned an unusable result.
+    """The error of a method whose own training function returned an unusable result.
 
-    method: its name.
+    method: the name of the method.
     """
 
     def __init__(self, text: str, method: str):
@@ -60,17 +60,17 @@ class OwnTraining:
         self.method, self.function, self.vector = method, function, vector
 
     def train(self, ctx: Context) -> LocalResult:
-        """Train the client that the vector holds; afterwards the vector holds the trained model.
+        """Train the client whose model is in the vector, which then has the trained model.
 
-        Raises LocalTrainingError for another result than a `LocalResult` or None, and for a tensor
-        of a network that has another shape than before.
+        Raises LocalTrainingError if the function returns something else than a `LocalResult` or
+        None, or if it changes the shape of a tensor.
         """
         seed = torch_seed(ctx.seed, "own_training", ctx.client, ctx.participation)
         try:
             with seeded_generators(seed, self.vector.data.device), torch.enable_grad():
                 result = self.function(ctx.view(self.method))
         except BaseException:
-            with suppress(ValueError):  # the error of the function comes first
+            with suppress(ValueError):  # the error of the function is raised, not this one
                 self.vector.collect()
             raise
         try:

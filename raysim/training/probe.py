@@ -3,7 +3,7 @@
 The measures follow Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3
 (classifier) and Table 6 (accuracy of local models). A local model is probed before averaging, next
 to the model that its client received, on balanced rows of the central test set. The paper shows
-pictures; the numbers for features and classifier are defined here.
+pictures of features and classifiers; the numbers are defined here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysim.primitives.checks import finite_values
 def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) -> Ints:
     """Return ascending positions with `per_class` rows of each class, or all if there are fewer.
 
-    They are drawn without replacement.
+    The rows of a class are drawn without replacement.
     """
     drawn = [np.empty(0, np.int64)]
     for label in np.unique(labels):
@@ -34,7 +34,7 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 def feature_distance(local: Reals, received: Reals) -> float:
     """Return the mean norm of (local - received), divided by the mean norm of received rows.
 
-    It is 0 for equal features. For other features it is nan if every received row is zero.
+    It is 0 for equal features. If every received row is zero, it is nan for other features.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     moved = float(np.linalg.norm(local - received, axis=1).mean())
@@ -47,7 +47,7 @@ def feature_distance(local: Reals, received: Reals) -> float:
 def feature_similarity(local: Reals, received: Reals) -> float:
     """Return the mean cosine of the rows; exactly 1 for equal features.
 
-    The cosine of two zero rows is 1, that of a zero row and another row 0.
+    The cosine of two zero rows counts as 1, the cosine of a zero row and another row as 0.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     local_squares, received_squares = (local * local).sum(axis=1), (received * received).sum(axis=1)
@@ -60,8 +60,8 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between features of seen and of unseen classes.
 
-    It is the measure of Figure 2 of the FedBR paper; None if there are no rows of seen, or none of
-    unseen, classes.
+    It is the measure of Figure 2 of the FedBR paper. It is None if there are no rows of seen
+    classes, or no rows of unseen classes.
     """
     features = np.asarray(features, np.float64)
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -73,7 +73,10 @@ def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None
 
 
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean probability of the true class over rows of unseen classes, or None."""
+    """Return the mean probability of the true class over rows of unseen classes.
+
+    It is None if there are no such rows.
+    """
     rows = np.flatnonzero(~seen[labels])
     if not len(rows):
         return None
@@ -83,7 +86,7 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean probability of all seen classes together over rows of unseen classes.
 
-    0 means no bias, 1 full bias; None if there are no such rows.
+    The larger it is, the stronger the bias to seen classes. It is None if there are no such rows.
     """
     output = output_distribution(probabilities, labels, seen)
     return None if output is None else float(output[seen].sum())
@@ -101,7 +104,7 @@ def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floa
 
 
 def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Return the mean of the finite values, weighted by the rows of each; None without any."""
+    """Return the mean of the finite values, weighted by their numbers of rows; None without any."""
     pairs = [
         (value, count)
         for value, count in zip(values, counts, strict=True)
@@ -116,9 +119,9 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return the columns of a history row: means over the rows of all probed clients.
 
-    `local_accuracy_worst` is the lowest accuracy of a client. Clients share the rows for accuracy
-    and features; they differ in the number of rows of unseen classes, and of pairs of a seen and an
-    unseen row. A column is None if no client has a value.
+    `local_accuracy_worst` is the lowest accuracy of a client. All clients are probed on the same
+    rows, but have different numbers of rows of unseen classes, by which some means are weighted. A
+    column is None if no client has a value.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

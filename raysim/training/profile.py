@@ -1,4 +1,4 @@
-"""Measure the times of a worker's calls and their parts, in a run with `profile=true`."""
+"""Measure how long a worker's calls and their parts take, in a run with `profile=true`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from raysim.primitives.spans import Spans, Track
 
-# The kind of time that each call of a coordinator takes, unless a part of it says otherwise.
+# The kind of work of each call, for the time that none of its measured parts counts.
 WORKER_CALLS = {
     "ready": "other",
     "store_constants": "other",
@@ -50,7 +50,7 @@ def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.devic
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Return the share of the last moments in which a GPU was busy, as its driver reports it.
+    """Return the share of recent time in which a GPU was busy, as its driver reports it.
 
     None means that the device is not a GPU, or that its driver does not report it.
     """

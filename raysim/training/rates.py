@@ -1,4 +1,4 @@
-"""The factors on the learning rate that parts of a model have (`local.rates`)."""
+"""Compute the factors on the learning rate of parts of a model (`local.rates`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from raysim.vectors.layout import Entry
 
-_PART_ORDER = ("body", "head", "adapters")  # later ones win, and names of modules win over all
+# A later part replaces an earlier one, and a named module replaces all.
+_PART_ORDER = ("body", "head", "adapters")
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:

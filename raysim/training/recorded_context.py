@@ -1,8 +1,8 @@
-"""Show hooks a client in a recorded step, and record which values they read.
+"""Give hooks a client's job in a recorded step, and note the values that they read.
 
-A recording repeats the operations of a step on tensors at fixed addresses. Each tensor that a step
-reads from its client is therefore an input, which is copied before a replay. Each Python value that
-it reads decides which recording can be used.
+A recording repeats the operations of a step on tensors at fixed addresses. Therefore each tensor
+that a step reads from its client is an input of the recording and is copied before a replay. Each
+Python value that a step reads must be equal for a replay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raysim.vectors.layout import Vector
 
 Entry: TypeAlias = tuple[str, str]  # the name of a table and a key in it
 
-# A table of `base`, `received`, `received_counters`, and `start`: the vector before training.
+# The table with `base`, `received`, `received_counters` and `start`, the vector before training.
 VECTORS = "vectors"
 # The Python values of a client that a step may read.
 FACTS: Mapping[str, Callable[[Lane], Any]] = {
@@ -41,7 +41,7 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 class Reads:
     """The tensors and the Python values that steps have read from their clients so far."""
 
-    entries: dict[Entry, None] = field(default_factory=dict)  # in the order of their first reads
+    entries: dict[Entry, None] = field(default_factory=dict)  # ordered by their first reads
     facts: dict[str, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: train (True) or eval mode of networks and modules, in the order in which its stages set
-    them.
+    modes: True for train mode, False for eval mode of networks and modules, in the order in which
+    the stages of the lane's job set them.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RecordedLane(Lane):
 
 
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
-    """Return a tensor of a lane's client, or None if the client does not have it."""
+    """Return a tensor in a table of a lane's client, or None if the client does not have it."""
     ctx = lane.ctx
     if table == VECTORS:
         return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
@@ -144,12 +144,12 @@ class Sizes:
 
 
 class RecordedContext(Context):
-    """A `Context` that records which values are read, on tensors of this or a later client.
+    """A `Context` that notes which values hooks read; its tensors are inputs of a recording.
 
-    tables: see `tables_of`.
-    rate: a scalar tensor.
-    frozen_vector: function that returns the vector of another set of networks.
-    iteration: is closed at the end of the iteration.
+    tables: the tensors that a step may read, see `tables_of`.
+    rate: the learning rate, a scalar tensor.
+    frozen_vector: a function that returns the vector of another set of networks.
+    iteration: an exit stack that is closed at the end of the iteration.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")
@@ -203,7 +203,7 @@ class RecordedContext(Context):
     ) -> Mapping[str, nn.Module]:
         """Return a second set of networks, see `LocalJob.frozen`.
 
-        They use `values` without a copy until the iteration ends.
+        Until the iteration ends, the networks use `values` themselves and not a copy.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

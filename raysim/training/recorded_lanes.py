@@ -1,13 +1,13 @@
-"""Capture `Step` once for each lane and kind of iteration, and replay it from then on.
+"""Record `Step` once for each lane and kind of iteration, and replay it from then on.
 
-If all lanes have a client at the same kind of iteration, one recording has a branch for each lane,
-and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A lane's
-vector, the buffers of its optimizers and the inputs of its step are tensors at fixed addresses.
-Before a replay, changed values are copied into the inputs; afterwards losses and changed entries
-are copied out.
+If the jobs of all lanes are at the same kind of iteration, one recording has a branch for each
+lane, and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A
+lane's vector, the buffers of its optimizers and the inputs of its step are tensors at fixed
+addresses. Before a replay, changed values are copied into the inputs; after it, losses and changed
+entries are copied out.
 
-The first iteration of a kind is computed without a recording, because libraries choose kernels and
-allocate memory then. It shows what the step reads of its client.
+The first iteration of a kind is computed without a recording, because libraries then choose kernels
+and allocate memory. It also shows which values the step reads from its client.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from raysim.training.step import set_modes
 from raysim.training.trainer import Trainer
 from raysim.vectors.optimizer import RecordedOptimizer, widest_float
 
-MAX_RECORDINGS = 128  # of a worker; the one that was used longest ago is dropped first
-_ROW_BORDER = 64  # floats: each lane's vector starts at a multiple, as GPU kernels need it
-SHARED = -1  # in place of a lane: an input that all lanes of a recording share
+MAX_RECORDINGS = 128  # per worker; the recording that was used longest ago is dropped first
+# Each lane's vector starts at a multiple of so many floats, as GPU kernels need it.
+_ROW_BORDER = 64
+SHARED = -1  # marks an input that all lanes of a recording share
 
-# Of an input: the place of the lane in the recording or `SHARED`, the table and the key.
+# The path of an input: the place of its lane in the recording (or `SHARED`), the table, the key.
 InputPath: TypeAlias = tuple[int, str, str]
 Key: TypeAlias = tuple[Any, ...]
 
 
 def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
-    """Return K copies [K, n] of a flat tensor [n], each at a multiple of `border` numbers."""
+    """Return `count` copies [K, n] of a flat tensor [n]; each starts at a multiple of `border`."""
     padded = -(-len(flat) // border) * border
     return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
 
 
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
-    """Return the mode of each part of the model after some stages: True in train mode.
+    """Return the modes of networks and modules after some stages: True for train mode.
 
-    The parts are in the order in which their modes were set last.
+    They are ordered by the last change of their mode.
     """
     result = dict(modes)
     for stage in stages:
@@ -83,7 +84,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self.record, self.branches = recorder(self.device), Branches(self.device)
         self.reads = Reads()
         self.recordings: dict[Key, Recording] = {}
-        self._computed: set[Key] = set()  # kinds to record next time
+        self._computed: set[Key] = set()  # kinds that are recorded next time
         self._optimizers: dict[tuple[int, str], RecordedOptimizer] = {}  # by lane and stage
         self._rates: dict[float, Tensor] = {}
 
@@ -93,12 +94,12 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """Set the modes of the networks to those of the lane; the optimizers are set already."""
+        """Set the modes of the networks to the lane's modes. The job already has its optimizers."""
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give the job the optimizers of the lane that its next iteration is the first to use."""
+        """Give the job those of the lane's optimizers that its next iteration uses first."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -113,7 +114,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             ctx.optimizers.put(stage.name, self._optimizers[key], group.shared, stage.rate)
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
-        """Put the networks into the modes that a lane's stages have set."""
+        """Put networks and modules into these train (True) or eval modes."""
         self.trainer.set_training(True)
         set_modes(self.trainer.vector.networks, modes)
 
@@ -136,11 +137,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return True if batches of this size are frequent; a single lane records all sizes."""
+        """Return True if the next batch has a frequent size; a single lane records all sizes."""
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
-        """Return the values that must be equal for a replay."""
+        """Return the kind of the lane's iteration: the values that must be equal for a replay."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
@@ -148,10 +149,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Make an iteration of lanes of one kind.
+        """Make an iteration of lanes whose iterations have the same kind.
 
-        The first time it is computed without a recording, the second time it is recorded, then
-        replayed.
+        The first time it is computed without a recording, the second time it is recorded, and later
+        the recording is replayed.
         """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)
@@ -166,14 +167,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             if len(self.reads) == reads:
                 self._computed.add(key)
             return
-        self.recordings[key] = recording  # now the last one to be dropped
+        self.recordings[key] = recording  # moved to the end: it is dropped last
         if len(self.recordings) > MAX_RECORDINGS:
             del self.recordings[next(iter(self.recordings))]
         for lane, (loss, changed) in zip(lanes, recording.replay(inputs), strict=True):
             self._advance(lane, loss, changed)
 
     def _compute_unrecorded(self, lane: RecordedLane) -> None:
-        """Compute an iteration as it would be recorded, on the client's own tensors."""
+        """Compute an iteration in the same way as for a recording, on the client's own tensors."""
         loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
@@ -195,9 +196,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Make a lane's iteration with `Step`.
+        """Compute a lane's iteration with `Step`.
 
-        Return the task loss, or None without one, and the changed entries of `state` and `kept`.
+        Return the task loss (None if no stage has it), and the changed entries of `state` and
+        `kept`.
         """
         self.enter(lane)
         if self.trainer.declarations.methods:
@@ -259,7 +261,7 @@ class Recording:
         self._loaded = dict(inputs)
         self._inputs = {path: tensor.detach().clone() for path, tensor in inputs.items()}
         self._lanes = [_snapshot(lane) for lane in lanes]
-        # Whether each lane returns a loss, and the entries that it changes.
+        # For each lane: True if it returns a loss, and the entries that it changes.
         self._outputs: list[tuple[bool, list[Entry]]] = []
         self._replay: Compute = loop.record(self._compute)
 
@@ -318,12 +320,12 @@ def _form(tensor: Tensor | None) -> object:
 
 @contextmanager
 def _name_method_in_errors() -> Iterator[None]:
-    """Turn the errors of a recorded step into one that names the method and `runtime.graph`."""
+    """Replace errors of a recorded step by an error that names the method and `runtime.graph`."""
     try:
         yield
     except LanesError:
         raise
-    except HookError as error:  # the hook fails without a recording, too
+    except HookError as error:  # the hook would also fail without a recording
         raise RefusedError(str(error)) from error
     except Exception as error:
         name = failing_method_name(error)

@@ -1,4 +1,4 @@
-"""Keep the states of a worker's clients: on its device within a budget, else in memory."""
+"""Keep the states of a worker's clients: on its device up to a budget, else in memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raysim.training.transfer import MemoryCopies, to_device
 
 @dataclass(eq=False)
 class StateHandle:
-    """A handle to the client state that a job left.
+    """A handle to the final client state of a job.
 
-    The state may move between the device and ordinary memory; all holders of the handle see the
-    move.
+    The state may move between the device and ordinary memory; the handle always has its current
+    place.
     """
 
     job: int
@@ -28,7 +28,7 @@ class StateHandle:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the size of the state in bytes."""
         current = self.stored if self.state is None else self.state
         assert current is not None, "a state is on the device or in ordinary memory"
         return num_bytes(current)
@@ -60,7 +60,8 @@ def _unpickle(state: StoredState) -> StoredState:
 class ResidentStates:
     """The last state of each client of a worker.
 
-    budget: bytes on the device. States that have not been used for the longest time leave it first.
+    budget: the largest number of bytes on the device. If it is exceeded, the states that were not
+    used for the longest time are moved to ordinary memory.
     """
 
     def __init__(self, device: torch.device, budget: float = math.inf):
@@ -78,7 +79,7 @@ class ResidentStates:
         return len(self._handles)
 
     def get(self, client: int, job: int) -> ClientState[Tensor] | None:
-        """Return the state that a job left, on the device, or None if it is not on this worker."""
+        """Return the final client state of a job, on the device; None if it is not here."""
         handle = self._handles.get(client)
         if handle is None or handle.job != job:
             return None
@@ -90,7 +91,7 @@ class ResidentStates:
         return state
 
     def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
-        """Keep the state that a job left."""
+        """Keep the final client state of a job."""
         handle = self._handles[client] = StateHandle(job, state)
         self._mark_used(client, handle)
         return handle

@@ -46,8 +46,8 @@ class Checkpoint:
     """The settings of checkpoints.
 
     every: rounds from one checkpoint to the next; 0 for none.
-    keep: the number of checkpoints that are kept.
-    folder: a folder for this run alone, or a URL that fsspec knows; None is in the run's folder.
+    keep: the number of checkpoints that are kept; older ones are deleted.
+    folder: a folder only for this run, or a URL that fsspec supports; None means the run's folder.
     """
 
     every: int = 10
@@ -68,11 +68,11 @@ class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
     tolerate: the largest share of an aggregation's clients that may fail before the run stops.
-    norm: the largest norm of an update; None allows any.
-    timeout: seconds after which a worker that does not answer a call is replaced; None waits
+    norm: the largest norm of an update, above which the job has failed; None allows any norm.
+    timeout: seconds after which a worker is replaced if it does not answer a call; None waits
     forever.
-    node_timeout: seconds after which a node of a cluster that does not answer counts as lost, so
-    that other workers get its jobs; None waits until Ray declares it dead.
+    node_timeout: seconds after which a node of a cluster counts as lost if it does not answer; its
+    jobs are then given to other workers. None waits until Ray declares the node dead.
     """
 
     tolerate: float = 0.1
@@ -92,12 +92,14 @@ class Faults:
 
 @dataclass(frozen=True)
 class StateBudget:
-    """The limits of memory for client states and replicas; those idle longest leave first.
+    """The limits of memory for client states and replicas.
+
+    If a limit is exceeded, the states that were not used for the longest time are moved. None means
+    no limit.
 
     budget: GiB of committed client states in memory, and as many GiB of replicas (models of a
-    topology, with their server state); the others are on disk.
-    device: GiB of client states on the GPU of each worker; the others are in ordinary memory. None
-    means no limit.
+    topology, with their server state); the other ones are on disk.
+    device: GiB of client states on the GPU of each worker; the other ones are in ordinary memory.
     """
 
     budget: float | None = None
@@ -121,7 +123,7 @@ class StateBudget:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run, under the names of the configuration's keys.
+    """The settings of a run, named like the keys of the configuration.
 
     Coordinator and workers read this object.
     weighting: the weights of updates; None weighs by samples, unless a method asks for uniform
@@ -153,22 +155,23 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that a worker or a coordinator is built from, as values that can be pickled.
+    """The description of a run from which workers and coordinator are built; it can be pickled.
 
     device: the device of this process: "cpu", "cuda", "cuda:1" or "mps".
     threads: the number of torch's threads.
-    lanes: the number of clients that a worker trains at once; bits depend on it.
-    dtype: the type of the vector.
-    score_batch: samples scored at once.
+    lanes: the number of clients that a worker trains at once; results depend on it in the last
+    bits.
+    dtype: the floating type of the parameters.
+    score_batch: the number of samples that are scored at once.
     profile: True measures how the time is spent.
-    graph: True records and replays steps; bits depend on it.
+    graph: True records and replays steps (`runtime.graph`); results depend on it in the last bits.
     precision: the type of matrix products in a step.
     loss: replaces the usual loss; see `Task`.
-    own_metrics: metrics of the user by their name in `evaluate.metrics`.
-    weights: saved initial weights; None draws all.
-    size: the largest number of updates in one aggregation.
-    stale: whether updates may start from an earlier version than the current one.
-    packages: packages besides raysim whose code the run uses.
+    own_metrics: the user's metrics, by their name in `evaluate.metrics`.
+    weights: saved initial weights; None draws all weights.
+    size: the largest number of updates in an aggregation.
+    stale: True if updates may start from an earlier version than the current one.
+    packages: further packages whose code the run uses.
     selection: the rule that chooses the clients of a dispatch.
     topology: the models of the server, and how they exchange.
     devices: the kind of each client's device; None if the fleet is not known.
@@ -203,7 +206,7 @@ class RunSpec:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the dtype of products under autocast; None without autocast."""
+        """Return the dtype of matrix products in a step (autocast); None without autocast."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
@@ -253,16 +256,17 @@ def build_model(spec: RunSpec) -> nn.Module:
     model: nn.Module = spec.model.build(*arguments)
     if isinstance(task.shape, PackedShape) and not isinstance(spec.model, ExternalModel):
         raise ValueError(
-            f"the model {type(spec.model).__name__} takes one input, and samples of this data have "
-            f"{len(task.shape.fields)}. Give a network of your own whose forward has these inputs."
+            f"the model {type(spec.model).__name__} takes one input, but samples of this data have "
+            f"{len(task.shape.fields)} inputs. Give your own network, whose forward has these "
+            "inputs."
         )
     if not is_split(model) and not isinstance(model, Classifier):
         # A user's recipe may make any module.
         model = split_network(model, task.num_classes, task.example(2))
     if task.kind == "structure" and is_split(model):
         raise ValueError(
-            f"the model {type(spec.model).__name__} makes outputs for classes or values, and the "
-            "targets of this data have several named parts. Give a network of your own."
+            f"the model {type(spec.model).__name__} makes outputs for classes or values, but the "
+            "targets of this data have several named parts. Give your own network."
         )
     if task.kind != "structure" and (len(task.output_shape) > 1 or not is_split(model)):
         author = model.net if isinstance(model, WholeNetwork) else spec.model
@@ -332,7 +336,7 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
 
 
 def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
-    """Return what is evaluated: a method's own fine-tuning takes the place of the settings'."""
+    """Return the evaluation settings, with a method's own fine-tuning if it declares one."""
     declared = declarations.declarer("finetune")
     if declared is None or declared.finetune is None:
         return spec.settings.evaluate
@@ -346,13 +350,13 @@ def _check_rates(local: Local, declarations: Declarations) -> None:
         if not any(is_in_part(name, part) for name in names):
             modules = sorted({name.rpartition(".")[0] for name in names})
             raise ValueError(
-                f"local.rates.{part}: no parameter belongs to it. Use body, head, adapters, or one "
-                f"of {', '.join(modules[:8])}."
+                f"local.rates.{part}: the model has no such part with parameters. Use body, head, "
+                f"adapters, or one of {', '.join(modules[:8])}."
             )
 
 
 def _check_loss(task: Task, declarations: Declarations) -> None:
-    """Raise ValueError for a loss that does not fit the data, or that a method would replace."""
+    """Raise ValueError if a loss does not fit the data, or if a method would replace it."""
     if task.kind == "structure":
         _ = task.objective  # raises an error without a loss
     if task.loss is None:
@@ -368,18 +372,18 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
 
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
-    """Raise ValueError for an evaluation that the data, the model or the methods do not allow."""
+    """Raise ValueError if the evaluation settings do not fit the data, the model or the methods."""
     _ = task.metrics  # raises an error for a metric of another kind of task
     if pools and evaluation.finetune.epochs:
         raise ValueError(
-            f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client a model "
-            "of its own, and a method trains one model on the data of all clients. Set it to 0, or "
+            f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client its own "
+            "model, but a method trains one model on the data of all clients. Set it to 0, or "
             "leave the method out."
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
-            "evaluate.finetune.head=true, or a method, trains the head only, and the head of this "
-            "model is unknown. Give its last linear layer with model.head."
+            "evaluate.finetune.head=true, or a method, trains only the head, but the head of this "
+            "model is unknown. Set model.head to the name of its last linear layer."
         )
     has_classes = task.kind == "classification" and not task.has_unlabelled
     if evaluation.probe and not (has_head and has_classes):
@@ -389,18 +393,18 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
             if task.has_unlabelled:
                 problem = "some samples of this data have no class"
         raise ValueError(
-            f"evaluate.probe={evaluation.probe} measures features and classes, and {problem}. Set "
+            f"evaluate.probe={evaluation.probe} measures features and classes, but {problem}. Set "
             "evaluate.probe=0."
         )
 
 
 def _check_generation(generate: Generation, dataset: Dataset) -> None:
-    """Raise ValueError for prompts that the data cannot turn into tokens."""
+    """Raise ValueError for prompts that the data's tokenizer cannot encode."""
     if not generate.prompts:
         return
     if dataset.kind != "causal":
         raise ValueError(
-            f"evaluate.generate.prompts={generate.prompts} are for language data, and this data is "
+            f"evaluate.generate.prompts={generate.prompts} are for language data, but this data is "
             f"for {dataset.kind}. Set it to [], or choose data.kind=causal."
         )
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
@@ -414,7 +418,7 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
 
 
 def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
-    """Raise ValueError for a setting that needs what a learner does not have."""
+    """Raise ValueError for a setting that needs raysim's training steps or a `torch.nn.Module`."""
     declared = declarations.declarer("train")
     if declared is None:
         return
@@ -451,7 +455,7 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
 def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
-    A learner without gradients counts as 6 operations for each number that its clients send.
+    For a learner without gradients it is 6 operations for each number that its clients send.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

@@ -1,4 +1,4 @@
-"""Score the shared model and the clients' own models on a worker."""
+"""Score the shared model and clients' own models on a worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from raysim.training.worker_states import WorkerStates
 
 
 class Scorer:
-    """A scorer of models. It uses no random stream of training and changes no statistics."""
+    """The part of a worker that scores models.
+
+    It uses no random stream of training, and does not change BatchNorm's statistics.
+    """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
         self.spec, self.trainer, self.states, self.receiver = spec, trainer, states, receiver
@@ -48,7 +51,7 @@ class Scorer:
     ) -> list[ScoringReport | SetReport]:
         """Return the scores and losses of each task's rows, or the metrics of its set.
 
-        states: client states that are sent, one per task; empty if all are resident.
+        states: a client state for each task, or None if the worker has it; empty if it has all.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)
@@ -69,11 +72,11 @@ class Scorer:
     def best_version(
         self, client: int, versions: Sequence[PublishedVersion], state: ClientState[Tensor]
     ) -> int:
-        """Return the place of the version with the smallest loss on a client's training samples.
+        """Return the index of the version with the smallest loss on a client's training samples.
 
-        Losses are means over all samples, in eval mode and without augmentation. Of equal losses
-        the first one counts.
-        state: the client state to which the personal parameters belong.
+        Losses are means over all samples, in eval mode and without augmentation. Of versions with
+        equal losses the first one is returned.
+        state: the client state with the personal parameters.
         """
         self.trainer.set_training(False)
         losses = []
@@ -100,7 +103,7 @@ class Scorer:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
-        """Return the client state of a task's client, by full name."""
+        """Return the tensors of the client state of a task's client, by full name."""
         state = self.states.get(task.client, task.state, sent)
         return to_named_arrays(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
 
@@ -135,7 +138,7 @@ class Scorer:
     def _scored(
         self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None
     ) -> ScoredModel:
-        """Return the loaded model and the samples of a task, as a method sees them."""
+        """Return the argument of a method's `evaluate`: loaded model and samples of a task."""
         values: Mapping[str, Any] = {}
         if task.client >= 0:
             values = unpack(self.states.get(task.client, task.state, sent).methods)

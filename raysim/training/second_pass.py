@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Return the state of torch's generator on this device; empty during a capture.
+    """Return the state of torch's generator on this device; empty during a CUDA graph's capture.
 
-    A capture cannot read the generator. Steps that draw random numbers are not captured.
+    During a capture the generator cannot be read, but steps that draw random numbers are never
+    captured.
     """
     if device.type == "cpu":
         return torch.get_rng_state()
@@ -42,7 +43,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 class RecordedOutputs(Outputs):
-    """Outputs that note the state of torch's generator before each of them is computed."""
+    """Outputs of a first pass, with the state of torch's generator before each computation."""
 
     __slots__ = ("starts",)
 
@@ -51,17 +52,17 @@ class RecordedOutputs(Outputs):
         self.starts: dict[str, Tensor] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value stored as `name`, and store the random state before its computation."""
+        """Return the value stored as `name`; store the random state before computing it."""
         if self._kept.get(name) is None:
             self.starts[name] = generator_state(self.ctx.vector.data.device)
         return super().once(name, compute)
 
 
 class RepeatedOutputs(Outputs):
-    """The same outputs at other parameters, each with its random numbers of the first pass.
+    """The same outputs at other parameters, with the random numbers of the first pass.
 
-    An earlier stage of the iteration may have computed some of them. So each output has a state of
-    the generator.
+    An earlier stage of the iteration may have computed some of the outputs. Therefore each output
+    has its own generator state.
     """
 
     __slots__ = ("_first",)
@@ -80,13 +81,13 @@ class RepeatedOutputs(Outputs):
         set_generator_state(device, start)
         value = super().once(name, compute)
         if not torch.equal(current, start):
-            # In the first pass an earlier stage computed it; this pass drew nothing for it.
+            # An earlier stage computed this output, so the first pass drew no numbers for it.
             set_generator_state(device, current)
         return value
 
 
 class SecondPass:
-    """The state that a stage's first pass starts from. Create it before that pass."""
+    """The state from which a stage's first pass starts; create the object before that pass."""
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
         self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx
@@ -95,7 +96,7 @@ class SecondPass:
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
-        """Move the parameters in `runs` by `shift`, and repeat the pass with the same start.
+        """Shift the parameters in the slices `runs`; yield outputs for the same batch.
 
         Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator
         have the same bits as before.

@@ -1,6 +1,6 @@
-"""Make a step: one batch through the model, the losses of all methods, a gradient per stage.
+"""Make a step: one batch through the model, with the losses and gradients of all methods.
 
-Each stage ends with one step of its optimizer.
+A step has one or more stages; each computes a gradient and makes one optimizer step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 class OptimizedPart:
     """The parameters of a group that one optimizer moves.
 
-    name: the end of the optimizer's name; "" for the only part of a group.
-    places: positions in the group's parameters.
+    name: the end of the optimizer's name; "" if a group has only one part.
+    places: the positions of the part's parameters in the group.
     shared: the slices of the shared parameters that they cover.
-    factor: on the learning rate.
+    factor: the factor on the learning rate.
     """
 
     name: str
@@ -46,13 +46,13 @@ class ParameterGroup:
 
     params: list[nn.Parameter]
     views: list[Tensor]  # of the vector, one for each parameter, without gradient
-    runs: tuple[slice, ...]  # the contiguous parts of the vector that the parameters cover
-    shared: tuple[slice, ...]  # the runs that lie in the shared parameters
+    runs: tuple[slice, ...]  # the contiguous slices of the vector that the parameters cover
+    shared: tuple[slice, ...]  # the slices among them that contain shared parameters
     parts: tuple[OptimizedPart, ...]
 
 
 def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """Return a network ("fraug.generator") or a module in one ("model.extractor")."""
+    """Return a network ("fraug.generator") or a module of a network ("model.extractor")."""
     if name in networks:
         return networks[name]
     network, _, path = name.partition(".")
@@ -60,7 +60,7 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
-    """Put networks, or modules of them, into train mode (True) or eval mode, in this order."""
+    """Put networks or modules into train mode (True) or eval mode, in this order."""
     for name, training in modes.items():
         _find_module(networks, name).train(training)
 
@@ -79,7 +79,7 @@ NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
 
 
 class _StepHooks:
-    """The hooks that a run calls once for each batch, each with the method's name."""
+    """The hooks that are called for each batch, each with the name of its method."""
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
@@ -120,11 +120,11 @@ class _StepHooks:
 class Step:
     """One iteration on one batch, for every method and every stage.
 
-    clip: the largest norm of a stage's gradient; 0 allows any.
-    usual_loss: the task's loss, a mean over the batch, unless a method replaces it.
-    precision: the type of matrix products under autocast, while vector and optimizer keep theirs;
-    None uses no autocast.
-    rates: see `Local`.
+    clip: the largest norm of a stage's gradient; 0 allows any norm.
+    usual_loss: the task's loss, a mean over the batch, which a method may replace.
+    precision: the type of matrix products (autocast); None uses no autocast. Parameters and
+    optimizer keep their type.
+    rates: factors on the learning rate, see `Local`.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class Step:
         self.hooks = hooks
         self.usual_loss = usual_loss
         self._fixed = {} if declarations is None else declarations.fixed_parameters
-        # Whether the gradient is needed as one flat tensor.
+        # True if the gradient is needed as one flat tensor.
         self.is_flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
-        # By the address of the vector and the names in `Stage.trains`.
+        # Groups by the address of the vector and the names in `Stage.trains`.
         self._groups: dict[tuple[int, tuple[str, ...]], ParameterGroup] = {}
-        # Flat gradients by the address of the vector and their size. A CUDA graph may hold them, so
-        # none is ever replaced.
+        # Flat gradients by the address of the vector and their size. CUDA graphs use their memory,
+        # so they are never replaced.
         self._flat_gradients: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
-        """Make all stages on one batch.
+        """Make all stages of a step on one batch; return the task loss.
 
-        Returns the task loss without added terms, detached; None if no stage has it.
+        It is detached and without terms of methods; None if no stage has it.
         """
         out = self.outputs(ctx, batch)
         reported: Tensor | None = None
@@ -187,7 +187,7 @@ class Step:
         if self.precision is None:
             return self._objective(ctx, out)
         device = out.batch.inputs.device.type
-        # Without a cache: a recorded step would keep the casts of its recording.
+        # No cache: a recorded step would use the casts from the time of its recording.
         with torch.autocast(device, self.precision, cache_enabled=False):
             return self._objective(ctx, out)
 
@@ -300,14 +300,14 @@ class Step:
             entries = layout.entries_in(trains)
             if not entries:
                 raise ValueError(
-                    f"a stage trains {list(trains)}, where all parameters are frozen or missing. "
-                    "Give a part with parameters that are trained."
+                    f"a stage trains {list(trains)}, but these parts have no parameters, or only "
+                    "frozen ones. Give a part with trainable parameters."
                 )
             fixed = next((entry.name for entry in entries if entry.name in self._fixed), "")
             if fixed:
                 raise ValueError(
-                    f"a stage trains {fixed} among {list(trains)}, which method "
-                    f"'{self._fixed[fixed]}' fixes. Leave it out of the stage."
+                    f"a stage trains {list(trains)}, but method '{self._fixed[fixed]}' freezes "
+                    f"{fixed}. Leave it out of the stage."
                 )
             runs = layout.stretches(entries)
             group = self._groups[key] = ParameterGroup(
@@ -320,7 +320,7 @@ class Step:
         return group
 
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
-        """Return the parts of a group's parameters that have optimizers of their own."""
+        """Return the parts of a group's parameters that have separate optimizers."""
         factors = rate_factors(entries, self._rates)
         places_of: dict[tuple[OptimizerKind, float], list[int]] = {}
         for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):

@@ -16,12 +16,12 @@ from raysim.training.batched_lanes import linear_chain, step_methods
 from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
-# (clients in flight, lanes) that keep the lanes of a few workers busy. Measured on W2, in CPU time
-# of one thread.
+# The number of lanes by clients in flight, so that the lanes of a few workers are busy. Measured on
+# benchmark W2, in CPU time of one thread.
 _LANES_BY_CONCURRENCY = ((40, 10), (20, 5))
-_MAX_BATCHED_PARAMETERS = 1_000_000  # the products of larger models take all of the time
-# On a GPU, recorded: 10 lanes took 0.61 to 0.79 of the time of one with 0.4 to 11 M parameters
-# (H100, `bench gpu`).
+_MAX_BATCHED_PARAMETERS = 1_000_000  # in larger models the products take all the time
+# The number of lanes on a GPU with recorded steps: 10 lanes took 0.61 to 0.79 times as long as one
+# lane for models of 0.4 to 11 M parameters (H100, `bench gpu`).
 _GPU_LANES, _MAX_GPU_PARAMETERS = 10, 20_000_000
 _METHODS = "raysim.methods."
 
@@ -36,8 +36,8 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
         trainer = declarations.declarer("train")
         if trainer is not None:
             raise LanesError(
-                f"runtime.graph=true: method '{trainer.method}' trains without raysim's steps, "
-                "which are what is recorded. Set runtime.graph=false."
+                f"runtime.graph=true: method '{trainer.method}' trains without raysim's steps, but "
+                "only those can be recorded. Set runtime.graph=false."
             )
         if is_stochastic(*declarations.networks.values()):
             raise LanesError(
@@ -55,7 +55,7 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 
 
 def _unbatched_steps(local: Local) -> str:
-    """Return which setting needs steps of one client that are not recorded, or ""."""
+    """Return a phrase for a setting that needs unrecorded steps of single clients, or ""."""
     if local.optimizer == "muon":
         return "local.optimizer=muon orthogonalises the matrices of one client"
     if local.rates:
@@ -66,31 +66,33 @@ def _unbatched_steps(local: Local) -> str:
 
 
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why clients cannot be trained at once by batched products, or ""."""
+    """Return the reason why clients cannot be trained at once by batched products, or ""."""
     if spec.device != "cpu":
         return (
-            "several clients are trained at once on a CPU or from recorded steps, and this run has "
-            f"device={spec.device}"
+            "several clients can be trained at once only on a CPU or with recorded steps, but "
+            f"this run has device={spec.device}"
         )
     methods = step_methods(declarations)
     if methods:
-        return f"method '{methods[0]}' takes part in the step, which then trains one client"
+        return (
+            f"method '{methods[0]}' takes part in the step, which is possible only for one client"
+        )
     if spec.task.objective.has_ignored:
-        return "the loss of a batch is a mean over the labels that count, not over samples"
+        return "the loss of a batch is a mean over labels, not over samples"
     if isinstance(spec.task.shape, PackedShape):
         return "samples have several inputs"
     if linear_chain(declarations.networks, len(spec.task.shape)) is None:
-        return "the model is no chain of linear and pointwise layers, as model=mlp is"
+        return "the model is not a chain of linear and pointwise layers, such as model=mlp"
     return ""
 
 
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    concurrency: clients in flight. The number is the fastest one in measurements for such a model
-    and device: several on a GPU if steps are recorded; several on a CPU for small networks of
-    linear layers with full batches, where batched products save most of the time of Python and
-    autograd.
+    The number is the fastest one in measurements: several lanes on a GPU if steps are recorded, and
+    on a CPU for small networks of linear layers with full batches, where batched products save most
+    of the time of Python and autograd; else 1.
+    concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):
         return 1
@@ -114,9 +116,8 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool | None) -> bool:
     """Return True if steps are recorded.
 
-    setting: `runtime.graph`; None if it is not set. Then steps are recorded on a GPU, where that
-    was 1.5 to 2 times as fast, if model, loss and methods are part of raysim. Steps of other
-    models, losses and methods may be impossible to record.
+    setting: `runtime.graph`. None records steps on a GPU, where it was 1.5 to 2 times as fast, if
+    model, loss and methods are part of raysim; it may be impossible to record the steps of others.
     """
     if setting is not None:
         return setting

@@ -1,4 +1,4 @@
-"""Train one job: load its client, do its steps, and let the methods finish."""
+"""Train one job: load its client, make its steps, and call the methods' hooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from raysim.training.transfer import has_own_memory
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import LocalOptimizer
 
-OPTIMIZER = "local.kept."  # prefix of client state that holds a kept optimizer
+OPTIMIZER = "local.kept."  # prefix of the names of kept optimizers in client state
 _TASK_STAGES: Sequence[Sequence[Stage]] = ((Stage(),),)
 
 
@@ -51,14 +51,14 @@ class RunningJob:
 
     ctx: Context
     cycle: Sequence[Sequence[Stage]]  # the stages of each step, repeated
-    batches: Iterator[Batch]  # the batches to come
+    batches: Iterator[Batch]  # the remaining batches
     losses: list[Tensor] = field(default_factory=list)  # of the steps with the task loss
     initial_state: Collection[str] = ()  # names of the client state that the job began with
     result: LocalResult | None = None  # of a method that trains by itself
 
     @property
     def samples(self) -> int:
-        """The number of rows that were trained on in all epochs."""
+        """The number of rows on which the job trained, in all epochs."""
         if self.result is not None and self.result.samples is not None:
             return self.result.samples
         return len(self.ctx.plan.positions)
@@ -71,7 +71,7 @@ class RunningJob:
         return self.ctx.plan.steps
 
     def loss_rows(self) -> list[int]:
-        """Return the number of rows that each loss is averaged over."""
+        """Return for each loss the number of rows over which it is a mean."""
         if self.result is not None:
             return [self.samples] if self.losses else []
         has_task = [any(stage.has_task_loss for stage in stages) for stages in self.cycle]
@@ -140,7 +140,7 @@ class Trainer:
         self.prepared = PreparedBatches(self.data, self.planner)
         self.frozen_networks = FrozenNetworks(vector)
 
-    # --- what hooks see of the worker, through `WorkerView` ----------------------------------
+    # --- the functions of `WorkerView`, for hooks --------------------------------------------
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ class Trainer:
 
     # --- one job -----------------------------------------------------------------------------
     def train(self, *received: Any) -> Context:
-        """Train one job, with the arguments of `begin`. Errors of hooks and model propagate."""
+        """Train one job from begin to end; the arguments are those of `begin`."""
         running = self.begin(*received)
         self.steps(running)
         self.end(running)
@@ -188,8 +188,8 @@ class Trainer:
         """Load a client into the vector, plan its batches, and let the methods begin and prepare.
 
         base: [layout.shared], the received vector.
-        counters: see `load_vector`.
-        download: the other received tensors, by full name. Errors of hooks propagate.
+        counters: the received integer buffers, see `load_vector`.
+        download: the other received tensors, by full name.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)
@@ -210,7 +210,7 @@ class Trainer:
         for declared, begin in self.beginners:
             begin(ctx.view(declared.method))
         if self.beginners and self.vector.layout.personal:
-            ctx.start = copy_client_state(self.vector, {})  # frozen networks start from it, too
+            ctx.start = copy_client_state(self.vector, {})  # frozen networks use it, too
         if prepared is None:
             ctx.plan = self.planner.plan(ctx)
         else:
@@ -255,7 +255,7 @@ class Trainer:
         running.ctx.optimizers.put("own", optimizer, (trained,), 1.0)
 
     def end(self, running: RunningJob) -> None:
-        """Call the methods' `end`; afterwards the context holds upload, losses and client state."""
+        """Call the methods' `end`; afterwards the context has upload, losses and client state."""
         ctx = running.ctx
         ctx.losses = torch.stack(running.losses) if running.losses else torch.empty(0)
         for declared, end in self.finishers:
@@ -275,8 +275,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the vector with the task loss alone, on separate random streams.
 
-        rows: rows of the data set. Nothing happens without rows, or with one row if the model
-        cannot train on one.
+        rows: the rows of the data set to train on. Without rows, or with one row if the model
+        cannot train on one row, nothing happens.
         """
         samples = len(rows)
         if not samples or (samples == 1 and self.needs_two_rows and not settings.head):
@@ -358,7 +358,7 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of each step; they repeat."""
+        """Return the stages of the job's steps: a list of steps that is repeated."""
         if self.stager is None or self.stager.stages is None:
             return _TASK_STAGES
         return self.stager.stages(plan)

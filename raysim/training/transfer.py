@@ -1,6 +1,6 @@
-"""Copy tensors between a device and ordinary memory with few waits.
+"""Copy tensors between a device and ordinary memory, with few waits for the device.
 
-On a CPU both are the same memory, and nothing is copied.
+On a CPU, device memory is ordinary memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from raysim.vectors.optimizer import widest_float
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return True if Python and NumPy can only read a copy of the device's tensors."""
+    """Return True if a device has its own memory, which Python and NumPy cannot read directly."""
     return device.type != "cpu"
 
 
 def _silence_read_only_warning() -> None:
-    """Trigger and suppress PyTorch's warning about read-only arrays, which comes once a process.
+    """Suppress PyTorch's warning about read-only arrays, which appears once in a process.
 
-    Arrays from an object store are read-only; the tensors over them are only read.
+    Arrays from an object store are read-only, and raysim only reads the tensors that share their
+    memory.
     """
     array = np.zeros(1)
     array.flags.writeable = False
@@ -40,7 +41,7 @@ _silence_read_only_warning()
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on the device, without waiting; on a CPU a view.
 
-    Training can use the tensor, even if evaluation asked for it in inference mode.
+    Training can use the tensor even if this function was called in inference mode.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
@@ -49,15 +50,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
         return tensor.to(device)
 
 
-# The tensors of data sets, by file and part, and by device.
+# The tensors of data sets, by file, part and device.
 _dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictionary()
 
 
 def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of a data set on the device; on a CPU views.
+    """Return inputs and labels of a data set on the device; on a CPU they are views.
 
-    All workers of this process share one copy. Workers in other processes, such as Ray's, have
-    their own: GPU memory that another process lends is lost when that process dies.
+    All workers of a process share one copy. Workers in other processes, such as Ray's, have their
+    own copies, because shared GPU memory is lost when the process that allocated it dies.
     """
     tensors = []
     for part, array in (("inputs", dataset.inputs), ("labels", dataset.labels)):
@@ -87,7 +88,7 @@ class MemoryCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, tensor: Tensor) -> np.ndarray:
-        """Start to copy a tensor that will not change; return the array. On a CPU it is a view."""
+        """Start to copy a tensor, which must not change; return the array (on a CPU, a view)."""
         if not has_own_memory(tensor.device):
             return tensor.numpy()
         if self._stream is None:

@@ -23,13 +23,14 @@ from raysim.training.transfer import MemoryCopies, read_scalars, to_device
 from raysim.vectors.blocks import new_like
 from raysim.vectors.optimizer import widest_float
 
-_NO_COUNTERS = np.empty(0, np.int64)  # one object for all updates is pickled once per call
+# The same object in all updates, so that it is pickled once per call.
+_NO_COUNTERS = np.empty(0, np.int64)
 
 
 class NotFiniteError(FloatingPointError):
-    """The error of a client that would send or keep values that are not finite.
+    """The error of a client whose update or state has values that are nan or infinite.
 
-    entry: the full name of an upload, which contains the method's name; "" for parameters or loss.
+    entry: the full name of an upload, with the method's name; "" for parameters or loss.
     """
 
     def __init__(self, text: str, entry: str = ""):
@@ -38,7 +39,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the mean of batches' mean losses, weighted by their rows; nan without a batch."""
+    """Return the mean of the losses of batches, weighted by their rows; nan without batches."""
     if not rows:
         return losses.new_full((), nan)
     weights = to_device(np.array(rows, np.int64), losses.device)
@@ -47,7 +48,7 @@ def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class UpdateBuilder:
-    """The object that makes the updates and failures of a worker's jobs.
+    """The part of a worker that makes the updates and failures of its jobs.
 
     copies: copies values from the device; the caller waits for them.
     worker: the worker's name.
@@ -70,7 +71,7 @@ class UpdateBuilder:
         is_summed: bool,
         probe: Probe | None,
     ) -> Update:
-        """Return the update of a trained job; the vector's shared part is overwritten by the delta.
+        """Return the update of a trained job; the delta overwrites the vector's shared part.
 
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
@@ -131,12 +132,14 @@ class UpdateBuilder:
         delta: Tensor,
         upload: Mapping[str, Tensor],
     ) -> tuple[float, float]:
-        """Return the mean loss over the rows, and the norm of the delta; wait for the device once.
+        """Check that an update is finite; return the mean loss over rows and the norm of the delta.
+
+        It waits for the device once.
 
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
-        # A finite norm or sum has finite terms. Personal entries count, too: the client's next job
-        # would start from them.
+        # If a norm or sum is finite, all its terms are. Personal entries must be finite, too,
+        # because the client's next job starts from them.
         trained = self.layout.trained
         scalars = [
             mean_over_rows(losses, loss_rows),
@@ -166,7 +169,7 @@ class UpdateBuilder:
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
         what = f"'{name}'" if name else "a loss"
-        text = f"the training of method '{method}' left {what} that is not finite in "
+        text = f"the training of method '{method}' left {what} that is nan or infinite in "
         text += f"{self.spec.dtype}. Lower its learning rate, or check what it computes."
         return NotFiniteError(text, f"{method}.")
 
@@ -186,7 +189,7 @@ class UpdateBuilder:
         )
 
     def _describe_divergence(self, losses: Tensor, job: Job) -> str:
-        """Describe the step after which values were not finite, and what to change."""
+        """Return an error text: the first step that is not finite, and what to change."""
         rate = self.spec.settings.local.rate(job.version)
         steps = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         place = "the parameters are not finite"
@@ -194,7 +197,7 @@ class UpdateBuilder:
             place = f"the loss is not finite from step {steps[0] + 1} of {len(losses)}"
         methods = self.trainer.declarations.methods
         if steps and steps[0] == 0 and job.version == 0:
-            # Nothing has moved yet, so the learning rate is not the cause.
+            # No parameter has changed yet, so the learning rate is not the cause.
             suspects = ["the loss", "the data"] + [
                 f"method '{declared.method}'"
                 for declared in methods

@@ -1,4 +1,4 @@
-"""A worker: it trains and scores many clients on one device and keeps their states there."""
+"""Define the worker, which trains and scores many clients on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from raysim.vectors.layout import Vector
 
 
 class Worker(SeparateSums):
-    """A worker that trains and scores many clients on one device."""
+    """A worker, which trains and scores many clients on one device and keeps their states."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         make_deterministic(spec.threads)
@@ -68,7 +68,7 @@ class Worker(SeparateSums):
         self.updates = UpdateBuilder(spec, self.trainer, self.copies, name)
         self.scorer = Scorer(spec, self.trainer, self.states, self.receiver)
         self.probed_rows = np.empty(0, np.int64)
-        self._busy_s = 0.0  # seconds of work that no training result has reported yet
+        self._busy_s = 0.0  # seconds of work that are not yet in a training result
         self.spans = self._watch() if spec.profile else None
 
     def _make_trainer(self) -> Trainer:
@@ -99,7 +99,7 @@ class Worker(SeparateSums):
         return OneByOne(self.trainer)
 
     def _watch(self) -> Spans:
-        """From now on, measure the times of this worker's calls and of their parts."""
+        """Measure from now on how long this worker's calls and their parts take."""
         trainer = self.trainer
         parts: list[tuple[object, dict[str, str]]] = [
             (self, WORKER_CALLS),
@@ -116,11 +116,11 @@ class Worker(SeparateSums):
 
     @property
     def personalises(self) -> bool:
-        """Return True if a method makes a separate model for every client before it is scored."""
+        """True if a method makes a separate model for every client before it is scored."""
         return bool(self.scorer.personalisers)
 
     def ready(self) -> str:
-        """Return the worker's name, once it can work."""
+        """Return the worker's name. The call returns when the worker is ready."""
         return self.name
 
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
@@ -133,13 +133,13 @@ class Worker(SeparateSums):
         self.states.release(clients)
 
     def profile(self) -> WorkerTrack:
-        """Return how the time of the calls since the last profile was spent."""
+        """Return the times of the calls since the last profile, by kind of work."""
         assert self.spans is not None, "only a run with profile=true asks for it"
         calls = [(span.start, span.stop) for span in self.spans.calls]
         return WorkerTrack(self.spans.take(self.name), calls)
 
     def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Return what each client sends before round 0, by "method.name"."""
+        """Return the arrays that each client sends before round 0, by "method.name"."""
         contributions = []
         for client in clients:
             view = self.trainer.contribution(client)
@@ -166,9 +166,9 @@ class Worker(SeparateSums):
         that did not fail.
 
         groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`.
-        versions: how many published versions the jobs start from.
-        values: these versions; then, in stateful runs, the state from which each job starts, or
-        None if it is resident.
+        versions: the number of published versions from which the jobs start.
+        values: these versions; then, in stateful runs, the client state from which each job starts,
+        or None if it is on this worker.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -176,7 +176,7 @@ class Worker(SeparateSums):
         sums = WorkerSums(groups)
         published_of = {version.number: version for version in published}
         results: dict[int, _JobResult] = {}
-        # Ascending: a client's earlier jobs started from earlier versions.
+        # Ascending, because a client's earlier jobs start from earlier versions.
         for version in sorted({job.version for job in jobs}):
             places = [place for place, job in enumerate(jobs) if job.version == version]
             call = _TrainingCall(
@@ -232,18 +232,19 @@ class Worker(SeparateSums):
         return self.scorer.predictions(task, published, sent)
 
 
-# The update or failure of a job, and in stateful runs the client state that it left.
+# The update or failure of a job, and in stateful runs its final client state.
 _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
     """The jobs of one version in a call of `Worker.train`, as a `JobHandler` of the loop.
 
-    They have one learning rate. Their vectors differ if they start from different replicas.
+    The jobs have the same learning rate. They have different vectors if they start from different
+    replicas.
 
     published: the versions that the jobs start from, by number.
-    sent: for each job the client state that was sent, or None if it is resident; None for all jobs
-    in a run without client state.
+    sent: the client state that was sent for each job, or None if it is on this worker; None in a
+    run without client state.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class _TrainingCall:
         self.numbers = [job.number for job in jobs]
         self._order = worker.loop.order(self.numbers)
         self._unfinished = set(self.numbers)
-        # By place: when the job began, from which state and which vector.
+        # By place: the time at which the job began, its first client state and its first vector.
         self._begun: dict[int, tuple[float, ClientState[Tensor], Broadcast]] = {}
         self._results: dict[int, _JobResult] = {}
         self._received: tuple[int, Broadcast] | None = None  # the last version, and its number
@@ -271,7 +272,7 @@ class _TrainingCall:
         return [self._results[place] for place in range(len(self.jobs))]
 
     def is_ready(self, place: int) -> bool:
-        """Return True if the earlier job that produces the client state for this job has ended."""
+        """Return True if the earlier job that produces this job's client state has ended."""
         return self.jobs[place].state not in self._unfinished
 
     def begin(self, place: int) -> RunningJob:
@@ -318,7 +319,7 @@ class _TrainingCall:
         methods = running.ctx.state
         if worker.layout.has_personal:
             left = copy_client_state(worker.vector, methods)
-        else:  # two copies of nothing would take 5 us a job
+        else:  # two empty copies would take 5 us per job
             left = ClientState(state.personal, state.counters, methods)
         self._settle(place, update, worker.vector.shared if is_summed else None, left)
 

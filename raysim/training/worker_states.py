@@ -18,7 +18,7 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states of a worker: initial, resident or sent with a call.
+    """The client states of a worker: initial states, kept states, and states sent with a call.
 
     partition: the training samples of each client.
     device_bytes: see `ResidentStates`.
@@ -29,7 +29,7 @@ class WorkerStates:
     ):
         self.device = vector.data.device
         self.resident = ResidentStates(self.device, device_bytes)
-        # The state of a client that never trained, without what methods keep.
+        # The state of a client that never trained, without the state of methods.
         self.initial = copy_client_state(vector, {})
         self._dtype = vector.data.dtype
         self._partition = partition
@@ -38,9 +38,9 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the client state that a job left; -1 is the initial state.
+        """Return the final client state of a job; job -1 means the initial state.
 
-        sent: the state, if it came with the call.
+        sent: the state, if it was sent with the call; else None.
         """
         if job < 0:
             return self._initial_of(client)
@@ -51,7 +51,7 @@ class WorkerStates:
         return sent.each(lambda array: to_device(array, self.device))
 
     def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
-        """Keep the state that a job left."""
+        """Keep the final client state of a job."""
         return self.resident.put(client, job, state)
 
     def release(self, clients: Sequence[int]) -> None:
@@ -70,6 +70,6 @@ class WorkerStates:
         return ClientState(self.initial.personal, self.initial.counters, methods)
 
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of the run for floating tensors; numbers and integers keep theirs."""
+        """Return the dtype for storage: the run's dtype for floats, else the tensor's own."""
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

@@ -15,13 +15,14 @@ from raysim.vectors.tree_sum import num_levels
 
 
 class WorkerSums:
-    """Unnormalised weighted sums of deltas, one for each group of jobs.
+    """Weighted sums of deltas on a worker, not normalised, one for each group of jobs.
 
-    groups: numbers of the jobs in each sum: a part of the tree, in the order of acceptance.
+    groups: the numbers of the jobs in each sum, which are a part of the server's tree of sums, in
+    the order of acceptance.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]]):
-        # By number of a job: its group, and its position there.
+        # By the number of a job: its group, and its position in the group.
         self.places: dict[int, tuple[tuple[int, ...], int]] = {}
         for group in groups:
             for position, number in enumerate(group):
@@ -39,7 +40,7 @@ class WorkerSums:
 
     @property
     def totals(self) -> dict[tuple[int, ...], Tensor]:
-        """The sum of each group, on the device. A group whose jobs all failed has none."""
+        """The sum of each group, on the device. If all jobs of a group failed, it has no sum."""
         totals: dict[tuple[int, ...], Tensor] = {}
         for group, group_sum in self._sums.items():
             if group_sum.total is not None:
@@ -50,7 +51,7 @@ class WorkerSums:
 class GroupSum:
     """The sum of a part of the tree, whose leaves come in any order.
 
-    In order, at most `num_levels(count) + 1` vectors exist at once.
+    If they are added in order, at most `num_levels(count) + 1` vectors exist at the same time.
     count: the number of leaves.
     total: the sum, after the last leaf; None if all leaves are missing.
     """
@@ -75,14 +76,14 @@ class GroupSum:
 
 
 def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum, which does not depend on the order; both may be overwritten."""
+    """Return the sum of two vectors, either of which may be None; both may be overwritten."""
     if one is None or other is None:
         return other if one is None else one
     return one.add_(other)
 
 
 class SeparateSums:
-    """The part of a worker that returns sums as values of their own, which can stay on its node."""
+    """The part of a worker that returns sums as separate values, which can stay on its node."""
 
     train: Callable[..., Any]  # see `Worker.train`
 
