@@ -164,20 +164,21 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: rounds between scores; 0: never.
-    clients: the number of clients that are drawn for each score.
-    finetune: how client models are adapted before they are scored; these scores have columns of
-    their own.
+    every: the number of aggregations between scores; 0 means never.
+    clients: the number of clients that are drawn for each score, or "all".
+    finetune: how client models are adapted before they are scored; these scores have separate
+    columns.
     common: True also scores client models on the central test set.
-    probe: for local models before they are averaged, on `probe_rows` images of the central test
-    set.
-    decompose: for the loss decomposition, on at most `decompose_rows` training samples of a client.
-    metrics: names of the metrics that are computed.
-    metric: the main one; None is the first of them, or the usual metric for the data.
-    lower: metrics of the user for which a lower score is better.
+    probe: the number of aggregations between probes of local models before they are averaged, on
+    `probe_rows` images of the central test set; 0 means never.
+    decompose: the number of aggregations between loss decompositions, on at most `decompose_rows`
+    training samples of a client; 0 means never.
+    metrics: the names of the metrics that are computed.
+    metric: the main metric; None means the first of `metrics`, or the usual metric for the data.
+    lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that is drawn at the start, never trained, and scored in separate
     columns.
-    generate: the text that the final model writes, for language data.
+    generate: the texts that the final model writes, for language data.
     """
 
     every: int = 1
