@@ -89,7 +89,7 @@ def test_documents_start_rows_without_packing() -> None:
     assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
 
 
-def test_prompts_are_no_labels_and_leave_no_empty_rows() -> None:
+def test_prompts_are_not_labels_and_leave_no_empty_rows() -> None:
     raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[4, 5]]  # rows of only the prompt teach nothing
     assert raw.labels.tolist() == [[5, 0]]

@@ -70,7 +70,7 @@ def test_neutral_strengths_change_nothing(
     )
 
 
-def test_hue_shift_of_a_third_moves_red_to_green() -> None:
+def test_hue_shift_of_a_third_turns_red_to_green() -> None:
     assert torch.equal(shift_hue(IMAGES, torch.ones(30)), IMAGES)
     red = torch.tensor([255, 0, 0], dtype=torch.uint8).reshape(1, 3, 1, 1)
     assert shift_hue(red, torch.tensor([1 / 3])).flatten().tolist() == [0, 255, 0]
@@ -108,7 +108,7 @@ def test_grey_images_keep_saturation_and_hue(
 @pytest.mark.parametrize(
     ("change", "strengths"), [(scale_brightness, FACTORS), (scale_contrast, FACTORS)]
 )
-def test_one_channel_repeated_is_changed_as_one(
+def test_repeated_channel_changes_like_a_single_channel(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]

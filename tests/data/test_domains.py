@@ -112,7 +112,7 @@ def test_domains_missing_name_gets_suggestion(root: Path) -> None:
             Domains(domains=domains)
 
 
-def test_domains_reject_values(root: Path) -> None:
+def test_domains_reject_regression_data(root: Path) -> None:
     for split in ("train", "test"):
         write_parquet(
             root / f"ages/{split}.parquet", [picture() for _ in range(4)], [0.5, 1.5, 2.5, 3.5]

@@ -117,7 +117,7 @@ LABELS = {
 
 @pytest.mark.parametrize("write", FORMS)
 @pytest.mark.parametrize("name", LABELS)
-def test_every_source_reads_labels_alike(
+def test_every_source_reads_labels_in_the_same_way(
     write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
 ) -> None:
     labels, kind, outputs = LABELS[name]
@@ -131,7 +131,7 @@ def test_every_source_reads_labels_alike(
 
 
 @pytest.mark.parametrize("write", [write for write in FORMS if write is not as_arrays])
-def test_kind_setting_wins_in_every_source(
+def test_kind_setting_decides_in_every_source(
     write: Callable[[Path, np.ndarray], Source], tmp_path: Path
 ) -> None:
     source: Any = write(tmp_path, np.array([5.0, 4.0] * 6))
@@ -139,7 +139,7 @@ def test_kind_setting_wins_in_every_source(
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == [5.0, 4.0] * 6
 
 
-def test_kind_setting_wins_for_arrays() -> None:
+def test_kind_setting_decides_for_arrays() -> None:
     labels = np.arange(12) % 3
     dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == labels.tolist()
@@ -209,7 +209,7 @@ def test_infer_kind_by_form_of_labels(values: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("labels", [[0.5, 1.0], [np.inf, 1.0], [2.0**60, 1.0]])
-def test_floats_that_are_no_classes_are_rejected(labels: list[float]) -> None:
+def test_floats_that_cannot_be_classes_are_rejected(labels: list[float]) -> None:
     with pytest.raises(ValueError, match=r"place .*data\.kind=regression"):
         read_labels(np.array(labels), "classification", None, "place")
 
@@ -276,7 +276,7 @@ def test_lists_of_labels_from_python_are_several_labels(rows: list, names: list[
         assert {names[column] for column in np.flatnonzero(indicators)} == expected
 
 
-def test_lists_of_labels_next_to_array_are_rejected() -> None:
+def test_lists_in_one_half_and_array_in_other_are_rejected() -> None:
     with pytest.raises(ValueError, match="data: labels"):
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 

@@ -61,7 +61,7 @@ def test_strips_description_may_give_the_height(tmp_path: Path) -> None:
     assert built.shape == (1, 2, 4) and np.array_equal(built.inputs[1, 0], images[0, 2:])
 
 
-def test_strips_mistakes_name_the_file(tmp_path: Path) -> None:
+def test_error_in_strips_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=strips needs data\.root"):
         Strips().build()
     with pytest.raises(

@@ -115,7 +115,7 @@ def test_shards_folders_train_and_test(tmp_path: Path) -> None:
         ({"columns": ["age.npy"], "label": "image.png", "kind": "classification"}, "shape"),
     ],
 )
-def test_shards_mistakes_name_the_file(shards: str, settings: dict[str, Any], text: str) -> None:
+def test_error_in_shards_names_the_file(shards: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         WebDataset(root=shards, **settings).build()
 

@@ -61,7 +61,7 @@ def test_second_build_opens_file_of_the_first(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_cache_setting_wins_over_environment(tmp_path: Path) -> None:
+def test_cache_setting_replaces_environment_variable(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -315,7 +315,7 @@ def test_svhn_labels_and_pixels_keep_their_places(
     assert np.array_equal(built.inputs[1], images[..., 1].transpose(2, 0, 1))
 
 
-def test_torchvision_files_win_over_folder_of_the_set(
+def test_torchvision_files_are_read_before_a_folder(
     tmp_path: Path,
 ) -> None:
     strips = write_strips(tmp_path / "usps", size=16)

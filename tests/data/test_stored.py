@@ -92,7 +92,7 @@ def test_parquet_uses_hugging_face_class_names(tmp_path: Path) -> None:
     assert built.class_names == ["no", "yes", "maybe"] and built.labels.tolist() == [1, 1]
 
 
-def test_parquet_mistakes_name_key_and_file(tmp_path: Path) -> None:
+def test_parquet_error_names_key_and_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=parquet needs data\.root"):
         Parquet().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path / 'none'} .*train.parquet"):
@@ -111,7 +111,7 @@ def test_parquet_mistakes_name_key_and_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [10**6, 10**12, 2**63 - 1])
-def test_parquet_label_beyond_rows_makes_no_classes(label: int, tmp_path: Path) -> None:
+def test_parquet_label_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture(), picture()], [0, label])
     with pytest.raises(
@@ -276,7 +276,7 @@ def test_parquet_test_fraction_of_each_class_and_domain(
     assert not stored, "every image is there once"
 
 
-def test_parquet_test_file_wins_over_fraction(tmp_path: Path) -> None:
+def test_parquet_test_file_is_used_before_the_fraction(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture() for _ in range(4)], [0, 1, 0, 1])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
     built = Parquet(root=str(tmp_path), test_fraction=0.5).build()
@@ -308,7 +308,7 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_label_lists_beyond_rows_make_no_classes(label: int, tmp_path: Path) -> None:
+def test_label_in_lists_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
@@ -367,7 +367,7 @@ def test_label_lists_beyond_rows_make_no_classes(label: int, tmp_path: Path) -> 
         ),
     ],
 )
-def test_label_lists_name_wrong_values(
+def test_error_of_label_lists_names_wrong_values(
     labels: list, names: list[str] | None, value: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=value):
@@ -449,7 +449,7 @@ def test_label_lists_of_fixed_size_are_indicators(
             write_labels(tmp_path, train, test).build()
 
 
-def test_unsigned_labels_go_with_signed_ones(tmp_path: Path) -> None:
+def test_unsigned_and_signed_labels_are_joined(tmp_path: Path) -> None:
     built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
     assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
     with pytest.raises(ValueError, match=rf"test.parquet: column label .*{2**63}"):
@@ -531,7 +531,7 @@ def test_image_folder_domains_may_share_test_set(
     ]
 
 
-def test_image_folder_mistakes_name_key_and_file(tmp_path: Path) -> None:
+def test_image_folder_error_names_key_and_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=image_folder needs data\.root"):
         ImageFolder().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*no pictures"):

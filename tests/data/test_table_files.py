@@ -270,7 +270,7 @@ def test_csv_types_are_inferred_from_whole_file(tmp_path: Path) -> None:
     assert dataset.inputs[-1, 0] == 0.5
 
 
-def test_csv_quoted_text_is_no_missing_value(tmp_path: Path) -> None:
+def test_csv_quoted_text_is_not_a_missing_value(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text('a,label\n1,"NA"\n2,b\n3,"NA"\n4,b\n')
     assert Csv(str(tmp_path)).build().class_names == ["NA", "b"]
     (tmp_path / "train.csv").write_text("a,label\n1,NA\n2,b\n3,c\n4,b\n")

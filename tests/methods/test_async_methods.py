@@ -129,7 +129,7 @@ def test_alpha_1_takes_the_last_arrived_model() -> None:
     assert at.vector.tolist() == [5.0] * WIDTH, "buffers, too"
 
 
-def test_alpha_0_moves_nothing() -> None:
+def test_alpha_0_does_not_change_the_model() -> None:
     at = server(FedAsync(0.0))
     arrive(at, (0, 1.0), (1, 2.0))
     assert at.vector.tolist() == [0.0] * WIDTH
@@ -415,7 +415,7 @@ def test_fast_clients_bias_fedasync_and_fadas_only() -> None:
 # --- with others ------------------------------------------------------------------------------
 
 
-def test_single_arrivals_have_columns_and_stale_updates() -> None:
+def test_single_arrivals_are_stale_and_report_columns() -> None:
     for method, columns in (
         (FedAsync(), {"fedasync.rate"}),
         (CA2FL(0.3), {"ca2fl.seen"}),

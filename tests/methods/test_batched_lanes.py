@@ -80,17 +80,19 @@ def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
 
 class TestNumbers:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-    def test_every_local_option_ends_as_in_the_loop(self, local: Local) -> None:
+    def test_every_local_option_equals_training_one_by_one(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_methods_outside_the_step_end_as_in_the_loop(self, methods: Sequence[Method]) -> None:
+    def test_methods_outside_the_step_equal_training_one_by_one(
+        self, methods: Sequence[Method]
+    ) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
     @pytest.mark.parametrize("lanes", [2, 5, 10])
-    def test_any_number_of_lanes_ends_as_in_the_loop(self, lanes: int) -> None:
+    def test_any_number_of_lanes_equals_training_one_by_one(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
     def test_products_in_bfloat16_train_a_float32_vector(self) -> None:
@@ -125,14 +127,14 @@ class TestBits:
     @pytest.mark.parametrize(
         "local", [EPOCHS, Local(lr=0.01, optimizer="adam", batch=8)], ids=["sgd", "adam"]
     )
-    def test_no_other_client_changes_a_clients_bits(self, local: Local) -> None:
+    def test_other_clients_of_the_lanes_change_no_bit(self, local: Local) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32, local=local), jobs_of(6)
         together = trained(spec, jobs)
         for some in (jobs[::-1], [jobs[4], jobs[1]], jobs[2:3]):
             for client, delta in trained(spec, some).items():
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
-    def test_workers_and_a_resume_change_no_bit(self, tmp_path: Path) -> None:
+    def test_bits_are_the_same_on_two_workers_and_resumed(self, tmp_path: Path) -> None:
         def spec() -> RunSpec:
             return study(lanes=3, dtype=torch.float32)
 
@@ -214,13 +216,13 @@ class TestQualification:
         ],
         ids=["mlp", "nested", "logistic regression"],
     )
-    def test_chains_of_linear_and_pointwise_layers_qualify(self, model: nn.Module) -> None:
+    def test_chains_of_linear_layers_train_in_batched_lanes(self, model: nn.Module) -> None:
         layers = linear_chain({"model": model}, 3)
         assert layers is not None
         x = torch.randn(2, 1, 2, 3)
         assert torch.equal(nn.Sequential(*layers)(x), model(x))
 
-    def test_other_networks_do_not_qualify(self) -> None:
+    def test_other_networks_do_not_train_in_batched_lanes(self) -> None:
         linear = nn.Linear(4, 4)
         others = [
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
@@ -282,7 +284,7 @@ class TestUsualLanes:
         assert usual(local=Local(batch=64)) == 1, "no full batches"
         assert usual(device="cuda") == 1
 
-    def test_recording_gpu_uses_up_to_ten_lanes(self) -> None:
+    def test_gpu_with_recorded_steps_uses_up_to_ten_lanes(self) -> None:
         gpu: dict[str, Any] = {"device": "cuda", "graph": True}
         assert [usual(concurrency=count, **gpu) for count in (1, 4, 10, 1000)] == [1, 4, 10, 10]
         assert usual(model=NORMED, **gpu) == 10 and usual(Scaffold(), **gpu) == 10

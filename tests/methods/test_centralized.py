@@ -77,7 +77,7 @@ def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
 
 
-def test_neither_the_order_of_clients_nor_the_split_matters() -> None:
+def test_order_of_clients_and_split_change_nothing() -> None:
     data = population()
     train, order = data.partition.train, [2, 0, 3, 1]
     rows = [train.rows(client) for client in order]

@@ -603,7 +603,7 @@ def test_two_ray_workers_equal_one_process(name: str, workers: Workers) -> None:
 
 # --- staleness ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
-def test_state_of_the_last_accepted_job_counts(
+def test_client_state_is_that_of_the_last_accepted_job(
     name: str,
 ) -> None:
     spec = study(TABLE[name].make(), model=TABLE[name].model)
@@ -659,7 +659,7 @@ def test_training_results_do_not_move_the_clock(name: str) -> None:
 # --- what travels -------------------------------------------------------------------------------
 
 
-def test_messages_hold_declared_values_and_no_client_state(watched: Watched) -> None:
+def test_messages_contain_declared_values_and_no_client_state(watched: Watched) -> None:
     name, seen = watched.name, watched.seen
     row = TABLE.get(name.partition(" ")[0], Row(FedProx))  # FedAvg keeps and uploads nothing
     assert seen.uploads == {*row.uploads}
@@ -670,7 +670,7 @@ def test_messages_hold_declared_values_and_no_client_state(watched: Watched) -> 
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_messages_with_fedbn_hold_no_client_state(name: str) -> None:
+def test_messages_with_fedbn_contain_no_client_state(name: str) -> None:
     names = list(dict.fromkeys([name, "fedbn"]))
     if len(names) > 1 and clash(*names):
         return
@@ -725,7 +725,7 @@ def clash(first: str, second: str) -> bool:
 
 
 @pytest.mark.parametrize("first", list(TABLE)[:-1])
-def test_error_names_both_methods_that_clash(first: str) -> None:
+def test_error_names_both_methods_that_exclude_each_other(first: str) -> None:
     names = list(TABLE)
     for second in names[names.index(first) + 1 :]:
         if clash(first, second):
@@ -907,7 +907,7 @@ ALTERNATIVES = [
 ]
 
 
-def test_only_alternatives_exclude_each_other() -> None:
+def test_only_listed_alternatives_exclude_each_other() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
     assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
 

@@ -59,7 +59,7 @@ def test_domain_is_client_number_on_every_worker(
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
 
 
-def test_output_of_absent_client_is_only_pushed_down() -> None:
+def test_output_of_absent_client_only_decreases() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
@@ -101,7 +101,7 @@ def test_single_client_is_refused_and_two_are_not() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_fewer_steps_than_one_alternation_are_refused(ratio: int) -> None:
+def test_fewer_steps_than_a_cycle_are_refused(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} "):
         declare(method, local=Local(epochs=None, steps=ratio))
@@ -110,7 +110,7 @@ def test_fewer_steps_than_one_alternation_are_refused(ratio: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"rate": 0.5}, {"discriminator_steps": 2}], ids=str)
-def test_reversal_with_second_rate_or_steps_is_refused(settings: dict[str, Any]) -> None:
+def test_gradient_reversal_refuses_rate_and_steps(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"method\.dann\.mode=grl"):
         Dann(mode="grl", **settings)
 
@@ -118,7 +118,7 @@ def test_reversal_with_second_rate_or_steps_is_refused(settings: dict[str, Any])
 @pytest.mark.parametrize(
     "settings", [{"lam": -0.1}, {"width": 0}, {"discriminator_steps": 0}, {"rate": 0.0}], ids=str
 )
-def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> None:
+def test_error_of_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.dann\.{key}="):
         Dann(**settings)

@@ -84,7 +84,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("batch", "sizes"), [(1, [1] * 5), (2, [2] * 5), (3, [3, 2, 3, 2, 3]), (9, [5] * 5)]
 )
-def test_batches_use_all_samples_before_any_again(batch: int, sizes: list[int]) -> None:
+def test_batches_use_all_samples_before_any_repeats(batch: int, sizes: list[int]) -> None:
     rows = np.array([3, 5, 8, 11, 12])
     job: Any = SimpleNamespace(
         plan=SimpleNamespace(steps=5),

@@ -74,7 +74,7 @@ class Trap(nn.Module):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_batchnorm_is_recognised_by_type(scope: Any) -> None:
+def test_batchnorm_is_recognised_by_its_type(scope: Any) -> None:
     layers = ("bn1", "downsample.1", "synced")
     wanted = {f"{layer}.{entry}" for layer in layers for entry in SCOPES[scope]}
     assert set(private_names(FedBN(scope), Trap())) == wanted
@@ -260,7 +260,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str)
         FedBN(**settings)
 
 
-def test_model_without_normalisation_is_warned_of() -> None:
+def test_model_without_normalisation_warns() -> None:
     def warnings(method: FedBN, **others: Any) -> list[str]:
         return list(declare_run(run_spec(method, **others)).warnings)
 

@@ -88,7 +88,7 @@ def test_fresh_means_are_counted_and_nothing_is_uploaded() -> None:
     ],
     ids=["off", "means", "mixture", "unmixed", "no contrast", "once a round"],
 )
-def test_cost_is_a_pass_and_a_forward_where_data_change(method: FedBR, passes: float) -> None:
+def test_cost_counts_the_passes_over_pseudo_data(method: FedBR, passes: float) -> None:
     assert method.cost(participation_facts(None, 5, 30.0)) == pytest.approx(30 * passes)
 
 
@@ -101,7 +101,7 @@ def test_cost_is_a_pass_and_a_forward_where_data_change(method: FedBR, passes: f
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_rows_by_samples_draws_what_numpy_does(
+def test_rows_by_samples_equals_the_draws_of_numpy(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -137,9 +137,7 @@ def test_rows_by_samples_needs_no_array_over_clients() -> None:
     ],
     ids=str,
 )
-def test_projector_exists_where_something_is_projected(
-    settings: dict[str, Any], adds: bool
-) -> None:
+def test_projector_exists_only_if_it_is_needed(settings: dict[str, Any], adds: bool) -> None:
     assert (PROJECTOR in declare_run(run_spec(small(**settings))).networks) == adds
 
 
@@ -195,7 +193,7 @@ def test_mixture_without_a_proxy_set_is_refused(proxy: Source | None) -> None:
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fresh_means_are_refused_where_meaningless(settings: dict[str, Any]) -> None:
+def test_fresh_means_are_refused_with_once_or_mixture(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 
@@ -224,7 +222,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 NODE = {"_target_": "raysim.methods.fedbr.FedBR", "pseudo": "mixture"}
 
 
-def test_proxy_is_configured_as_the_data_are() -> None:
+def test_proxy_is_configured_like_the_data() -> None:
     proxy = {
         "_target_": "raysim.data.sources.Synthetic",
         "samples": 40,
@@ -250,6 +248,6 @@ def test_proxy_is_configured_as_the_data_are() -> None:
     ],
     ids=str,
 )
-def test_proxy_that_is_no_data_source_is_refused(proxy: Any) -> None:
+def test_proxy_must_be_a_data_source(proxy: Any) -> None:
     with pytest.raises(RefusedError, match=r"method\.fedbr\.proxy"):
         build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

@@ -238,7 +238,7 @@ def test_upload_is_the_mean_loss_of_the_last_epoch(
 # --- runs -------------------------------------------------------------------------------------
 
 
-def test_warmup_as_long_as_the_run_has_fedavgs_bits() -> None:
+def test_warmup_as_long_as_the_run_equals_fedavg_exactly() -> None:
     settings: dict[str, Any] = {"fleet": Ideal()} | UNIFORM
     ended, fedavg = (
         run(run_spec(*methods, model=NORMED), Synchronous(6), **settings)
@@ -249,7 +249,7 @@ def test_warmup_as_long_as_the_run_has_fedavgs_bits() -> None:
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_killed_run_resumes_to_the_same_bits_and_caches(
+def test_killed_run_resumes_to_the_same_bits_and_cache(
     schedule: Any, place: Any, tmp_path: Path
 ) -> None:
     def study() -> Any:

@@ -31,7 +31,7 @@ def test_absent_client_keeps_its_gradient() -> None:
     assert all(np.array_equal(gradients[1][name], value) for name, value in gradients[0].items())
 
 
-def test_alpha_zero_keeps_nothing_and_has_fedavgs_bits() -> None:
+def test_alpha_zero_keeps_nothing_and_equals_fedavg() -> None:
     ended, plain = (
         run(run_spec(FedDyn(0.0)), weighting="uniform"),
         run(run_spec(), weighting="uniform"),

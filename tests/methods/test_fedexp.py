@@ -47,7 +47,7 @@ def test_step_size_without_movement_is_the_minimum(epsilon: float) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8191, 8192, 8193, 40_000])
-def test_squared_norm_in_blocks_is_that_of_the_whole(size: int) -> None:
+def test_squared_norm_by_blocks_equals_that_of_the_whole(size: int) -> None:
     values = random(size).numpy().astype(np.float32)
     assert fedexp.squared_norm(values) == pytest.approx(
         float(np.square(values.astype(np.float64)).sum()), rel=1e-6
@@ -125,7 +125,7 @@ def test_step_size_ignores_changes_of_other_methods() -> None:
     [(FedExP(), Synchronous(1)), (FedExP(1e9), ROUNDS)],
     ids=["one client", "large epsilon"],
 )
-def test_step_size_one_gives_fedavgs_model(method: FedExP, schedule: Any) -> None:
+def test_step_size_one_equals_fedavg(method: FedExP, schedule: Any) -> None:
     ended, fedavg = (
         run(run_spec(*methods, model=NORMED_MLP), schedule, Ideal()) for methods in ([method], [])
     )
@@ -136,7 +136,7 @@ def test_step_size_one_gives_fedavgs_model(method: FedExP, schedule: Any) -> Non
 # --- what is scored ---------------------------------------------------------------------------
 
 
-def test_score_is_of_the_mean_of_the_last_two_iterates() -> None:
+def test_mean_of_the_last_two_models_is_scored() -> None:
     ended, watch = watched(FedExP(), rounds=3)
     trained, scored = ended.coordinator.layout.trained, ended.coordinator.server.scored()
     assert torch.equal(
@@ -146,17 +146,17 @@ def test_score_is_of_the_mean_of_the_last_two_iterates() -> None:
     assert not torch.equal(scored, watch.vectors[3])
 
 
-def test_score_before_the_first_step_is_of_the_model() -> None:
+def test_initial_model_is_scored_before_the_first_step() -> None:
     at = coordinate(run_spec(FedExP())).server
     assert torch.equal(at.scored(), at.vector)
 
 
-def test_score_after_the_first_round_is_of_its_model() -> None:
+def test_new_model_is_scored_after_the_first_round() -> None:
     ended, watch = watched(FedExP(), rounds=1)
     assert torch.equal(ended.coordinator.server.scored(), watch.vectors[1])
 
 
-def test_clients_train_from_the_newest_iterate() -> None:
+def test_clients_train_from_the_newest_model() -> None:
     far = FedExP(1e-9, minimum=40.0)  # two iterates that are far from each other
     ended, newest = (
         run(run_spec(method, model=MLP), EVERYBODY, Ideal(), rounds=2)

@@ -54,7 +54,7 @@ def test_exactly_opposite_updates_cancel() -> None:
         assert mean.abs().max() < 1e-5
 
 
-def test_update_of_zero_is_in_no_conflict() -> None:
+def test_zero_update_has_no_conflict() -> None:
     rows = torch.cat([GRADIENTS, torch.zeros(1, 4)])
     close(harmonized(rows)[:-1], harmonized())
     assert not harmonized(rows)[-1].any()
@@ -155,7 +155,7 @@ def test_random_order_comes_from_the_servers_stream() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["model", "tensor"])
-def test_server_without_conflicts_has_fedavgs_bits(granularity: Any) -> None:
+def test_aggregation_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None:
     agreeing = np.abs(DELTAS)
     params = step(server(FedGH(granularity=granularity)), list(range(8)), agreeing)
     assert torch.equal(params.params, step(server(), list(range(8)), agreeing).params)
@@ -193,7 +193,7 @@ def test_settings_out_of_range_are_refused(make: Any, says: str) -> None:
 
 
 # --- updates at right angles ------------------------------------------------------------------
-def test_original_right_angles_are_no_conflict() -> None:
+def test_orthogonal_original_updates_do_not_conflict() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
         "the third is at right angles to the first as it came"
@@ -202,7 +202,7 @@ def test_original_right_angles_are_no_conflict() -> None:
 
 
 @pytest.mark.parametrize("method", [FedGH, HierarchicalFedGH])
-def test_right_angles_are_not_counted_as_conflicts(method: type[Method]) -> None:
+def test_orthogonal_updates_are_not_counted_as_conflicts(method: type[Method]) -> None:
     deltas = np.zeros_like(DELTAS)
     deltas[0, 0] = deltas[1, 1] = 1.0
     target = server(method(), weighting="uniform")

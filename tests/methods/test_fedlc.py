@@ -151,7 +151,7 @@ def test_client_with_one_class_changes_nothing_and_is_counted() -> None:
     assert mixed.rows[0]["fedlc.one_class"] == 0.25
 
 
-def test_loss_without_margins_has_fedavgs_bits() -> None:
+def test_loss_without_margins_equals_fedavg_exactly() -> None:
     zero, fedavg = (
         run(run_spec(*methods, data=SKEWED, model=NORMED_MLP), fleet=Ideal())
         for methods in ([FedLC(0.0, count_floor=1.0)], [])

@@ -124,7 +124,7 @@ def step(clients: list[int], *methods: Method, weighting: Any = "samples") -> Se
     return server
 
 
-def test_single_participant_has_fedavgs_bits() -> None:
+def test_single_participant_equals_fedavg_exactly() -> None:
     assert torch.equal(step([4], PrincipalGradient()).vector, step([4]).vector)
 
 
@@ -146,7 +146,7 @@ def test_soft_labels_have_a_margin(methods: list[Method]) -> None:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def test_options_name_the_parts() -> None:
+def test_options_of_fedld_select_its_parts() -> None:
     for option, parts in (
         ("fedld", ["fedld_margin", "fedld_principal"]),
         ("fedld_margin", ["fedld_margin"]),

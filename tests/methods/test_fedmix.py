@@ -132,7 +132,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
 # --- the expansion ----------------------------------------------------------------------------
 
 
-def test_added_outputs_have_no_share_in_mean_targets() -> None:
+def test_mean_targets_of_added_outputs_are_zero() -> None:
     logits, labels = (
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
         torch.arange(4) % 3,

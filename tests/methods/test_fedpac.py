@@ -141,7 +141,7 @@ def test_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()
 
 
-def test_common_part_of_all_means_changes_no_weight() -> None:
+def test_common_part_of_all_class_means_changes_no_weight() -> None:
     weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
     for client in range(4):
         settings = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}
@@ -279,7 +279,7 @@ def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> di
         ([8], 20, 1, 0),
     ],
 )
-def test_head_has_its_passes_and_not_the_extractors_share(
+def test_head_trains_for_its_number_of_passes(
     sizes: list[int], samples: int, epochs: int, expected: int
 ) -> None:
     assert head_steps(sizes, samples, epochs) == expected
@@ -291,7 +291,7 @@ def test_head_has_its_passes_and_not_the_extractors_share(
 @pytest.mark.parametrize("others", [[], [FedBSS(warmup_rounds=0)]], ids=["alone", "with FedBSS"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_each_phase_changes_no_bit_of_the_other_part(
+def test_each_phase_changes_only_its_part_of_the_model(
     first: bool, epochs: int, others: list[Method]
 ) -> None:
     watch, method = Watch(), FedPAC(head_epochs=epochs)
@@ -307,7 +307,7 @@ def test_each_phase_changes_no_bit_of_the_other_part(
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7])
-def test_job_is_a_phase_of_each_of_two_optimizers(lam: float) -> None:
+def test_job_has_two_phases_with_separate_optimizers(lam: float) -> None:
     watch = Watch()
     study = run_spec(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
     ctx = train(Worker(study), client=3, download=prototypes())
@@ -518,7 +518,7 @@ def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:
     assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
-def test_heads_and_prototypes_are_counted_once_they_travel() -> None:
+def test_traffic_counts_heads_and_prototypes_when_sent() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     declarations, counts = declare_run(spec), spec.data.partition.train.counts
     loads, shared = Loads(spec, declarations, counts), declarations.layout.shared
@@ -543,7 +543,7 @@ def test_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
-def test_budget_that_the_head_uses_up_is_refused(key: str) -> None:
+def test_epochs_that_only_train_the_head_are_refused(key: str) -> None:
     def declare(budget: int) -> None:
         local: Any = {"epochs": None, key: budget}
         declare_run(run_spec(FedPAC(head_epochs=2), local=Local(**local)))

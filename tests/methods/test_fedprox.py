@@ -20,7 +20,7 @@ def added_gradient(mu: float, stage: Stage) -> list[float]:
     return grad.tolist()
 
 
-def test_only_the_stage_of_the_task_is_pulled() -> None:
+def test_only_the_stage_with_the_task_loss_is_pulled() -> None:
     assert added_gradient(0.5, Stage()) == [1.0] * 3
     assert (
         added_gradient(

@@ -67,7 +67,7 @@ def test_head_loses_its_bias_and_keeps_its_weights() -> None:
     assert "model.head.bias" not in {entry.name for entry in layout.entries}
 
 
-def test_alpha_one_has_fedavgs_bits_without_the_bias() -> None:
+def test_alpha_one_equals_fedavg_without_the_bias() -> None:
     one, fedavg, half = (
         run(run_spec(*methods, model=model, data=skewed()), fleet=Ideal())
         for methods, model in (

@@ -13,7 +13,7 @@ from raysim.methods.fedspeed import FedSpeed
 from raysim.training.run_spec import declare_run
 
 
-def test_shift_has_length_rho_and_is_zero_for_no_gradient() -> None:
+def test_shift_has_length_rho_or_is_zero_without_gradient() -> None:
     grad = torch.linspace(-3, 5, 11)
     assert float(sharpness_shift(grad, 0.3).norm()) == pytest.approx(0.3)
     assert float(sharpness_shift(grad * 1e-11, 0.3).norm()) == pytest.approx(0.3)

@@ -65,7 +65,7 @@ def test_score_is_the_log_of_the_mean_softmax_of_draws() -> None:
     assert abs(model.noise.mean()) < 0.2 and abs(model.noise.std() - 1) < 0.2
 
 
-def test_scoring_uses_no_stream_and_ignores_the_batch() -> None:
+def test_scores_depend_on_no_random_stream_or_batch() -> None:
     model = network().eval()
     before = torch.get_rng_state()
     whole = model(IMAGES)

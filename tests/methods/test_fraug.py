@@ -207,7 +207,7 @@ def test_method_and_run_store_the_same_optimizers() -> None:
 # --- the scale of embeddings ------------------------------------------------------------------
 
 
-def test_embeddings_that_leave_the_scale_are_warned_of() -> None:
+def test_too_large_generated_features_warn() -> None:
     method = small()
     text = method.scale_warning({"fraug.real_norm": 19.0, "fraug.generated_norm": 843.0})
     assert "843" in text and "19" in text
@@ -340,7 +340,7 @@ def test_cost_is_a_forward_pass_and_small_networks() -> None:
     assert cheap.cost(job) == pytest.approx(30 * generator / classifier)
 
 
-def test_model_without_batchnorm_is_warned_of() -> None:
+def test_model_without_batchnorm_warns() -> None:
     (text,) = declare_run(run_spec(small(), model=MLP)).warnings
     assert "no BatchNorm" in text and "RTNet" in text
     assert not [*declare_run(run_spec(small(), model=NORMED)).warnings]
@@ -356,7 +356,7 @@ class Nested(NormedMlp):
         return model
 
 
-def test_head_that_is_no_linear_layer_is_refused() -> None:
+def test_head_must_be_a_linear_layer() -> None:
     with pytest.raises(ValueError, match=r"^model: method 'fraug'"):
         declare_run(run_spec(small(), model=Nested()))
 

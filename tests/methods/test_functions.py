@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class TestFedAvg:
-    def test_sum_leaves_out_a_diverged_client_of_weight_zero(self) -> None:
+    def test_sum_ignores_a_diverged_client_of_weight_zero(self) -> None:
         vectors = torch.stack([vector(1, 2), vector(math.nan, math.inf), vector(3, 6)])
         assert torch.equal(fedavg.weighted_average(vectors, vector(1, 0, 1)), vector(2, 4))
 
@@ -32,7 +32,7 @@ class TestFedAvg:
         with pytest.raises(ValueError, match="weights"):
             fedavg.weight_total(vector(*weights))
 
-    def test_sum_is_folded_in_row_order(self) -> None:
+    def test_sum_adds_rows_in_order(self) -> None:
         vectors = torch.tensor([[1e8], [1.0], [-1e8]], dtype=torch.float32)
         ones = torch.ones(3)
         assert fedavg.weighted_sum(vectors, ones).item() == 0.0
@@ -43,7 +43,7 @@ class TestScaffold:
     @pytest.mark.parametrize(
         ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
     )
-    def test_client_whose_parameters_cannot_change_is_refused(
+    def test_control_variate_needs_steps_and_learning_rate(
         self, lr: float, num_steps: int, momentum: float
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):

@@ -74,7 +74,7 @@ def recorder() -> Recorder:
     return method
 
 
-def test_prepare_follows_begin_and_knows_the_plan(recorder: Recorder) -> None:
+def test_prepare_is_called_after_begin_with_the_plan(recorder: Recorder) -> None:
     begun, prepared = recorder.events[::2], recorder.events[1::2]
     assert [client for _, client in begun] == [client for _, client in prepared]
     assert {name for name, _ in begun} == {"begin"}
@@ -126,7 +126,7 @@ class FixedHead(Method):
         run.stages([Stage(trains=self.trains)])
 
 
-def test_fixed_parameters_neither_move_nor_travel_nor_are_stored() -> None:
+def test_fixed_parameters_never_change_or_travel() -> None:
     result = run(run_spec(FixedHead("model.extractor"), model=NORMED_MLP), ROUNDS, rounds=2)
     layout = result.coordinator.layout
     personal = {entry.name for entry in layout.entries if entry.personal}

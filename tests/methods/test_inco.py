@@ -75,7 +75,7 @@ def test_kernels_of_two_numbers_are_mixed_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_source_of_zero_halves_and_equal_source_doubles(
+def test_source_of_zeros_halves_and_equal_source_doubles(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -85,7 +85,7 @@ def test_source_of_zero_halves_and_equal_source_doubles(
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_values_behind_the_rows_do_not_change() -> None:
+def test_values_after_the_rows_do_not_change() -> None:
     """Rows are mixed 64 at a time, and 100 is no multiple."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
@@ -93,7 +93,7 @@ def test_values_behind_the_rows_do_not_change() -> None:
     assert np.array_equal(rows[100:], before[100:]) and not np.any(rows[:100] == before[:100])
 
 
-def test_arguments_do_not_change() -> None:
+def test_arguments_of_mixing_do_not_change() -> None:
     target, source = TARGET.clone(), SOURCE.clone()
     for align in ALIGNS:
         mixed(target, source, align=align, value_clip=0.01)
@@ -129,7 +129,7 @@ def test_sources_of_bottlenecks_have_the_same_name() -> None:
 
 
 @pytest.mark.parametrize("model", [NORMED, MLP, Cct7()], ids=["cnn", "mlp", "cct"])
-def test_model_without_pairs_of_blocks_is_warned_of(
+def test_model_without_pairs_of_blocks_warns(
     model: ModelRecipe,
 ) -> None:
     assert paired(model) == {}
@@ -229,7 +229,7 @@ def _differs(before: Watch, after: Watch, entry: Any) -> bool:
 
 
 @pytest.mark.parametrize("model", [NORMED, NORMED_MLP], ids=["cnn", "mlp"])
-def test_model_without_pairs_has_fedavgs_bits(model: ModelRecipe) -> None:
+def test_model_without_pairs_of_blocks_equals_fedavg(model: ModelRecipe) -> None:
     ended, fedavg = (
         run(run_spec(*methods, model=model), fleet=Ideal(), weighting="uniform")
         for methods in ([InCo()], [])

@@ -72,7 +72,7 @@ class Watch(Method):
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_no_float_travels_in_either_direction(
+def test_local_training_sends_nothing_in_either_direction(
     schedule: Any, model: ModelRecipe, keep: bool
 ) -> None:
     study = run_spec(LocalTraining(keep), model=model)
@@ -102,7 +102,7 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("name", POPULATIONS)
-def test_model_depends_on_own_data_and_jobs_only(name: str, keep: bool) -> None:
+def test_client_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
         run(

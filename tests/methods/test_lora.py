@@ -76,7 +76,7 @@ def test_memory_holds_one_base_for_any_number_of_clients(base: Any) -> None:
     assert count_bases(2) == count_bases(16) == 1
 
 
-def test_flora_counts_stack_and_not_the_weights() -> None:
+def test_flora_counts_stacked_factors_and_not_weights() -> None:
     ended = run(run_spec(FLoRA(), model=ADAPTED, size=4), ROUNDS)
     jobs = [job for aggregation in ended.aggregations for job in aggregation.dispatched]
     assert {job.up for job in jobs} == {RANK * FACTORS + HEAD}
@@ -97,7 +97,7 @@ def test_ranks_follow_the_kind_of_device(method: Any) -> None:
             assert job.up == rank * (64 + 12) + head
 
 
-def test_ranks_that_a_client_lacks_stay_zero() -> None:
+def test_ranks_above_the_clients_rank_stay_zero() -> None:
     # the proximal term pulls to the received factors, which have all ranks
     spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
     spy = Spy(spec)
@@ -120,7 +120,7 @@ def test_wrong_ranks_are_refused(method: Any, ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [FFALoRA, FlexLoRA, HetLoRA, FLoRA])
-def test_methods_of_adapters_refuse_a_model_without(method: Any) -> None:
+def test_methods_for_adapters_refuse_models_without_them(method: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.rank"):
         declare_run(run_spec(method(), model=MLP))
 

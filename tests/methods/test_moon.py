@@ -92,7 +92,7 @@ def test_frozen_models_do_not_change_running_statistics() -> None:
     assert max(steps) > 2
 
 
-def test_previous_model_like_the_received_changes_no_step() -> None:
+def test_previous_model_equal_to_received_changes_no_step() -> None:
     local = Local(lr=0.5, epochs=None, steps=1, batch=8)
 
     def trained(mu: float, shift: float) -> Tensor:
@@ -116,7 +116,7 @@ def test_previous_model_like_the_received_changes_no_step() -> None:
     [{"mu": -1.0}, {"temperature": 0.0}, {"width": 0}, {"out": 0}, {"previous": 0}],
     ids=str,
 )
-def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> None:
+def test_error_of_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.moon\.{key}="):
         Moon(**settings)

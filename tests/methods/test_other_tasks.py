@@ -75,7 +75,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_or_is_refused_by_its_name(name: str, kind: str) -> None:
+def test_method_trains_or_is_refused_with_its_name(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]

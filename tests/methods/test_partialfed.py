@@ -149,7 +149,7 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 }
 
 
-def test_layer_is_a_module_with_entries_of_its_own() -> None:
+def test_layer_is_a_module_with_its_own_tensors() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
@@ -349,7 +349,7 @@ def test_policy_gradient_is_zero_if_both_models_are_equal() -> None:
     assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
 
 
-def test_policy_keeps_layers_that_the_received_model_spoils() -> None:
+def test_policy_keeps_layers_that_are_worse_in_received_model() -> None:
     client = Client(
         PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
     )
@@ -363,13 +363,13 @@ def test_policy_keeps_layers_that_the_received_model_spoils() -> None:
     assert difference[2] < -1 and ctx.report["partialfed.loaded"] == pytest.approx(2 / 3)
 
 
-def test_decision_can_be_drawn() -> None:
+def test_loaded_layers_can_be_drawn_at_random() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9, sample_decision=True))
     ended = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
     assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_relaxed_model_has_a_derivative_by_statistics() -> None:
+def test_relaxed_model_has_gradients_of_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)
@@ -406,7 +406,7 @@ def test_relaxed_model_has_a_derivative_by_statistics() -> None:
     )
 
 
-def test_policy_costs_its_batches_from_the_second_job() -> None:
+def test_cost_counts_policy_batches_from_the_second_job() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60
@@ -415,7 +415,7 @@ def test_policy_costs_its_batches_from_the_second_job() -> None:
     assert not declared.has_hook("cost")
 
 
-def test_all_layers_travel() -> None:
+def test_all_layers_are_sent() -> None:
     partial = run(run_spec(PartialFed("none"), model=NORMED_MLP)).rows[-1]
     fedavg = run(run_spec(model=NORMED_MLP)).rows[-1]
     assert all(partial[key] == fedavg[key] for key in ("floats_down", "floats_up"))
@@ -493,7 +493,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str)
         PartialFed(**settings)
 
 
-def test_strategy_is_checked_against_the_model() -> None:
+def test_strategy_must_fit_the_model() -> None:
     def warnings(method: PartialFed) -> list[str]:
         return list(declare_run(run_spec(method, model=MLP)).warnings)
 
@@ -505,7 +505,7 @@ def test_strategy_is_checked_against_the_model() -> None:
         assert not warnings(method)
 
 
-def test_decision_follows_the_slightly_larger_logit() -> None:
+def test_layer_with_slightly_larger_logit_is_loaded() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()

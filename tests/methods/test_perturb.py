@@ -51,7 +51,7 @@ def bits_with(name: str, *more: Method) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["fedavg", *PARTNERS])
-def test_second_pass_sees_the_same_with_every_method(
+def test_second_pass_repeats_the_first_with_every_method(
     name: str,
 ) -> None:
     alone = bits_with(name)

@@ -127,7 +127,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("local", RECORDED.values(), ids=RECORDED)
     @pytest.mark.parametrize("lanes", [1, 3])
-    def test_rates_and_counts_of_steps_are_inputs(self, local: Local, lanes: int) -> None:
+    def test_learning_rates_and_step_counts_are_inputs(self, local: Local, lanes: int) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
         assert 1 <= len(loop_of(ended).recordings) <= 8, (
             "one for each size of a batch and each lane, whatever the rate"
@@ -141,7 +141,7 @@ class TestNumbers:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_convolutions_and_batchnorm_end_as_in_the_loop(self) -> None:
+    def test_convolutions_and_batchnorm_equal_training_one_by_one(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
     def test_second_pass_of_a_later_stage_is_recorded(self) -> None:
@@ -157,7 +157,7 @@ class TestNumbers:
             rounds=3,
         )
 
-    def test_clients_may_be_sent_different_things(self) -> None:
+    def test_clients_may_receive_different_tensors(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
     @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ class Leaning(Method):
 
 class TestBits:
     @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedsam", "mixup"])
-    def test_no_other_client_changes_a_clients_bits(self, name: str) -> None:
+    def test_other_clients_of_the_lanes_change_no_bit(self, name: str) -> None:
         spec = study(name)
         jobs = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(6))]
         together = trained(spec, jobs)
@@ -265,7 +265,7 @@ class TestInputs:
     def test_later_entry_of_a_job_selects_the_recording(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_entry_that_the_step_writes_is_no_input(self) -> None:
+    def test_entry_that_the_step_only_writes_is_not_an_input(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -390,7 +390,7 @@ def test_failing_client_does_not_change_the_others(hook: str) -> None:
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_later_modes_win() -> None:
+def test_later_modes_replace_earlier_modes() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

@@ -33,7 +33,7 @@ def test_fragments_divide_the_layers(pattern: Pattern, expected: list[int]) -> N
     assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
 
 
-def test_fragments_that_were_due_are_counted_from_the_last_job() -> None:
+def test_download_counts_fragments_since_the_last_job() -> None:
     assert due_fragments(4, 5, 3) == [1]
     assert due_fragments(2, 5, 3) == [2, 0, 1]
     assert due_fragments(0, 9, 3) == [0, 1, 2]  # all, each of them once
@@ -59,7 +59,7 @@ def test_only_the_fragment_of_the_round_moves() -> None:
     assert not (new_body == same_body).all() and (same_head == new_head).all()
 
 
-def test_run_warns_of_more_fragments_than_layers() -> None:
+def test_more_fragments_than_layers_warn() -> None:
     (text,) = declare_run(run_spec(StreamingDiLoCo(5), model=DEEP)).warnings
     assert text.startswith("method.streaming_diloco.fragments=5: 1 ")
     assert not [*declare_run(run_spec(StreamingDiLoCo(4), model=DEEP)).warnings]

@@ -85,12 +85,12 @@ def most_waits(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_steps_of_a_job_wait_for_no_value(name: str) -> None:
+def test_steps_of_a_job_never_wait_for_the_device(name: str) -> None:
     # Kept optimisers read once a job, for each stage, how many steps they have made.
     assert most_waits(name) == {"local": 1, "fraug": 3}.get(name, 0)
 
 
-def test_step_that_waits_is_counted() -> None:
+def test_step_that_waits_for_the_device_is_counted() -> None:
     with Counter() as counter:
         assert torch.ones(1).item() == 1 and bool(torch.ones(1) > 0)
     assert len(counter.operations) == 2

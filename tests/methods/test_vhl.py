@@ -162,7 +162,7 @@ def test_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], key:
 # --- scores -----------------------------------------------------------------------------------
 
 
-def test_extra_labels_have_outputs_of_their_own() -> None:
+def test_extra_labels_have_separate_outputs() -> None:
     extra, shared = (
         build_networks(run_spec(Vhl(**SMALL, label_mode=mode)))[0]["model"]  # type: ignore[arg-type]
         for mode in ("extra", "shared")

@@ -360,7 +360,7 @@ def test_cct_starts_with_deviations_of_its_source() -> None:
         assert layer.bias is None or not layer.bias.any()
 
 
-def test_cct_block_carries_normalised_residual() -> None:
+def test_cct_block_adds_to_its_normalised_input() -> None:
     block = Cct7().build(CIFAR, 100, seed=1).extractor[8].eval()
     with torch.no_grad():
         for parameter in block.parameters():
@@ -459,7 +459,7 @@ def test_pretrained_weights_come_from_the_cache(
         ResNet(18, stem="imagenet", pretrained=True).build(LARGE, 65, seed=1)
 
 
-def test_missing_pretrained_weights_are_an_error(
+def test_missing_pretrained_weights_raise_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def offline(*_args: object, **_options: object) -> None:

@@ -178,7 +178,7 @@ def test_custom_function_gets_data_arguments_and_seed() -> None:
     )
 
 
-def test_custom_module_is_where_training_starts() -> None:
+def test_training_starts_from_the_custom_module() -> None:
     net = Two()
     model = CustomModel(net).build(SHAPE, 5, 1)
     assert isinstance(model, WholeNetwork)  # its last linear layer is another one
@@ -209,7 +209,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_recipe_without_head_is_split_too() -> None:
+def test_recipe_without_a_named_head_is_split() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]
@@ -256,7 +256,7 @@ def test_missing_package_names_its_extra(
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
-def test_renamed_classes_are_answered_with_their_new_names() -> None:
+def test_error_for_old_class_name_gives_the_new_name() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
     with pytest.raises(RefusedError, match="HuggingFaceModel"):
@@ -264,7 +264,7 @@ def test_renamed_classes_are_answered_with_their_new_names() -> None:
 
 
 # ---- adapters ------------------------------------------------------------------------------------
-def test_adapters_and_head_alone_are_trained() -> None:
+def test_only_adapters_and_head_are_trained() -> None:
     recipe = Transformer(lora=Lora(rank=2))
     model, again = (recipe.build((6,), 3, 5, Tokens(11)) for _ in range(2))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -48,7 +48,7 @@ def outputs_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tens
     ],
     ids=str,
 )
-def test_stored_layer_has_the_bits_of_a_rounded_one(layer: Any, shape: tuple[int, ...]) -> None:
+def test_stored_layer_equals_a_rounded_layer_exactly(layer: Any, shape: tuple[int, ...]) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     layer.requires_grad_(False)
     kept = stored(layer)

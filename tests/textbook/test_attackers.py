@@ -63,7 +63,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_attacked_run_ends_where_its_textbook_does(name: str) -> None:
+def test_attacked_run_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -114,7 +114,7 @@ def test_robust_rules_resist_attacks_that_break_the_mean(rule: Method) -> None:
     assert length(rule) < 1e2 < 1e4 < length()
 
 
-def test_attack_longer_than_the_norm_is_a_failure() -> None:
+def test_attack_above_the_largest_norm_is_a_failure() -> None:
     spec = with_settings(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
     attacked = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
     assert {failure.client for failure in attacked.failures} == {*spec.attackers.clients.tolist()}
@@ -128,7 +128,7 @@ def test_attack_longer_than_the_norm_is_a_failure() -> None:
     ] and attacked.coordinator.server.vector.norm() < 100
 
 
-def test_alie_numbers_by_hand() -> None:
+def test_alie_equals_a_computation_by_hand() -> None:
     assert largest_z(50, 12) == pytest.approx(attackers.z_max(50, 12)) and largest_z(10, 1) == 0.0
     assert largest_z(4, 3) == 0.0 and 0 < largest_z(5, 3) < 1
     rows = [torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]

@@ -200,7 +200,7 @@ class TestSigns:
         np.testing.assert_allclose(coded(SignSGD(size=None), values), expected, rtol=1e-6)
         assert SignSGD(size=None).words(LAYOUT) == 1 + math.ceil(len(values) / 32)
 
-    def test_fixed_size_travels_as_one_bit_an_entry(self) -> None:
+    def test_fixed_size_sends_one_bit_per_entry(self) -> None:
         values = values_of(LAYOUT)
         expected = np.where(values < 0, np.float32(-0.5), np.float32(0.5))
         assert (coded(SignSGD(size=0.5), values) == expected).all()
@@ -312,7 +312,7 @@ ALL = [
 
 class TestFeedback:
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_values_and_memory_follow_the_papers(self, kind: str) -> None:
+    def test_error_feedback_follows_the_papers(self, kind: str) -> None:
         def largest(values: np.ndarray) -> np.ndarray:
             kept = np.zeros_like(values)
             order = np.argsort(-np.abs(values), kind="stable")[: math.ceil(0.1 * len(values))]

@@ -80,11 +80,11 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
+def test_plain_training_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
-def test_rows_with_late_updates_have_some() -> None:
+def test_buffered_run_has_stale_updates() -> None:
     ended = run(
         run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
         Buffered(4, 2),
@@ -132,7 +132,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_clients_are_dispatched_as_on_paper(schedule: Any, fleet: str) -> None:
+def test_dispatches_equal_a_computation_by_hand(schedule: Any, fleet: str) -> None:
     coordinator, ledger, runtime = untrained_run(COUNTS, schedule, FLEETS[fleet], rounds=12)
     events = [*coordinator.run()]
     wanted = expected(schedule, fleet, 12)
@@ -216,7 +216,7 @@ def test_virtual_time_counts_passes_and_batches() -> None:
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_numbers_of_a_checkpoint_are_those_on_paper(
+def test_numbers_in_a_checkpoint_equal_those_by_hand(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}

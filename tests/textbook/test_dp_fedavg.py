@@ -46,7 +46,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_run_ends_where_its_textbook_does(name: str) -> None:
+def test_run_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 

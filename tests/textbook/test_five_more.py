@@ -125,5 +125,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_ends_where_its_textbook_does(name: str) -> None:
+def test_method_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])

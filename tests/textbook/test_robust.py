@@ -76,7 +76,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_run_ends_where_its_textbook_does(name: str) -> None:
+def test_run_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -108,13 +108,13 @@ def test_two_attackers_of_seven_stay_within_honest_updates(attack: float) -> Non
 
 
 @pytest.mark.parametrize("attack", [1e6, -1e6])
-def test_geometric_median_returns_from_a_far_mean(attack: float) -> None:
+def test_geometric_median_is_near_honest_updates(attack: float) -> None:
     honest = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     updates = torch.cat([honest, torch.full((2, 40), attack, dtype=torch.float64)])
     assert geometric_median(updates, 50).norm() < 2 * honest.norm()
 
 
-def test_rules_of_five_numbers() -> None:
+def test_robust_rules_of_five_numbers() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]], dtype=torch.float64)
     assert coordinate_median(values).item() == 4.0
     assert coordinate_median(values[:4]).item() == 3.0
@@ -128,7 +128,7 @@ def test_rules_of_five_numbers() -> None:
     assert clip_factor(torch.tensor([3.0, 4.0]), 5.0) == 1.0
 
 
-def test_trimmed_share_is_not_rounded_down_by_floats() -> None:
+def test_trimmed_count_has_no_floating_point_error() -> None:
     assert [num_trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2]
     assert num_trimmed(100, 0.29) == 29
 

@@ -68,7 +68,7 @@ OORT = {
 
 
 @pytest.mark.parametrize("name", OORT)
-def test_oort_chooses_as_by_hand(name: str) -> None:
+def test_oort_choice_equals_a_computation_by_hand(name: str) -> None:
     rule = OORT[name]
     result, reports, _ = logged_run(rule, rounds=14)
     samples = samples_of(result)
@@ -106,7 +106,7 @@ def test_oort_chooses_as_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["last", "measured"])
-def test_power_of_choice_chooses_as_by_hand(loss: str) -> None:
+def test_power_of_choice_equals_a_computation_by_hand(loss: str) -> None:
     result, reports, by_hand = logged_run(PowerOfChoice(7, loss=loss), rounds=8)
     samples = samples_of(result)
     known: dict[int, float] = {}

@@ -219,7 +219,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_ends_where_its_textbook_does(
+def test_method_equals_its_textbook_computation(
     name: str,
 ) -> None:
     check(ROWS[name])

@@ -12,7 +12,7 @@ NAMES = ("fedavg", "dann", "fedbr", "fedmix", "fedsr", "fraug", "scaffold")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gpu_ends_at_the_numbers_of_the_cpu(name: str) -> None:
+def test_gpu_results_equal_those_of_the_cpu(name: str) -> None:
     rows = gpu.measure_correctness(gpu.GpuOptions(methods=(name,)), lambda: True)
     assert len(rows) >= 2 and not [
         row for row in rows if not row.get("distance", 1.0) <= row["allowed"]
@@ -20,6 +20,6 @@ def test_gpu_ends_at_the_numbers_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fedsr"])
-def test_gpu_repeats_its_bits_on_two_workers(name: str) -> None:
+def test_gpu_gives_the_same_bits_on_two_workers(name: str) -> None:
     rows = gpu.measure_bits(gpu.GpuOptions(methods=(name,)), lambda: True)
     assert rows and all(row.get("again") and row.get("two workers") for row in rows)

@@ -77,12 +77,12 @@ def test_convolutions_of_many_channels_get_channels_last() -> None:
         assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous()
 
 
-def test_tensors_on_a_cpu_need_no_alignment() -> None:
+def test_tensors_on_a_cpu_are_not_aligned() -> None:
     unaligned = torch.zeros(5)[1:]
     assert align(unaligned) is unaligned
 
 
-def test_values_cannot_be_read_and_shapes_can() -> None:
+def test_values_cannot_be_read_but_shapes_can() -> None:
     x = torch.ones(3)
     with NoReading():
         assert len(x) == 3 and x.shape[0] == 3 and (x + 1).dtype == torch.float32

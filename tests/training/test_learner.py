@@ -151,7 +151,7 @@ def test_error_in_predict_names_the_learner(wrong: str, text: str, tmp_path: Any
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_learner_error_in_initial_is_a_refusal(
+def test_error_in_initial_stops_the_run_before_its_start(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())

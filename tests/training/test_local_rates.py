@@ -97,7 +97,7 @@ def test_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
     assert same(ours, plain_loop(recorder, groups))
 
 
-def test_rate_of_a_named_module_wins_over_its_part() -> None:
+def test_rate_of_a_named_module_replaces_that_of_its_part() -> None:
     recorder, ours = trained(Local(rates={"head": 0.5, "model.head": 0.0}, **LOCAL))
     start = [param.detach() for param in build_model(run_spec()).parameters()]
     assert torch.equal(ours[-1], start[-1]) and torch.equal(ours[-2], start[-2])
@@ -183,6 +183,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "settings", [{"optimizer": "muon"}, {"rates": {"head": 2.0}}, {"warmup_steps": 2}], ids=str
     )
-    def test_lanes_name_the_setting(self, settings: dict[str, Any]) -> None:
+    def test_error_of_lanes_names_the_rates_setting(self, settings: dict[str, Any]) -> None:
         with pytest.raises(LanesError, match=r"local\.|warmup_steps"):
             Worker(run_spec(local=Local(**settings), lanes=2))

@@ -84,7 +84,7 @@ def test_scale_changes_distance_but_not_similarity() -> None:
     assert diagnostics.feature_similarity(-received, received) == -1.0
 
 
-def test_distance_from_zero_features_is_nan() -> None:
+def test_distance_relative_to_zero_features_is_nan() -> None:
     nothing, something = np.zeros((2, 3)), np.ones((2, 3))
     assert diagnostics.feature_distance(nothing, nothing) == 0.0
     assert math.isnan(diagnostics.feature_distance(something, nothing))
@@ -103,7 +103,7 @@ def test_classifier_is_measured_on_rows_of_unseen_classes() -> None:
     assert output.tolist() == [0.375, 0.5, 0.125]
 
 
-def test_unseen_class_need_not_be_the_true_one() -> None:
+def test_bias_measures_of_a_client_with_one_class() -> None:
     seen = np.array([True, False, False])
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, seen) == (1 + 0.25 + 0) / 3
     assert diagnostics.seen_share(PROBABILITIES, LABELS, seen) == 0.25

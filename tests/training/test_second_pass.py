@@ -98,7 +98,7 @@ def test_corrections_act_on_the_perturbed_gradient() -> None:
     assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
 
 
-def test_terms_are_in_both_gradients() -> None:
+def test_terms_of_the_loss_are_in_both_gradients() -> None:
     class Pull(Method):
         name = "pull"
 

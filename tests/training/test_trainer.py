@@ -85,7 +85,9 @@ class TestChunks:
         rows = np.concatenate([rows for rows, _ in log.gathered])
         assert np.array_equal(rows, log.trainer.partition.rows(1))
 
-    def test_augmentation_has_one_stream_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_augmentation_has_one_random_stream_per_job(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = GatherLog(monkeypatch, data=FLIPPED)
         log.trainer.prepared.prepare(JOBS)
         assert not log.trainer.prepared.has(JOBS[2]), "an augmentation needs to see the job first"
@@ -96,7 +98,9 @@ class TestChunks:
         assert torch.equal(inputs, pipeline.normalise(augmented))
         assert not torch.equal(inputs, pipeline.normalise(pixels))
 
-    def test_chunk_is_a_million_floats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunk_of_gathered_data_is_a_million_floats(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients(1, 30_000))
         log.trainer.planner.local = replace(log.trainer.local, batch=1000)
         assert log.train(JOBS[0]) == [16_000, 8_000], "of 64 floats each"
@@ -176,7 +180,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_networks_have_the_private_part_of_begin() -> None:
+def test_frozen_networks_have_personal_tensors_from_begin() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -93,7 +93,7 @@ class TestCopiesAndWaits:
     @pytest.mark.parametrize(
         "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
     )
-    def test_own_memory_changes_no_bit(
+    def test_device_with_its_own_memory_has_the_same_bits(
         self, methods: tuple[Method, ...], request: pytest.FixtureRequest
     ) -> None:
         local = replace(LOCAL, epochs=2)
@@ -111,7 +111,7 @@ class TestCopiesAndWaits:
         published = PublishedVersion(0, vector, np.empty(0, np.int64))
         assert to_device(published.vector, CPU).data_ptr() == vector.ctypes.data
 
-    def test_tensor_of_inference_mode_can_be_trained_on(self) -> None:
+    def test_training_can_use_a_tensor_of_inference_mode(self) -> None:
         # On a GPU a received version stays on the device for training and scoring.
         with torch.inference_mode():
             tensor = to_device(np.ones(2, np.float32), CPU)
