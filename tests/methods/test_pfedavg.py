@@ -62,7 +62,9 @@ def study(*methods: Method, **others: Any) -> Any:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [(), (FedProx(0.1),)], ids=["alone", "with fedprox"])
-def test_shared_model_does_not_depend_on_pfedavg(others: tuple[Method, ...], mode: str, schedule: Any) -> None:
+def test_shared_model_does_not_depend_on_pfedavg(
+    others: tuple[Method, ...], mode: str, schedule: Any
+) -> None:
     ended = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
     plain = run(study(*others, model=NORMED), schedule, rounds=4)
     assert ended.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
