@@ -87,7 +87,10 @@ class Task:
 
     @cached_property
     def metrics(self) -> tuple[MetricRule, ...]:
-        """The metrics that are computed, the main one first; ValueError for a wrong metric."""
+        """The metrics that are computed, the main one first.
+
+        Raises ValueError for a metric that does not exist or does not fit the task.
+        """
         rules = resolve_metrics(self.scored_by, self.scores, self)
         return tuple(
             replace(rule, higher=False) if rule.name in self.lower else rule for rule in rules

@@ -162,7 +162,7 @@ def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def ratio_of_sums(parts: np.ndarray) -> float:
-    """Return the sum of the first column of [n, 2] over that of the second; nan if it is 0."""
+    """Divide the sum of the first column of [n, 2] by the sum of the second; nan for 0 / 0."""
     total, count = parts.sum(axis=0, dtype=np.float64)
     return float(total / count) if count else float("nan")
 

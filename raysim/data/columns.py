@@ -284,7 +284,10 @@ def load_tokenizer(name: str) -> Any:
 def read_sequences(
     table: pa.Table, name: str, key: str, place: str
 ) -> list[str] | list[NDArray[np.int64]]:
-    """Return a column of text or of lists of token numbers; for others raise ValueError."""
+    """Return a column of text, or of lists of token numbers.
+
+    Raise ValueError for a column of another type.
+    """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
         raise ValueError(

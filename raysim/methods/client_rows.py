@@ -54,7 +54,7 @@ def declare_rows(
 def rows_of(
     aggregation: Aggregation, server: ServerView, place: CachePlace, cache: str = "cache"
 ) -> list[int]:
-    """Return the row of each update's client; new clients get zeros."""
+    """Return the index of the row of each update's client; new clients get rows of zeros."""
     return claim_rows(server.state, aggregation.clients, most_rows(server), place, cache)
 
 

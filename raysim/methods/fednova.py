@@ -59,7 +59,7 @@ def effective_steps(
 
 
 def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Return each update's factor: the weighted mean of effective steps over its own steps.
+    """Return each update's factor: the mean number of effective steps, divided by its own.
 
     The factors are exactly 1 if all numbers of steps are equal.
     """

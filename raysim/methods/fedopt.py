@@ -132,7 +132,7 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the step into `arrays[0]`; the others are the update and both moments.
+    """Write the step into `arrays[0]`; the further arrays are the update and both moments.
 
     The moments change in place.
     beta2: the decay of the second moment; None computes FedAdagrad.

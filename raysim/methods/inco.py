@@ -67,6 +67,7 @@ def cross_layer_gradient(
     Both are CPU tensors of the same shape.
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately.
+    align, clamp_max, value_clip, eps: see `InCo`.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)

@@ -1,6 +1,6 @@
 """MOON: pull features towards those of the received model, away from the client's last model.
 
-Local training is so corrected by features instead of parameters.
+This limits the drift of local training in the features, not in the parameters.
 
 Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With
 z the features in front of the classifier, z_g those of the received and z_p those of a previous

@@ -90,7 +90,7 @@ class QFedAvg(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload the received model's loss, and the update's squared norm by the learning rate."""
+        """Upload the received model's loss, and the update's squared norm divided by the rate."""
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
         job.upload["loss"] = loss_before_training(job)

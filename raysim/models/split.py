@@ -208,7 +208,7 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Return True if the layer `name` returns the network's outputs, in either mode.
+    """Return True if the layer `name` returns the network's outputs, also in training mode.
 
     The outputs must be the same tensor object. Equal numbers are not enough: a scale that starts at
     1, or dropout in evaluation, may follow the layer without changing the numbers.

@@ -50,7 +50,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
 
 def digest(function: Callable[..., Any], options: object) -> str:
-    """Return a checksum of everything that a function's machine code depends on.
+    """Return a checksum of all values on which a function's machine code depends.
 
     It is the same in all processes.
     """

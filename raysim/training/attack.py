@@ -136,7 +136,10 @@ class Attackers(Method):
         return frozenset(self.clients.tolist())
 
     def setup(self, run: Setup) -> None:
-        """Declare how the attack changes labels or updates; ValueError if it is impossible."""
+        """Declare how the attack changes labels or updates.
+
+        Raises ValueError if the attack is impossible in this run.
+        """
         attack = self.attack
         run.require(
             len(self.clients),

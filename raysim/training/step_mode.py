@@ -55,7 +55,7 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 
 
 def _unbatched_steps(local: Local) -> str:
-    """Return a phrase for a setting that needs unrecorded steps of single clients, or ""."""
+    """Return the reason why a setting allows only steps of single clients, not recorded; or ""."""
     if local.optimizer == "muon":
         return "local.optimizer=muon orthogonalises the matrices of one client"
     if local.rates:

@@ -83,7 +83,10 @@ def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 class SeparateSums:
-    """The part of a worker that returns sums as separate values, which can stay on its node."""
+    """The part of a worker that returns each sum as a separate value.
+
+    Ray can then keep a sum on the worker's node until the node's sums are added up.
+    """
 
     train: Callable[..., Any]  # see `Worker.train`
 

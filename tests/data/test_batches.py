@@ -105,7 +105,7 @@ def test_rotation_comes_after_crop_and_flip() -> None:
     assert torch.equal(rotated, unrotated)
 
 
-def test_moved_pixels_have_known_bits() -> None:
+def test_moved_pixels_have_a_known_checksum() -> None:
     moved = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
         IMAGES, np.random.default_rng(5)
     )
@@ -133,7 +133,7 @@ def test_all_augmentations_run_in_the_stated_order() -> None:
     assert augmented.dtype == torch.uint8 and augmented.shape == IMAGES.shape
 
 
-def test_grey_images_of_one_and_three_channels_are_alike() -> None:
+def test_grey_images_of_one_or_three_channels_are_equal() -> None:
     """FRAug augments one channel and then repeats it; raysim repeats it before."""
     one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
     single = pipeline.augment_images(one, np.random.default_rng(3))

@@ -431,7 +431,7 @@ def test_rule_that_needs_classes_refuses_data_without(partitioner: Partitioner) 
         federate(Tabular("diabetes"), partitioner, 0)
 
 
-def test_share_counts_give_rest_to_last_share() -> None:
+def test_last_share_gets_the_remaining_samples() -> None:
     assert share_counts(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 
@@ -455,7 +455,7 @@ DIGESTS = [
 @pytest.mark.parametrize(
     ("partitioner", "expected"), zip(WHOLE, DIGESTS, strict=True), ids=[*map(repr, WHOLE)]
 )
-def test_split_of_seed_has_known_digest(partitioner: Partitioner, expected: str) -> None:
+def test_split_of_a_seed_has_a_known_checksum(partitioner: Partitioner, expected: str) -> None:
     train = split(partitioner).train
     digest = hashlib.sha256(
         train.indices.astype("<i8").tobytes() + train.offsets.astype("<i8").tobytes()

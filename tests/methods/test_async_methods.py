@@ -228,7 +228,7 @@ def test_threshold_changes_the_rate_of_stale_updates_only() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_running_sum_stays_exact_after_many_arrivals(
+def test_running_sum_is_exact_after_many_arrivals(
     limit: int | None,
 ) -> None:
     at, bases, draw = (

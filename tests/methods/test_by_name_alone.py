@@ -133,7 +133,7 @@ def test_composed_configuration_remembers_which_keys_were_set() -> None:
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_configuration_from_elsewhere_counts_as_set() -> None:
+def test_keys_of_a_given_configuration_are_user_settings() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):

@@ -594,7 +594,7 @@ def test_checkpoints_change_no_bit(name: str, schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_two_ray_workers_equal_one_process(name: str, workers: Workers) -> None:
+def test_two_ray_workers_have_the_bits_of_one_process(name: str, workers: Workers) -> None:
     # A buffer moves states and stale updates between workers; without states, rounds also have
     # workers add up updates.
     schedule = BUFFER if TABLE[name].private else ROUNDS
@@ -681,7 +681,7 @@ def test_messages_with_fedbn_contain_no_client_state(name: str) -> None:
     assert bool(seen.secrets)
 
 
-def test_pseudo_data_drawn_once_counts_once_per_client() -> None:
+def test_traffic_has_pseudo_data_once_per_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
     result = run_to_end(coordinate(spied, runtime=spy, rounds=5))

@@ -441,7 +441,7 @@ def test_fedpac_without_alignment_and_mixing_only_alternates(
     )
 
 
-def test_client_twice_in_a_buffer_counts_once() -> None:
+def test_last_update_of_a_client_twice_in_a_buffer_is_used() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     updates = []

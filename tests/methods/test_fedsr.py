@@ -73,7 +73,7 @@ def test_scores_depend_on_no_random_stream_or_batch() -> None:
     assert torch.allclose(torch.cat([model(image[None]) for image in IMAGES]), whole, atol=1e-6)
 
 
-def test_noise_is_the_same_everywhere_and_does_not_travel() -> None:
+def test_noise_is_equal_in_all_processes_and_not_sent() -> None:
     study = run_spec(FedSR(width=7))
     (one, layout), (two, _) = build_networks(study), build_networks(study)
     models = [cast(Gaussian, networks["model"]) for networks in (one, two)]

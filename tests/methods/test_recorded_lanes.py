@@ -115,7 +115,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_every_method_ends_as_in_the_loop(
+    def test_every_method_equals_training_one_by_one(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         operations = waits_of_recorded_steps(monkeypatch)

@@ -98,7 +98,7 @@ def test_step_that_waits_for_the_device_is_counted() -> None:
 
 # `test_recorded_lanes.py` watches the recorded steps of every method on a linear network.
 @pytest.mark.parametrize("name", ["dann", "fedbr", "fraug"])
-def test_recorded_convolutions_wait_for_no_value(
+def test_recorded_convolutions_never_wait_for_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = gpu.check_spec(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED_MODES[-1])

@@ -133,7 +133,7 @@ def on_meta(row: Row) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_network_has_counts_and_cost_of_table(name: str) -> None:
+def test_network_has_parameters_and_cost_of_the_table(name: str) -> None:
     row = TABLE[name]
     net = on_meta(row)
     layers, kinds, norm_parameters, buffers = row.norms
@@ -297,7 +297,7 @@ def test_resnet_stages_have_shapes_of_specification(
         ({"padding": 2, "stride": 3}, 352_650),
     ],
 )
-def test_cnn_options_give_their_counts(options: dict[str, int], total: int) -> None:
+def test_cnn_options_give_their_numbers_of_parameters(options: dict[str, int], total: int) -> None:
     net = Cnn(**options).build(MNIST, 10, seed=1)  # type: ignore[arg-type]
     assert count(net.parameters()) == total
     assert net(torch.zeros(1, *MNIST)).shape == (1, 10)

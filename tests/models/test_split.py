@@ -143,7 +143,7 @@ class Scaled(nn.Module):
     "after",
     [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)],
 )
-def test_network_with_neutral_step_after_head_stays_whole(
+def test_network_with_step_after_head_is_not_split(
     after: nn.Module | None,
 ) -> None:
     net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()

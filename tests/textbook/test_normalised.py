@@ -96,7 +96,7 @@ def test_effective_steps_are_the_distance_of_sgd(
     assert float(position.detach()) / 0.01 == pytest.approx(expected, rel=1e-12)
 
 
-def test_fednova_reaches_the_minimiser_where_fedavg_does_not() -> None:
+def test_fednova_reaches_the_minimum_and_fedavg_does_not() -> None:
     """Two quadratics with the optima 0 and 1, trained in 1 and 10 steps at a small rate."""
     steps, optima, rate = [1, 10], [0.0, 1.0], 1e-3
 

@@ -188,7 +188,7 @@ def test_plan_reports_left_out_clients_of_one_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_client_of_one_row_trains_where_the_network_can(name: str) -> None:
+def test_client_of_one_row_trains_if_the_network_can(name: str) -> None:
     experiment = made(FINE[name])
     assert not [text for text in experiment.warnings if "one training sample" in text]
     assert experiment.spec.data.partition.train.counts.tolist() == SIZES
@@ -219,7 +219,7 @@ def test_batches_of_one_row_are_refused_before_the_start(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_batches_of_one_row_run_where_the_network_can(name: str, tmp_path: Path) -> None:
+def test_batches_of_one_row_run_if_the_network_can(name: str, tmp_path: Path) -> None:
     finished(made(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path)
 
 

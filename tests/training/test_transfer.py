@@ -70,7 +70,7 @@ class TestCopiesAndWaits:
         assert count_calls()[0] == {"waits": 4, "copies": 2}
 
     @pytest.mark.usefixtures("own_memory")
-    def test_each_unsummed_update_is_copied_once(self) -> None:
+    def test_each_update_outside_sums_is_copied_once(self) -> None:
         assert count_calls(is_summed=False)[0] == {"waits": 4, "copies": 4}
 
     @pytest.mark.usefixtures("own_memory")
