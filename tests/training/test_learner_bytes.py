@@ -259,7 +259,7 @@ def test_bytes_take_the_time_of_their_size() -> None:
 def test_bytes_of_unused_updates_count_as_planned() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
-    planned, now = 0, result.rows[-1]["virtual_seconds"]
+    planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
     for job in result.finished.jobs + tuple(result.jobs):
         if job.fate == "discarded" and job.finish <= now:
             planned += _words(400 + job.version * 2 * 400 + 100)
