@@ -137,7 +137,15 @@ def load_option(path: Path, group: str) -> Node:
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
     """Return "group=option" for the options of a group whose files have a key."""
     paths = groups.files.get(group, {})
-    return [f"{group}={name}" for name, path in paths.items() if key in load_option(path, group)]
+    return [f"{group}={name}" for name, path in paths.items() if _has_key(path, key, group)]
+
+
+def _has_key(path: Path, key: str, group: str) -> bool:
+    """Return True if a file, or a file next to it that it includes, has a key."""
+    node = load_option(path, group)
+    included = [entry for entry in node.get("defaults") or () if isinstance(entry, str)]
+    files = [path.with_name(f"{entry}.yaml") for entry in included]
+    return key in node or any(key in load_option(file, group) for file in files if file.is_file())
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:

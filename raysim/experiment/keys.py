@@ -83,13 +83,15 @@ def _unknown_key(
     options = options_with_key(part, path[0], groups) if len(path) == 1 else []
     if options and not names:
         return (
-            f"{key} has no effect: {owner} no settings. Leave it out, or choose {where} from "
-            f"{', '.join(options)}"
+            f"{key} has no effect: {owner} no settings. Leave it out, or choose an option that has "
+            f"it: {', '.join(options)}"
         )
     text = f"{where}.{part} does not exist: {suggest(part, names, owner)}"
     if not options:
         return text
-    return f"{text}; {' and '.join(options)} {'has' if len(options) == 1 else 'have'} it"
+    if len(options) == 1:
+        return f"{text}; {options[0]} has it"
+    return f"{text}; {', '.join(options[:-1])} and {options[-1]} have it"
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:

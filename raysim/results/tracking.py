@@ -436,7 +436,12 @@ class NoTracker:
     """The tracker of tracking=none: it records nothing."""
 
     def start(
-        self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()
+        self,
+        config: Mapping[str, object],
+        tags: Mapping[str, object],
+        rows: Sequence[Row] = (),
+        parent: Path | None = None,
+        data: Mapping[str, object] | None = None,
     ) -> None:
         """Do nothing."""
 

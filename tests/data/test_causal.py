@@ -207,6 +207,12 @@ def test_text_refuses_bad_settings(settings: dict[str, Any], key: str) -> None:
         Text(**settings).read()
 
 
+def test_text_files_without_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text that is long enough for rows")
+    (tmp_path / "blank.txt").write_text(" \n")
+    assert "blank.txt" in Text(root=str(tmp_path), length=8).read().origin.unused
+
+
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"a\.txt"):

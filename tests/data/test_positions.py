@@ -18,7 +18,7 @@ import raysim
 from raysim.api.declarations import Local
 from raysim.api.objectives import OBJECTIVES
 from raysim.data.arrays import store_arrays
-from raysim.data.federated import FederatedData, federate
+from raysim.data.federated import FederatedData, data_warnings, federate
 from raysim.data.labels import infer_kind, read_labels
 from raysim.data.partition import IID
 from raysim.models.split import CustomModel
@@ -200,3 +200,11 @@ def test_error_for_classes_last_says_to_move_them() -> None:
     settings = {key: value for key, value in FAST.items() if key != "quiet"}
     with pytest.raises(RefusedError, match="movedim"):
         raysim.build(**settings, **{"data.ignore": 255}, data=images(), model=Last)
+
+
+@pytest.mark.parametrize(("ignore", "count"), [(-100, 1), (255, 0)])
+def test_label_255_as_a_class_gets_a_warning(ignore: int, count: int) -> None:
+    source = store_arrays((images(), images(20)), {"ignore": ignore})
+    warnings = [*data_warnings(federate(source, IID(clients=4), 0))]
+    assert len(warnings) == count
+    assert all("data.ignore=255" in text for text in warnings)

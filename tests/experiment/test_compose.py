@@ -387,6 +387,8 @@ def test_default_weighting() -> None:
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
         (["method=fedprox", "method.mu=1"], ["did you mean method.fedprox.mu?"]),
         (["method=nope"], ["method=nope does not exist: the valid ones are"]),
+        (["compression=none", "compression.direction=up"], ["compression.direction", "=topk"]),
+        (["model=unet", "model.lora.rank=2"], ["model.lora", "model=unet", "model=cnn"]),
         (["rounds=2 seed=1"], ["these are 2 settings"]),
     ],
     ids=lambda value: (

@@ -16,12 +16,15 @@ from raysim.experiment.execute import run
 from raysim.results.clients import (
     CLIENTS_FILE,
     SPLIT_FILE,
+    ScoreWriter,
     client_labels,
+    read_client_scores,
     read_clients,
     read_split,
     write_split,
 )
 from raysim.results.observers import Observer
+from raysim.simulation.events import ClientScores
 
 TINY = [
     "runtime=inprocess",
@@ -133,3 +136,36 @@ def test_error_names_damaged_tables(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=CLIENTS_FILE):
         read_clients(tmp_path)
+
+
+def scores(*values: float) -> ClientScores:
+    return ClientScores(np.arange(len(values)), {"accuracy": np.array(values)})
+
+
+def test_client_scores_of_all_rounds_survive_a_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysim.results.clients.SCORES_FILE_ROWS", 4)
+    assert read_client_scores(tmp_path) is None
+    writer = ScoreWriter(tmp_path, 0)
+    for number in (1, 2, 3, 4):
+        writer.add(number, scores(number / 10, np.nan))
+    writer.write()
+    resumed = ScoreWriter(tmp_path, 3)  # from a checkpoint after round 3
+    resumed.add(4, scores(0.4, 0.5))
+    resumed.write()
+    table = read_client_scores(tmp_path)
+    assert table is not None
+    assert table["round"].to_pylist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert table["client"].to_pylist() == 4 * [0, 1]
+    assert table["accuracy"].to_pylist() == [0.1, None, 0.2, None, 0.3, None, 0.4, 0.5]
+
+
+def test_result_has_the_scores_of_each_client_and_round(tmp_path: Path) -> None:
+    result = run(build([*TINY, f"out={tmp_path / 'a'}"]), quiet=True)
+    table = result.client_scores
+    assert sorted(set(table["round"])) == [1, 2]
+    means = table.groupby("round")["accuracy"].mean()
+    assert means.tolist() == pytest.approx(result.history["accuracy"].tolist())
+    last = result.clients["accuracy"].dropna()
+    assert table[table["round"] == 2]["accuracy"].tolist() == last.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import raysim
 from raysim.primitives.errors import RefusedError
 from raysim.results import comparison, print_figures
 from raysim.results.curves import AXES
-from raysim.results.history import summarise, write_history, write_json
+from raysim.results.history import read_history, summarise, write_history, write_json
+from raysim.results.report import TableView
 
 FEDAVG = [0.50, 0.52, 0.49, 0.51]
 FEDPROX = [0.70, 0.71, 0.70, 0.72]
@@ -267,3 +269,42 @@ def test_unknown_format_is_refused(study: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="--format"):
         raysim.report(study).write(tmp_path / "paper", ["eps"])
     assert not (tmp_path / "paper").exists()
+
+
+def test_mean_that_lacks_seeds_is_never_the_best(study: Path) -> None:
+    rounds = {"fedavgm": [3, 3, 3, 3], "moon": [1, 1, None, None]}
+    for method, seed in itertools.product(rounds, range(4)):
+        path = study / "runs" / f"{method}-{seed}" / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["rounds_to"]["0.50"] = rounds[method][seed]
+        write_json(summary, path)
+    report = raysim.report(study, columns=["rounds_to.0.50"], bold="best")
+    lines = {line.split()[0]: line for line in report.text().splitlines() if line}
+    assert "(2 of 4)" in lines["moon"]
+    starred = [name for name in ("moon", "fedavgm", "fedprox") if "*" in lines[name]]
+    assert starred == ["fedprox"]
+
+
+def test_bold_rule_of_another_name_is_refused(study: Path) -> None:
+    with pytest.raises(RefusedError, match="--bold"):
+        raysim.report(study, bold="bset")
+
+
+def test_second_metrics_have_figures(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", "fedprox", 0, 0.7)
+    rows = read_history(folder / "history.parquet")
+    for row in rows:
+        row |= {"brier": 2.0, "brier_worst": 3.0, "brier_global": None}
+    write_history(rows, folder / "history.parquet")
+    curves = comparison.setting_curves(raysim.report(folder).groups, TableView(percent=True))
+    assert list(curves) == [
+        *("accuracy", "accuracy_worst", "brier", "brier_worst", "train_loss"),
+    ]
+    assert curves["accuracy"][2][0].points[-1][1] == pytest.approx(70.0)
+    assert curves["brier"][2][0].points[-1][1] == 2.0, "only shares are in percent"
+
+
+def test_table_has_traffic_in_bytes(study: Path) -> None:
+    results = raysim.report(study).results
+    assert results["bytes"].tolist() == (4 * results["floats"]).tolist()
+    assert results["bytes"].tolist() == 3 * [24_000.0]

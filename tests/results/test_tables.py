@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raysim.results.tables import Column, format_table, text_columns, to_csv, to_latex
@@ -90,3 +92,11 @@ def test_latex_special_characters_are_escaped() -> None:
     ]
     assert r"a\_b & score \\" in text
     assert r"50\% & \textbf{0.7 $\pm$ 0.1} \\" in text
+
+
+def test_bold_rule_marks_the_best_however_small_its_lead() -> None:
+    deviations = [0.1, 0.1, 0.1]
+    column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)
+    assert column.best() == set()
+    assert replace(column, bold="best").best() == {1}
+    assert replace(column, bold="best", incomplete={1}).best() == {2}

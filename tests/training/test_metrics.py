@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,13 +27,14 @@ from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import ScoringTask
-from raysim.api.metrics import ScoresOfRows
+from raysim.api.metrics import ScoresOfRows, resolve_metrics
 from raysim.api.objectives import OBJECTIVES
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import NumPy
 from raysim.models import Mlp
 from raysim.primitives.kinds import POSITION_KINDS, Kind
+from raysim.results.observers import UndefinedMetrics
 from raysim.simulation.schedule import Synchronous
 
 Reference = Callable[[np.ndarray, np.ndarray], float]
@@ -182,3 +184,19 @@ def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path)
     assert row[name] == pytest.approx(np.mean(clients), rel=1e-5)
     assert row[f"{name}_worst"] == pytest.approx(worst, rel=1e-5)
     assert row[f"{name}_global"] == pytest.approx(reference(data.central), rel=1e-5)
+
+
+def test_several_main_metrics_are_refused_with_advice(tmp_path: Path) -> None:
+    spec = run_spec(split("classification", tmp_path))
+    with pytest.raises(ValueError, match=r"evaluate\.metrics=accuracy"):
+        resolve_metrics("accuracy+f1", (), spec.task)
+
+
+def test_metric_that_is_nan_is_reported_once() -> None:
+    printed: list[str] = []
+    observer = UndefinedMetrics(printed.append)
+    row = {"round": 1, "auroc": 0.5, "auroc_worst": 0.1, "auroc_global": None, "f1": 0.2}
+    row |= {"f1_worst": 0.1, "f1_global": float("nan")}
+    for number in (1, 2):
+        observer.on_round(Mock(), Mock(row={**row, "round": number}))
+    assert len(printed) == 1 and "f1_global" in printed[0] and "auroc" not in printed[0]
