@@ -42,7 +42,7 @@ BASES = ("float32", "bfloat16")
 GPT = [
     "data=python_topics", "data.tokenizer=bytes", f"data.length={LENGTH}", "model=gpt",
     "model.width=256", "model.blocks=4", "model.lora.rank=8", "partition=iid", "partition.clients=2",
-    "partition.test_fraction=0", "local.epochs=null", f"local.steps={STEPS}", f"local.batch={BATCH}",
+    "schedule.cohort=1", "partition.test_fraction=0", "local.epochs=null", f"local.steps={STEPS}", f"local.batch={BATCH}",
     "local.sampling=replacement", f"local.lr={RATE}", "evaluate.every=100000", "runtime=inprocess",
 ]  # fmt: skip
 WIDTH, LAYERS = 4000, 4

@@ -69,5 +69,5 @@ def base_sha256(model: nn.Module) -> str:
             values[path.replace(ADAPTED, ".")] = parameter.detach().float().contiguous()
     for path in sorted(values):
         digest.update(path.encode())
-        digest.update(values[path].numpy())
+        digest.update(values[path].numpy().data)
     return digest.hexdigest()

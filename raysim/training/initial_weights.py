@@ -303,7 +303,8 @@ def _read_base(path: Path) -> str:
     if path.suffix != ".safetensors":
         return ""
     with safe_open(path, "pt") as file:
-        return (file.metadata() or {}).get(BASE, "")
+        header: dict[str, str] = file.metadata() or {}
+    return header.get(BASE, "")
 
 
 def _read(path: Path, shown: str) -> dict[str, np.ndarray]:

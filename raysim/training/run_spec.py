@@ -285,8 +285,8 @@ def declare_run(spec: RunSpec) -> Declarations:
 
 def share_frozen_weights(spec: RunSpec) -> RunSpec:
     """Return the spec with the frozen weights of a model with adapters, built once."""
-    if "peft" not in sys.modules:
-        return spec  # no model can have adapters
+    if not spec.model.lora.rank and "peft" not in sys.modules:
+        return spec  # no model has adapters
     networks = declare_as_drawn(spec).networks
     if not find_adapters(networks["model"]):
         return spec

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cluster import Workers
 from tiny_runs import MLP, ROUNDS, Spy, coordinate, run, run_spec, run_to_end, tiny_data
 
 from raysim.api.declarations import Labels
 from raysim.api.method import Method
+from raysim.conformance import agreement
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedsa_lora import FedSALoRA
 from raysim.methods.ffa_lora import FFALoRA
@@ -25,7 +28,7 @@ from raysim.runtime import inprocess
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import declare_run
+from raysim.training.run_spec import RunSpec, declare_run, share_frozen_weights
 
 RANK, WIDTH = 4, 512
 FACTORS = 64 + WIDTH  # floats of a rank, 8 x 8 pixels to the hidden layer
@@ -129,3 +132,30 @@ def test_hetlora_prunes_ranks_that_training_makes_small() -> None:
     spec = run_spec(HetLoRA(lam=5.0, gamma=0.5), model=SMALL)
     ranks = [row["hetlora.rank"] for row in run(spec, ROUNDS, rounds=6).rows]
     assert ranks[0] == 3.0 and ranks[-1] < 3.0
+
+
+@pytest.mark.parametrize("method", [None, FFALoRA, FedSALoRA, FlexLoRA, HetLoRA])
+def test_shared_base_is_only_read(method: Any) -> None:
+    methods = [] if method is None else [method()]
+    spec = run_spec(FedProx(0.1), *methods, model=SMALL)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(share_frozen_weights(spec), 5, buffer_callback=buffers.append)
+    # Like arrays from Ray's store, those over bytes cannot be written.
+    received: RunSpec = pickle.loads(pickled, buffers=[bytes(buffer) for buffer in buffers])
+    assert received.frozen is not None
+    arrays = received.frozen.arrays
+    before = {name: array.copy() for name, array in arrays.items()}
+    assert before and not any(array.flags.writeable for array in arrays.values())
+    agreement.check_same(run(received), run(spec), "with a shared base and without")
+    assert all(np.array_equal(array, before[name]) for name, array in arrays.items())
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16"])
+def test_shared_base_has_the_same_bits_on_ray(base: Any, workers: Workers) -> None:
+    model = Mlp((WIDTH,), Lora(RANK, base=base))
+
+    def make() -> RunSpec:
+        return share_frozen_weights(run_spec(model=model))
+
+    assert make().frozen is not None
+    agreement.check_workers(make, ROUNDS, runtime=workers.runtime(make(), 2))

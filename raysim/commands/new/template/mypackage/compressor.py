@@ -32,7 +32,8 @@ class MyCompressor(Compressor):
         """Return the means, as words; zeros fill the last block."""
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()
-        return padded.reshape(-1, self.block).mean(1).view(np.uint32)
+        means: np.ndarray = padded.reshape(-1, self.block).mean(1)
+        return means.view(np.uint32)
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the mean of each entry's block."""
