@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import pytest
-from faults import Case, carry_out, cases
+from faults import DATABASE, SIGNALS, Case, carry_out, cases
 
-CASES = [*cases(10, seed=3, runtime="inprocess"), *cases(1, seed=5, runtime="local")]
+# Every fault once, on two runs: the undisturbed results of each are made once.
+SIGNALLED = ("scaffold", "buffer", "inprocess")
+TRACKED = ("fedavg", "rounds", "inprocess")
+MOMENTS = {
+    "KILL": 0.6,
+    "TERM": 0.4,
+    "INT": 0.8,
+    "INT twice": 0.5,
+    "STOP": 0.3,
+    "disk": 0.7,
+    "lock": 0.5,
+    "delete": 0.4,
+    "overwrite": 0.6,
+}
+CASES = [
+    *(
+        Case(*(TRACKED if fault in DATABASE else SIGNALLED), fault, "driver", moment)
+        for fault, moment in MOMENTS.items()
+    ),
+    *cases(1, seed=5, runtime="local"),
+]
+
+
+def test_every_fault_has_a_case() -> None:
+    assert {*MOMENTS} == {*SIGNALS, "disk", *DATABASE}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=[case.fault for case in CASES])
 def test_disturbed_run_ends_at_undisturbed_results(number: int, case: Case) -> None:
     assert carry_out(case, number).startswith("same")
