@@ -121,6 +121,8 @@ def raysims(command: str) -> bool:
 
 
 COMMANDS = {command: place for place, all_of_it in found().items() for command in all_of_it}
+# Options and classes of the package `mine` in `folder`. A composition with its files takes longer.
+OF_MINE = re.compile(r"mine|my_method|pinball")
 
 
 # --- what they name -------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def taken(words: list[str]) -> None:
     assert words[0] in cli.COMMANDS
     given = cli.parse_arguments(words)
     goes_on = "resume=latest" in getattr(given, "overrides", ())
-    if hasattr(given, "conf"):
+    if hasattr(given, "conf") and OF_MINE.search(" ".join(words)):
         given.conf = [*map(str, conf_folders_of(["mine"])), *given.conf]  # as if it were installed
     if words[0] in ("run", "partition"):
         compose(given.overrides, given.conf, getattr(given, "config", None))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import MarkedYAMLError
 
 from raysim.primitives.errors import RefusedError, first_line
@@ -42,7 +41,7 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
     """
     try:
         text = regular_file(path).read_text(encoding="utf-8")
-        node = copy.deepcopy(_parse_yaml(text))
+        node = OmegaConf.to_container(parse_yaml(text))
         if not isinstance(node, dict) or not _has_text_keys(node):
             raise ValueError("the file has no lines of the form `key: value`")
         if "${oc.env" in str(node).replace(" ", ""):
@@ -56,13 +55,13 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
 
 
 @functools.lru_cache(maxsize=512)
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> DictConfig | ListConfig:
     """Return the content of a YAML file. Copy it before changing it.
 
     The same files are read again for every composed configuration, and parsing one takes
     milliseconds.
     """
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    return OmegaConf.load(io.StringIO(text))
 
 
 def _describe_error(error: Exception) -> str:

@@ -41,11 +41,13 @@ from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
 from raysim.simulation.selection_rules import FewestJobs
 from raysim.simulation.topologies import Hierarchical
 
+FEW = Synthetic(samples=80, test_samples=10, classes=5)
+
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     """Return the messages of the checks that a part does not pass, by name."""
     messages = {}
-    for check in checks(part, study):
+    for check in checks(part, study or Study(data=FEW)):
         try:
             check()
         except AssertionError as error:
@@ -119,7 +121,7 @@ class Hooked(Method):
         self.weigh = weigh  # type: ignore[method-assign,assignment]
 
 
-ROUNDS = Study(schedules=(Synchronous(4),))
+ROUNDS = Study(data=FEW, schedules=(Synchronous(4),))
 
 
 def test_method_with_undeclared_state_has_other_bits() -> None:
@@ -178,7 +180,10 @@ TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
 def test_update_may_be_client_state() -> None:
-    assert failed_checks(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
+    assert (
+        failed_checks(Remembering(), Study(data=FEW, schedules=(Synchronous(4), Buffered(4, 1))))
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_update_may_be_client_state() -> None:
 def test_client_state_in_a_message_is_caught(
     method: Method, schedule: Any, state: str, place: str
 ) -> None:
-    study = Study(schedules=(schedule,))
+    study = Study(data=FEW, schedules=(schedule,))
     message = failed_checks(method, study)[f"{TRAVELS}{type(schedule).__name__.lower()}"]
     assert state in message and place in message
 

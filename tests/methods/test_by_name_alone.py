@@ -28,7 +28,14 @@ from raysim.methods.lora_factors import LORA_METHODS
 from raysim.primitives.errors import RefusedError
 
 IN_PROCESS = ["runtime=inprocess", "tracking=none", "device=cpu"]
-SMALL = [*IN_PROCESS, "rounds=1", "schedule.cohort=2", "evaluate.clients=2", "checkpoint.every=0"]
+SMALL = [
+    *IN_PROCESS,
+    "partition.fraction=0.25",
+    "rounds=1",
+    "schedule.cohort=2",
+    "evaluate.clients=2",
+    "checkpoint.every=0",
+]
 
 
 def plan_lines(experiment: Experiment) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -469,11 +468,6 @@ def fresh(*names: str) -> Callable[[], Any]:
     return lambda: study(*made(*names))
 
 
-def _few_samples(*names: str) -> Any:
-    """Return a run of new methods on fewer samples, for tests that need few steps."""
-    return study(*made(*names), data=tiny_data(samples=90))
-
-
 FREIGHT: dict[str, Callable[[], Method]] = {
     **{name: row.make for name, row in TABLE.items()},
     "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
@@ -484,6 +478,13 @@ FREIGHT: dict[str, Callable[[], Method]] = {
     "fedproto": FedProto,
 }
 SCHEDULES = {"rounds": ROUNDS, "buffer": BUFFER}
+# One method for each place where a method keeps or sends something. The messages of all methods in
+# rounds are those of `test_messages_with_fedbn_hold_no_client_state`.
+IN_ROUNDS = ("fedavg", "scaffold", "fedbr once", "fedpac", "fraug", "fedproto", "dp_fedavg", "ace")
+WATCHED = [
+    *((name, "buffer") for name in ("fedavg", *FREIGHT)),
+    *((name, "rounds") for name in IN_ROUNDS),
+]
 
 
 @dataclass(frozen=True)
@@ -498,7 +499,7 @@ class Watched:
 
 @pytest.fixture(
     scope="module",
-    params=itertools.product(["fedavg", *FREIGHT], SCHEDULES),
+    params=WATCHED,
     ids=lambda param: "-".join(param),
 )
 def watched(request: pytest.FixtureRequest) -> Watched:
@@ -509,7 +510,7 @@ def watched(request: pytest.FixtureRequest) -> Watched:
     def make() -> Any:
         if row is None:
             return study()
-        return study(FREIGHT[name](), model=row.model, data=tiny_data(samples=90))
+        return study(FREIGHT[name](), model=row.model)
 
     seen = check_messages(make, SCHEDULES[schedule])
     return Watched(name, SCHEDULES[schedule], make, seen)
@@ -674,8 +675,7 @@ def test_messages_with_fedbn_contain_no_client_state(name: str) -> None:
     names = list(dict.fromkeys([name, "fedbn"]))
     if len(names) > 1 and clash(*names):
         return
-    methods_together = functools.partial(_few_samples, *names)
-    seen, rows = check_messages(methods_together, ROUNDS), [TABLE[method] for method in names]
+    seen, rows = check_messages(fresh(*names), ROUNDS), [TABLE[method] for method in names]
     assert seen.uploads == {upload for row in rows for upload in row.uploads}
     assert bool(seen.personal)
     assert bool(seen.secrets)
@@ -741,7 +741,7 @@ def legal() -> set[frozenset[str]]:
 
 
 def covering(
-    names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 6
+    names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 8
 ) -> list[list[str]]:
     """Lists of `least` to `most` names that hold each allowed pair at least once.
 
@@ -770,7 +770,7 @@ COVERING = covering(list(TABLE), legal())
 
 def test_each_legal_pair_is_trained() -> None:
     assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == legal()
-    assert all(3 <= len(names) <= 6 for names in COVERING)
+    assert all(3 <= len(names) <= 8 for names in COVERING)
 
 
 @pytest.mark.parametrize("names", COVERING, ids="-".join)

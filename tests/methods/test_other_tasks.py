@@ -81,7 +81,7 @@ def test_method_trains_or_is_refused_with_its_name(name: str, kind: str) -> None
     model = MODELS[kind]
     if name in LORA_METHODS:
         model = ADAPTED_MODELS.get(kind, model)
-    spec = run_spec(method, model=model, data=data(kind), local=LOCAL)
+    spec = run_spec(method, model=model, data=data(kind), local=Local(lr=0.05, batch=32))
     if lacks & {*declared(name).needs}:
         with pytest.raises(ValueError, match=f"^method '{method.name}' needs "):
             run(spec)

@@ -68,7 +68,8 @@ def most_waits(name: str) -> int:
     """Return how often the steps of a job wait at most, in three rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP
-    spec = run_spec(*methods, model=model, data=equal_clients(), local=Local(batch=8, epochs=2))
+    local = Local(batch=8, epochs=2)
+    spec = run_spec(*methods, model=model, data=equal_clients(samples=60), local=local)
     worker = Worker(spec)
     counts: list[int] = []
     steps = worker.trainer.steps

@@ -13,14 +13,18 @@ from test_report import history
 
 from raysim.results import curves
 
-pytestmark = pytest.mark.pictures
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("virtual", [0.0, 1.0])
+@pytest.mark.pictures
 @pytest.mark.parametrize(
-    "scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]]
+    ("scores", "virtual"),
+    [
+        ([0.5], 0.0),
+        ([None, None], 1.0),
+        ([0.1, None, 0.5], 0.0),
+        ([0.5, math.nan, math.inf], 1.0),
+    ],
 )
 def test_run_is_drawn_with_missing_values(
     tmp_path: Path, scores: list[float | None], virtual: float
@@ -56,6 +60,7 @@ def test_long_history_is_thinned_and_keeps_its_ends() -> None:
     assert [found.points[place][0]["round"] for place in (0, -1)] == [1, 5000]
 
 
+@pytest.mark.pictures
 def test_panels_show_used_axes_in_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
@@ -160,6 +165,7 @@ def test_missing_axis_values_count_as_0() -> None:
     assert [row["virtual_seconds"] for row, _ in found.points] == [0, 0, 2]
 
 
+@pytest.mark.pictures
 def test_log_axis_of_loss_has_plain_numbers() -> None:
     # Text is not read as mathematics, so powers of ten would be shown as they are written.
     falling = [history([1.0, 0.1, 0.01, 0.001])]
@@ -167,6 +173,7 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
     assert drawn and all(">0.01<" in text and "mathdefault" not in text for _, text, _ in drawn)
 
 
+@pytest.mark.pictures
 def test_curve_on_another_is_dashed() -> None:
     """So is one of which a third or more lies on another."""
     for second, dashed in (

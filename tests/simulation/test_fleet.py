@@ -13,10 +13,8 @@ from hypothesis import given, settings, strategies as st
 from tiny_runs import run_spec
 
 from raysim.experiment.build import build as build_run
-from raysim.experiment.compose import compose
 from raysim.experiment.execute import run as run_words
-from raysim.experiment.groups import find_groups
-from raysim.experiment.instantiate import TARGET, build_object, resolve
+from raysim.experiment.instantiate import build_object
 from raysim.models import Mlp
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.streams import uniform
@@ -33,16 +31,6 @@ QUICK = ["data=synthetic", "partition=iid", "partition.clients=10", "schedule.co
 
 def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -> Devices:
     return fleet.devices(seed, clients, lambda: flops)
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [(group, name) for group in ("fleet", "schedule") for name in find_groups().files[group]],
-)
-def test_defaults_are_those_of_the_configuration(group: str, name: str) -> None:
-    node = compose([f"{group}={name}"])[group]
-    cls = resolve(node[TARGET], group)
-    assert build_object(cls, node, group) == cls()
 
 
 # --- durations ------------------------------------------------------------------------------------

@@ -112,13 +112,20 @@ def test_every_metric_has_a_reference() -> None:
     assert names == REFERENCES.keys()
 
 
-@pytest.mark.parametrize(("kind", "name"), REFERENCES)
-@pytest.mark.parametrize("samples", [1, 2, 7, 60])
 @pytest.mark.parametrize("width", [1, 3, 8])
-@pytest.mark.parametrize("rare", [0.0, 0.1, 0.5, 1.0])
-def test_metric_is_scikit_learns(
-    kind: Kind, name: str, samples: int, width: int, rare: float
-) -> None:
+@pytest.mark.parametrize("samples", [1, 2, 60])
+@pytest.mark.parametrize(("kind", "name"), REFERENCES)
+def test_metric_is_scikit_learns(kind: Kind, name: str, samples: int, width: int) -> None:
+    shares = (0.0,) if kind == "regression" else (0.0, 0.1, 0.5, 1.0)
+    for rare in shares:
+        check_metric(kind, name, samples, width, rare)
+
+
+def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
+    """Compare a metric with scikit-learn's on random outputs.
+
+    rare: the share of the classes that occur, or of the labels that are set.
+    """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)
     if kind == "classification":
