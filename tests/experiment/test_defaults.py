@@ -29,14 +29,15 @@ from raysim.experiment.instantiate import (
 from raysim.primitives.files import conf_folder
 
 GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model", "learner")
-FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]
 # The files of options, which name every setting of a class.
-OPTIONS = [
-    f"{group}/{path.stem}"
+OPTIONS = {
+    group: [
+        f"{group}/{path.stem}"
+        for path in sorted((conf_folder() / group).glob("*.yaml"))
+        if not path.name.startswith("_")
+    ]
     for group in ("method", "schedule", "fleet", "data", "partition", "model")
-    for path in sorted((conf_folder() / group).glob("*.yaml"))
-    if not path.name.startswith("_")
-]
+}
 # Settings that the file of a data set may give another value than its class.
 OF_DATA_SETS = {
     "mean",
@@ -97,19 +98,25 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(found).parameters
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option_file_has_the_keys_of_its_class(option: str) -> None:
-    group = option.partition("/")[0]
-    for path, part in option_parts(option).items():
-        cls = resolve(part[TARGET], path)
-        assert {*part} - {TARGET} == {*defaults(cls)}
-        if group == "method":
-            assert issubclass(cls, Method)
-            assert path == f"method.{cls.name}"
+@pytest.mark.parametrize("group", OPTIONS)
+def test_option_files_have_the_keys_of_their_classes(group: str) -> None:
+    for option in OPTIONS[group]:
+        for path, part in option_parts(option).items():
+            cls = resolve(part[TARGET], path)
+            assert {*part} - {TARGET} == {*defaults(cls)}, option
+            if group == "method":
+                assert issubclass(cls, Method)
+                assert path == f"method.{cls.name}"
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if not name.startswith("model/")])
-def test_option_file_has_the_defaults_of_its_class(option: str) -> None:
+@pytest.mark.parametrize("group", [group for group in OPTIONS if group != "model"])
+def test_option_files_have_the_defaults_of_their_classes(group: str) -> None:
+    for option in OPTIONS[group]:
+        check_defaults(option)
+
+
+def check_defaults(option: str) -> None:
+    """Compare the values of an option's file with the defaults of its classes."""
     for path, part in option_parts(option).items():
         for key, default in defaults(resolve(part[TARGET], path)).items():
             value = part[key]
@@ -121,16 +128,15 @@ def test_option_file_has_the_defaults_of_its_class(option: str) -> None:
                 continue
             if path == "partition" and default == MISSING:
                 continue
-            assert value == default, key
+            assert value == default, (option, key)
 
 
 @pytest.mark.parametrize(("group", "base"), [("data", Source), ("partition", Partitioner)])
 def test_option_files_build_their_objects(group: str, base: type) -> None:
-    for option in OPTIONS:
-        if option.startswith(f"{group}/"):
-            node = option_parts(option)[group]
-            part = build_object(resolve(node[TARGET], group), node, group)
-            assert isinstance(part, base), option
+    for option in OPTIONS[group]:
+        node = option_parts(option)[group]
+        part = build_object(resolve(node[TARGET], group), node, group)
+        assert isinstance(part, base), option
 
 
 # One option for each way in which files include others.
@@ -153,21 +159,24 @@ def test_hydra_composes_an_option_from_its_files(option: str) -> None:
     assert composed == {option.partition("/")[0]: values(conf_folder() / f"{option}.yaml")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_class_defaults_equal_those_of_its_file(path: Path) -> None:
-    for node in objects(values(path)):
-        for name, parameter in parameters(node[TARGET]).items():
-            default = (
-                list(parameter.default)
-                if isinstance(parameter.default, tuple)
-                else parameter.default
-            )
-            simple = default is None or isinstance(
-                default, (str, int, float, list)
-            )  # not made by a function
-            if simple and name in node and "${" not in str(node[name]):
-                is_empty = default is None and node[name] == {}
-                assert is_empty or node[name] == default, name
+@pytest.mark.parametrize("group", GROUPS)
+def test_class_defaults_equal_those_of_their_files(group: str) -> None:
+    for path in sorted((conf_folder() / group).glob("*.yaml")):
+        for node in objects(values(path)):
+            check_node(node, path)
+
+
+def check_node(node: Mapping[str, Any], path: Path) -> None:
+    """Compare the values of a node of a file with the arguments' defaults of its class."""
+    for name, parameter in parameters(node[TARGET]).items():
+        default = parameter.default
+        if isinstance(default, tuple):
+            default = list(default)
+        # Other defaults are made by a function.
+        is_simple = default is None or isinstance(default, (str, int, float, list))
+        if is_simple and name in node and "${" not in str(node[name]):
+            is_empty = default is None and node[name] == {}
+            assert is_empty or node[name] == default, (path, name)
 
 
 def test_function_defaults_equal_those_of_the_class() -> None:
