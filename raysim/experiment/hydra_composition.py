@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from raysim.experiment.config_files import Node, load_yaml, parse_yaml
-from raysim.experiment.groups import (
-    LISTS,
-    Groups,
-    config_roots,
-    load_option,
-    option_names,
-)
+from raysim.experiment.groups import LISTS, Groups, config_roots, load_option, option_names
 from raysim.primitives.errors import RefusedError, first_line, suggest
 
 # The chosen options of each group, in a form that can be hashed.
@@ -37,16 +31,19 @@ Options: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 Names: TypeAlias = list[str]
 
 _HYDRA_LOCK = threading.Lock()  # Hydra has one state for a process
-_PACKAGE_MARK = "# @package "  # the first line of a file that fills another group than its own
+# The first line of a file that fills another group than its own.
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
 class ConfigFiles(ConfigSource):
     """The configuration files of several folders; those of later folders replace earlier ones.
 
-    Hydra parses its own files again for each composition, which takes a third of the time. The
-    address of a source is "raysim://" and the folders, separated as in PATH. `config.yaml` is read
-    from the first folder only.
+    Hydra's own source parses each file again for each composition, which takes a third of the time.
+
+    roots: the folders while raysim composes, else none. `config.yaml` is that of the first folder.
     """
+
+    roots: Sequence[Path] = ()
 
     @staticmethod
     def scheme() -> str:
@@ -59,7 +56,7 @@ class ConfigFiles(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return True if a folder has such a group."""
-        return any((root / config_path).is_dir() for root in self._roots())
+        return any((root / config_path).is_dir() for root in self.roots)
 
     def is_config(self, config_path: str) -> bool:
         """Return True if a folder has such a file; `config_path` has no ending."""
@@ -70,16 +67,15 @@ class ConfigFiles(ConfigSource):
         file = self._file(config_path)
         assert file is not None, config_path
         text = file.read_text(encoding="utf-8")
-        package = None
-        if text.startswith(_PACKAGE_MARK):
-            package = text.partition("\n")[0].removeprefix(_PACKAGE_MARK).strip()
+        mark = _PACKAGE.match(text)
+        header = {"package": mark[1] if mark else None}
         config = copy.deepcopy(parse_yaml(text))
-        return ConfigResult(self.provider, self.full_path(), config, {"package": package})
+        return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
         """Return the names in a group, for Hydra's errors: files without their ending."""
         names: set[str] = set()
-        for root in self._roots():
+        for root in self.roots:
             for path in (root / config_path).glob("*"):
                 if path.suffix == ".yaml" and results_filter is not ObjectType.GROUP:
                     names.add(path.stem)
@@ -87,13 +83,9 @@ class ConfigFiles(ConfigSource):
                     names.add(path.name)
         return sorted(names)
 
-    def _roots(self) -> Sequence[Path]:
-        return [Path(root) for root in self.path.split(os.pathsep)]
-
     def _file(self, config_path: str) -> Path | None:
-        roots = self._roots()
         has_group = "/" in config_path
-        for root in reversed(roots if has_group else roots[:1]):
+        for root in reversed(self.roots if has_group else self.roots[:1]):
             file = root / f"{config_path.removesuffix('.yaml')}.yaml"
             if file.is_file():
                 return file
@@ -101,15 +93,12 @@ class ConfigFiles(ConfigSource):
 
 
 class SearchConfigFiles(SearchPathPlugin):
-    """Let Hydra find raysim's files first, while raysim composes."""
-
-    roots: Sequence[Path] = ()
+    """Let Hydra look for files in `ConfigFiles` first, while raysim composes."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source of the files; nothing in an application with its own files."""
-        if self.roots:
-            folders = os.pathsep.join(str(root.absolute()) for root in self.roots)
-            search_path.prepend("raysim", f"{ConfigFiles.scheme()}://{folders}")
+        """Add the source; change nothing if another application in this process uses Hydra."""
+        if ConfigFiles.roots:
+            search_path.prepend("raysim", f"{ConfigFiles.scheme()}://conf")
 
 
 class Composition(NamedTuple):
@@ -224,12 +213,12 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
         Plugins.instance().register(SearchConfigFiles)
         application = GlobalHydra.instance().hydra  # that of an application which calls raysim
         GlobalHydra.instance().clear()
-        SearchConfigFiles.roots = roots
+        ConfigFiles.roots = roots
         try:
             with hydra.initialize_config_dir(str(roots[0].absolute()), version_base="1.3"):
                 yield
         finally:
-            SearchConfigFiles.roots = ()
+            ConfigFiles.roots = ()
             GlobalHydra.instance().clear()
             if application is not None:
                 GlobalHydra.instance().initialize(application)
