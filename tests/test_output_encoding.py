@@ -45,28 +45,35 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+COMMANDS = [
+    ["run", *UNTRACKED],
+    ["run", "--show"],
+    ["run", "-h"],
+    ["study", *UNTRACKED, "method=fedavg,fedprox", "out=s"],
+    ["methods"],
+    ["methods", "fedbr"],
+    ["methods", "--json"],
+    ["partition", *UNTRACKED],
+    ["new", "mine"],
+    ["report", "RUN"],
+    ["report", "RUN", "--csv"],
+    ["report", "RUN", "--latex"],
+    ["completion", "bash"],
+    ["run", "out=ü", "nö=1"],
+    ["wróng"],
+    ["report", "\udcff"],
+]
+# One that writes a table, one that draws a bar, and two errors.
+IN_CP932 = [["methods"], ["run", *UNTRACKED], ["wróng"], ["report", "\udcff"]]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "encoding"),
     [
-        ["run", *UNTRACKED],
-        ["run", "--show"],
-        ["run", "-h"],
-        ["study", *UNTRACKED, "method=fedavg,fedprox", "out=s"],
-        ["methods"],
-        ["methods", "fedbr"],
-        ["methods", "--json"],
-        ["partition", *UNTRACKED],
-        ["new", "mine"],
-        ["report", "RUN"],
-        ["report", "RUN", "--csv"],
-        ["report", "RUN", "--latex"],
-        ["completion", "bash"],
-        ["run", "out=ü", "nö=1"],
-        ["wróng"],
-        ["report", "\udcff"],
+        *((words, "ascii") for words in COMMANDS),
+        *((words, "cp932") for words in IN_CP932),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_command_ends_well_in_every_encoding(
     words: list[str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     SEED,
+    FinishedRun,
     method_state,
     run,
     run_spec,
@@ -59,14 +61,25 @@ def study(*methods: Method, **others: Any) -> Any:
 # --- training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@functools.cache
+def run_without(others: tuple[Method, ...], schedule: Any) -> FinishedRun:
+    """Run the other methods alone."""
+    return run(study(*others), schedule, rounds=4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "others"),
+    [
+        pytest.param(ROUNDS, (), id="rounds, alone"),
+        pytest.param(BUFFER, (FedProx(0.1),), id="buffer, with fedprox"),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("others", [(), (FedProx(0.1),)], ids=["alone", "with fedprox"])
 def test_shared_model_does_not_depend_on_pfedavg(
-    others: tuple[Method, ...], mode: str, schedule: Any
+    mode: str, schedule: Any, others: tuple[Method, ...]
 ) -> None:
-    ended = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
-    plain = run(study(*others, model=NORMED), schedule, rounds=4)
+    ended = run(study(MODES[mode], *others), schedule, rounds=4)
+    plain = run_without(others, schedule)
     assert ended.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
         ended.tensors, plain.tensors
     )
