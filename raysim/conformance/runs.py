@@ -59,7 +59,7 @@ BUFFER = Buffered(concurrency=4, size=2)
 
 
 @functools.cache
-def tiny_data(clients: int = 6, samples: int = 92) -> FederatedData:
+def tiny_data(clients: int = 6, samples: int = 150) -> FederatedData:
     """Return images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
     source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
     return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)

@@ -455,7 +455,8 @@ def study(*methods: Method, **others: Any) -> Any:
     model = MLP if "dp_fedavg" in names and "fedbn" not in names else NORMED_MLP
     if names & {*LORA_METHODS}:
         model = Mlp((12,), Lora(rank=3)) if model is MLP else ADAPTED_MLP
-    return run_spec(*methods, **({"model": model, "local": EPOCHS} | others))
+    settings = {"model": model, "local": EPOCHS, "data": tiny_data(samples=92)}
+    return run_spec(*methods, **(settings | others))
 
 
 def made(*names: str) -> list[Method]:
