@@ -37,6 +37,7 @@ DRAWERS = {
     "models/split.py": {"torch.randn", "torch.randint"},
     # A part that draws from a global generator is found so.
     "conformance/parts.py": {"np.random.seed"},
+    "conformance/learners.py": {"import random", "np.random.seed"},
     # Of a generator of its own, on the device.
     "commands/bench/gpu.py": {"torch.randperm"},
     # Values for trying a metric and a network out, of generators of their own.

@@ -142,6 +142,7 @@ def limits(
     return seen[: 4 if len(scores) > 2 else 2]
 
 
+@pytest.mark.pictures
 def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     for name in ("accuracy", "accuracy worst", "f1 global"):
