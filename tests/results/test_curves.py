@@ -129,7 +129,7 @@ def limits(
         seen.extend([min(low), max(high)])
         return fill(self, x, low, high, **how)
 
-    def looked_at(draw: Callable[[Axes], object], about: str) -> str:
+    def looked_at(draw: Callable[[Axes], object], about: str, **_: object) -> str:
         draw(ax := Figure().subplots())
         seen.extend(ax.get_ylim())
         return ""
@@ -142,7 +142,6 @@ def limits(
     return seen[: 4 if len(scores) > 2 else 2]
 
 
-@pytest.mark.pictures
 def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     for name in ("accuracy", "accuracy worst", "f1 global"):
