@@ -46,7 +46,9 @@ SETTING = [
     "fleet.speed=200", "fleet.bandwidth_up=100000", "fleet.bandwidth_down=250000",
 ]  # fmt: skip
 ROUNDS = [f"schedule.cohort={CLIENTS}"]  # of all clients
-ADAPTERS = [*ROUNDS, "model.lora.rank=8", "local.lr=0.005"]
+ADAPTERS = [
+    *ROUNDS, "model.lora.rank=8", "model.lora.layers=[qkv,out,up,down,head]", "local.lr=0.005",
+]  # fmt: skip
 METHODS: dict[str, list[str]] = {
     "FedAvg": ["method=fedavg", *ROUNDS],
     "DiLoCo": [
@@ -192,7 +194,7 @@ The text is the reference that ships with Python (`pydoc_data.topics`), as bytes
 trains a base model, a GPT of {parameters:,} parameters; the others belong to 8 clients, about five
 neighbouring topics each. All methods start from the base and train with AdamW, ten steps of 8 rows of
 64 tokens per job, twelve jobs of each client (asynchronously as many updates in all). Adapters have
-rank 8; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client. Clients have log-normal speeds and slow
+rank 8, also that of the output layer; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client. Clients have log-normal speeds and slow
 uplinks. {seeds}
 Scores are those of the clients' own tests, and of the ends of all texts (central). FedSA-LoRA has a
 model for each client, so it has no central score.
