@@ -1,3 +1,5 @@
+import logging
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,20 @@ def test_app_trains_and_evaluates(project, tmp_path):
     assert history["eval_loss"].iloc[2] < history["eval_loss"].iloc[0]
     assert np.allclose(history["accuracy"], history["eval_acc"])
     assert result.summary["failures_total"] == 0
+
+
+def test_initial_parameters_are_read_without_log_lines(project, tmp_path):
+    logger, records = logging.getLogger("flwr"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        run(project, tmp_path, "rounds=1")
+    finally:
+        logger.removeHandler(handler)
+    assert not records
+    assert logger.level == logging.INFO
 
 
 def test_app_is_an_option_of_the_group_learner(project, tmp_path):
