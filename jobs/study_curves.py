@@ -49,7 +49,7 @@ def draw_panel(
     curves_of: by name, the curves of its seeds, each [points, 2] with cost and accuracy; costs
     ascend. A mean is drawn where all of its curves have values.
     """
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     from raysim.results.theme import LIGHT
 
@@ -63,5 +63,7 @@ def draw_panel(
             costs, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0
         )
     ax.set(xscale="log", xlabel=cost_label)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.xaxis.set_major_formatter(StrMethodFormatter(tick_format))
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.grid(True)
