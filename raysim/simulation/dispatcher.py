@@ -327,7 +327,9 @@ class Dispatcher:
                 elif group in call.remote_sums:
                     remote.append(call.remote_sums.pop(group))
         fetched, lost = fetch_sums(remote, self._trees, self._runtime)
-        return sums | fetched | self._train_again(calls, lost)
+        if lost:
+            fetched |= self._train_again(calls, lost)
+        return sums | fetched
 
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
