@@ -71,7 +71,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
         else:
             valid = suggest(root, (*OWN_KEYS, *RUN_KEYS), "raysim flower run has")
             raise RefusedError(
-                f"{key}: is no key of raysim flower run. {valid}. Values of the app's own run "
+                f"{key}: is not a key of raysim flower run. {valid}. Values of the app's own run "
                 f"config go into --run-config '{word}'"
             )
     nodes = [to_dict(compose([*overrides, seed])) for seed in seeds]
@@ -88,7 +88,7 @@ def _read_count(word: str) -> int:
     override = read_override(word)
     is_number = isinstance(override.value, int) and not isinstance(override.value, bool)
     if not is_number or override.value < 0:
-        raise RefusedError(f"{word}: is no number. Write {override.key}=NUMBER.")
+        raise RefusedError(f"{word}: is not a number. Write {override.key}=NUMBER.")
     return int(override.value)
 
 
@@ -111,8 +111,8 @@ def _read_run_config(text: str) -> dict[str, Any]:
         return flatten(tomllib.loads(lines), "--run-config")
     except tomllib.TOMLDecodeError as error:
         raise RefusedError(
-            f"--run-config '{text}': is no valid TOML ({error}). Texts need quotes, "
-            "as in --run-config \"name='value'\"."
+            f"--run-config '{text}': is not valid TOML ({error}). Texts need quotes, as in "
+            "--run-config \"name='value'\"."
         ) from error
 
 
@@ -130,8 +130,8 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     for name, reference in (("clientapp", project.client_app), ("serverapp", project.server_app)):
         if not reference:
             raise RefusedError(
-                f"{project.file}: names no {name}. Add it to [tool.flwr.app.components], "
-                "or go to the folder of a Flower app."
+                f"{project.file}: does not name a {name}. Add it to [tool.flwr.app.components], or "
+                "go to the folder of a Flower app."
             )
     with errors_as_refusals():
         _, execution = build_settings(node)

@@ -89,7 +89,7 @@ def _fedavg() -> MethodEntry:
 
 def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodEntry:
     if not isinstance(node, Mapping):
-        raise RefusedError(f"method.{name}={node} has no class. Give it a _target_.")
+        raise RefusedError(f"method.{name}={node} has no class. Set its key _target_.")
     source = read_method(str(node.get(TARGET))) or _import_method(name, node, allow)
     texts = (source.module_text, source.class_text)
     # The docstring of a module with one method is about this method.

@@ -36,8 +36,8 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
             values = node.get(section) if section else node
             if not isinstance(values, Mapping) or name not in values:
                 raise RefusedError(
-                    f"method '{method.name}' requires {key}={format_value(value)}, "
-                    "a key that does not exist. Correct what its function settings returns."
+                    f"method '{method.name}' requires {key}={format_value(value)}, but this key "
+                    "does not exist. Correct the result of its function settings."
                 )
             if values[name] == value or is_set(key, node):
                 continue
@@ -71,13 +71,13 @@ def drop_untrainable_clients(
         other_model = "choose model.norm=group"
     if batch == 1:
         raise ValueError(
-            f"local.batch: batches of 1 row cannot train the model, because of its {layer}. "
-            f"Set local.batch=2 or more, or {other_model}."
+            f"local.batch: the model cannot train on batches of 1 row, because of its {layer}. Set "
+            f"local.batch=2 or more, or {other_model}."
         )
     if single == np.count_nonzero(counts):
         raise ValueError(
-            "partition: no client has two training samples, and one cannot train the model, "
-            f"because of its {layer}. Have fewer clients, or {other_model}."
+            "partition: no client has two training samples, but the model cannot train on one, "
+            f"because of its {layer}. Set fewer clients, or {other_model}."
         )
     larger_clients = "give each client two samples or more"
     if hasattr(partitioner, "minimum"):
@@ -107,8 +107,8 @@ def pool_training(
     """
     if not isinstance(schedule, Synchronous):
         raise RefusedError(
-            f"method '{method}' trains one model on the data of all clients, so that no update can "
-            "arrive late. Set schedule=synchronous."
+            f"method '{method}' trains one model on the data of all clients, which needs "
+            "synchronous rounds. Set schedule=synchronous."
         )
     counts = data.partition.train.counts
     check_concurrency(schedule, counts)

@@ -109,7 +109,8 @@ def build(
         duplicates = options.keys() & settings.keys()
         if duplicates:
             raise RefusedError(
-                f"{next(iter(duplicates))} is given twice, by name and in methods: keep one of them"
+                f"{next(iter(duplicates))} is given twice, as an argument of its own and in "
+                "methods. Keep one of them."
             )
         is_whole = isinstance(config, (DictConfig, Mapping))
         overrides: Sequence[str] = ()
@@ -145,8 +146,8 @@ def _compose_node(
         node |= {"method": {}, "choices": node["choices"] | {"method": []}}
     if settings:
         raise RefusedError(
-            f"{next(iter(settings))}=... has no effect next to a whole configuration: "
-            "set it in that one"
+            f"{next(iter(settings))}=... has no effect next to a whole configuration. Set it in "
+            "that configuration."
         )
     return node
 
@@ -283,7 +284,7 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     for name in () if has_learner else spec.settings.evaluate.lower:
         if name not in metrics:
             raise ValueError(
-                f"evaluate.lower: {name} is no metric of this run; {suggest(name, metrics)}"
+                f"evaluate.lower: {name} is not a metric of this run; {suggest(name, metrics)}"
             )
     names = {metric.name for metric in spec.task.metrics if not metric.higher} - LOWER_IS_BETTER
     lower = sorted(names | set(spec.settings.evaluate.lower))
@@ -300,8 +301,8 @@ def _choose_step_mode(
     """Return the spec with lanes, graph and precision, chosen unless the user set them."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise RefusedError(
-            f"runtime.precision=tf32 needs a GPU of NVIDIA, and device={spec.device}: "
-            "set runtime.precision=float32, or device=cuda"
+            f"runtime.precision=tf32 needs an NVIDIA GPU, but device={spec.device}. Set "
+            "runtime.precision=float32, or device=cuda."
         )
     graph = uses_graph(spec, declarations.networks, runtime.graph)
     spec = replace(spec, graph=graph, precision=runtime.precision)

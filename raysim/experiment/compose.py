@@ -130,7 +130,7 @@ def _separate_options(
     texts = {override.key: override.text for override in parsed} | setting_texts
     for key, text in texts.items():
         if key.partition(".")[0] == SWEEP:
-            raise RefusedError(f"'{text}' is for searches. Write raysim sweep {text}.")
+            raise RefusedError(f"'{text}' is only for raysim sweep. Write raysim sweep {text}.")
 
     options: dict[str, list[str]] = {}
     values: dict[str, SetValue] = {}
@@ -190,7 +190,7 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
         references = [f"{key}={value}" for key, value in values.items() if "${" in str(value)]
         reference = references[0] if references else "a ${...} in the configuration"
         raise RefusedError(
-            f"{reference} refers to something that does not exist. Write the value itself."
+            f"{reference} refers to a key that does not exist. Write the value itself."
         ) from error
     return config
 
@@ -236,11 +236,11 @@ def _load_stored(path: str | Path | None) -> Node | None:
     folder, name = split_address(str(path) if is_url(path) else user_path(path))
     store = open_store(folder)
     if name not in store.names():
-        raise RefusedError(f"{path} is no file. {advice}")
+        raise RefusedError(f"{path} is not a file. {advice}")
     with store.local(name) as copy:
         node = load_yaml(copy)
     if not _is_complete(node):
-        raise RefusedError(f"{path} is no complete configuration. {advice}")
+        raise RefusedError(f"{path} is not a complete configuration. {advice}")
     return node | {"out": None, "resume": None}
 
 
@@ -254,8 +254,8 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
             node = load_yaml(path)
         if not _is_complete(node):
             raise RefusedError(
-                f"{folder}/{CONFIG_FILE} is no complete configuration. "
-                "Restore it, or start in a new folder."
+                f"{folder}/{CONFIG_FILE} is not a complete configuration. Restore it, or start in "
+                "a new folder."
             )
         return node
     return None

@@ -46,7 +46,7 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
             raise ValueError("the file has no lines of the form `key: value`")
         if "${oc.env" in str(node).replace(" ", ""):
             raise ValueError(
-                "it reads the environment, which would be stored with the results; "
+                "it reads an environment variable, whose value would be stored with the results; "
                 "write the value itself"
             )
     except Exception as error:  # a damaged file fails in the YAML reader in many ways

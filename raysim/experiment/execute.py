@@ -175,8 +175,8 @@ def _build_once(
         return build(config, allow, **parts)
     if parts:
         raise RefusedError(
-            f"{next(iter(parts))}=... has no effect on a run that raysim.build has returned. "
-            "Pass it to raysim.build."
+            f"{next(iter(parts))}=... has no effect here, because raysim.build already made this "
+            "run. Pass it to raysim.build."
         )
     return config
 

@@ -64,8 +64,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     for root in roots:
         if not root.is_dir():
             raise RefusedError(
-                f"{root}: this configuration folder does not exist. Give one that does, "
-                "or leave it out."
+                f"{root}: this configuration folder does not exist. Give an existing folder, or "
+                "leave it out."
             )
         may_replace = root in (*folders, roots[0])
         paths = sorted(yaml_files(root))
@@ -125,7 +125,7 @@ def load_option(path: Path, group: str) -> Node:
     """Read the file of an option; raise `RefusedError` if it is broken or misplaced."""
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
-        raise RefusedError(f"{path} is empty. Give a class in it, or remove it.")
+        raise RefusedError(f"{path} is empty. Name a class in it (_target_), or remove the file.")
     if group in LISTS and TARGET in node:
         raise RefusedError(
             f"{path} begins with {TARGET}. Begin it with a name, such as {path.stem}:, "

@@ -42,8 +42,8 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
         raise RefusedError(
-            f"{path}.{TARGET}={format_value(target)} is no class. "
-            "Give one, such as raysim.methods.fedprox.FedProx."
+            f"{path}.{TARGET}={format_value(target)} is not a class. Give a class, such as "
+            "raysim.methods.fedprox.FedProx."
         )
     return cls
 
@@ -63,12 +63,12 @@ def import_target(
         package = str(target).partition(".")[0]
         if package in sys.stdlib_module_names:
             raise RefusedError(
-                f"{setting} lies outside raysim, in Python itself. "
-                "Give a class of raysim, or of a package of your own."
+                f"{setting} is part of Python, which is not allowed here. Give a class of raysim, "
+                "or of your own package."
             )
         raise RefusedError(
-            f"{setting} lies outside raysim: allow its code to run with --allow {package}, "
-            "if you trust it"
+            f"{setting} is not part of raysim. If you trust its code, allow it with --allow "
+            f"{package}"
         )
     module, _, name = target.rpartition(".")
     try:

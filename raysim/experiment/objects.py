@@ -116,13 +116,13 @@ def separate_objects(
     if methods is None:
         return objects, options
     if isinstance(methods, (str, Method)) or not isinstance(methods, Iterable):
-        raise RefusedError(f"methods={methods!r} is no list. Write methods=[...].")
+        raise RefusedError(f"methods={methods!r} is not a list. Write methods=[...].")
     options["method"] = [method for method in methods if isinstance(method, str)]
     for method in methods:
         if isinstance(method, str):
             continue
         if not isinstance(method, Method):
-            raise _wrong_object("methods", method, "it is no raysim.Method")
+            raise _wrong_object("methods", method, "it is not a raysim.Method")
         check_name(method)
         place = f"method.{method.name}"
         if place in objects:
@@ -140,7 +140,7 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
     if metrics is None:
         return [], {}
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
-        raise RefusedError(f"metrics={metrics!r} is no list. Write metrics=[...].")
+        raise RefusedError(f"metrics={metrics!r} is not a list. Write metrics=[...].")
     names: list[str] = []
     own_metrics: dict[str, Metric] = {}
     for metric in metrics:

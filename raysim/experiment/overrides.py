@@ -100,19 +100,19 @@ def _check_text(text: str) -> None:
     """Raise `RefusedError` for texts that would give an unclear error of the grammar."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
-            f"{text!r} is no text in UTF-8. Rename the file, or set the shell's encoding (LANG)."
+            f"{text!r} is not text in UTF-8. Rename the file, or set the shell's encoding (LANG)."
         )
     call = _TUNE_CALL.match(text)
     if call and call[2] in TUNE_FUNCTIONS:
         raise RefusedError(
-            f"'{text}' is written as in Ray Tune. "
-            f"Write {call[1]}={TUNE_FUNCTIONS[call[2]]} for raysim sweep."
+            f"'{text}' has the form of Ray Tune. Write {call[1]}={TUNE_FUNCTIONS[call[2]]} for "
+            "raysim sweep."
         )
     words = text.split()
     if len(words) > 1 and all(map(_SETTING.match, words)):
         raise RefusedError(
-            f"'{text}' cannot be read as key=value: these are {len(words)} settings. "
-            "Give each as an argument of its own, without quotes around all."
+            f"'{text}' cannot be read as key=value: these are {len(words)} settings. Give each as "
+            "a separate argument, without quotes around all."
         )
 
 

@@ -49,7 +49,8 @@ def build_part(
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
-            f"{group}={format_value(node)} names no class: choose an option of the group {group}"
+            f"{group}={format_value(node)} does not name a class: choose an option of the group "
+            f"{group}"
         )
     refuse_missing(node, group)
     if group == "model":
@@ -63,7 +64,7 @@ def build_part(
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
         raise RefusedError(
-            f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'"
+            f"{group}.{TARGET}={node[TARGET]} is not a {group}: it has no method '{PARTS[group]}'"
         )
     return build_object(cls, node, group)
 
@@ -109,15 +110,15 @@ def build_methods(
         learner = build_part(config, "learner", allow, objects)
         if not isinstance(learner, Method):
             raise RefusedError(
-                f"learner={type(learner).__name__} is no learner: give a raysim.Learner, or a "
-                "raysim.Method that trains clients by run.train"
+                f"learner={type(learner).__name__} is not a learner: give a raysim.Learner, or a "
+                "raysim.Method that trains clients with run.train"
             )
         methods = (learner, *methods)
     if config.get("compression"):  # older runs have no group compression
         compressor = build_part(config, "compression", allow, objects)
         if not isinstance(compressor, Compressor):
             raise RefusedError(
-                f"compression={type(compressor).__name__} is no compressor: give a "
+                f"compression={type(compressor).__name__} is not a compressor: give a "
                 "raysim.Compressor"
             )
         methods = (*methods, compressor)
@@ -149,15 +150,16 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     """Return the class that the node of a method or an observer gives."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
-            f"{path}={format_value(node)} names no class: give a value to one of its keys instead"
+            f"{path}={format_value(node)} does not name a class: give a value to one of its keys "
+            "instead"
         )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)
     if not issubclass(cls, kind):
         group = path.partition(".")[0]
         raise RefusedError(
-            f"{path}.{TARGET}={node[TARGET]} is no {group}: "
-            f"give a subclass of raysim.{kind.__name__}"
+            f"{path}.{TARGET}={node[TARGET]} is not a {group}: give a subclass of "
+            f"raysim.{kind.__name__}"
         )
     return cls
 
@@ -185,7 +187,7 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
         return target
     if not callable(target):
         raise RefusedError(
-            f"evaluate.metrics={name} is no function: give the path of one, such as "
+            f"evaluate.metrics={name} is not a function: give the path of a function, such as "
             "mine.metrics.brier"
         )
     return Metric(target() if isinstance(target, type) else target)

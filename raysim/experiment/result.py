@@ -113,8 +113,8 @@ class Result:
         path = self.folder / "clients.parquet"
         if not path.is_file():
             raise RefusedError(
-                f"{self._address} has no clients.parquet: "
-                "an earlier version wrote it, or it has no round yet"
+                f"{self._address} has no clients.parquet: an earlier version of raysim wrote this "
+                "run, or it has no round yet"
             )
         return pd.read_parquet(path).set_index("client")
 
@@ -165,7 +165,8 @@ class Result:
         spec = self.experiment.spec
         if spec.task.kind != "causal":
             raise RefusedError(
-                f"the data of this run is for {spec.task.kind}, and text needs data.kind=causal"
+                f"the data of this run is for {spec.task.kind}, but writing text needs "
+                "data.kind=causal"
             )
         if best and client is not None:
             raise _no_best_client()
@@ -186,8 +187,8 @@ class Result:
                 raise RefusedError("this run has no learner: use result.model()")
             if network.content is not None and not final.path:
                 raise RefusedError(
-                    "checkpoint.every: no checkpoint of the last round holds the parameters. "
-                    "Set it above 0."
+                    "checkpoint.every: there is no checkpoint of the last round, which would have "
+                    "the parameters. Set it above 0."
                 )
             worker.scored_tensors(task, published, state)
             return network.parameters_as_arrays()
@@ -234,7 +235,7 @@ class Result:
             if client is not None:
                 reason = f"{data.label(client)} has none"
             raise RefusedError(
-                f"there is nothing to predict: {reason}, result.predictions(client=...)"
+                f"there are no test samples to predict: {reason}, result.predictions(client=...)"
             )
         with self._final_state() as final:
             worker, task, published, state = final.scoring(client)
@@ -270,7 +271,8 @@ class Result:
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
             raise RefusedError(
-                f"{self._address} has no {BEST}: an earlier version of raysim ran it. Run it again."
+                f"{self._address} has no {BEST}: an earlier version of raysim made this run. Run "
+                "it again."
             )
         raise RefusedError(
             f"{self._address} has no {name}: the run has not finished. "
@@ -343,8 +345,8 @@ class _FinalState:
         has_states = client_states.stateful or self.worker.personalises
         if not self.path and (has_states or not replicas.is_single):
             raise RefusedError(
-                "checkpoint.every: no checkpoint of the last round holds client states and "
-                "replicas. Set it above 0."
+                "checkpoint.every: there is no checkpoint of the last round, which would have "
+                "client states and replicas. Set it above 0."
             )
         server = self._server_of(client)
         if not replicas.is_single:

@@ -92,8 +92,8 @@ def _new_place(experiment: Experiment) -> Place:
     check_writable(folder, options)
     if options.folder and {*open_store(options.folder).names()} - {LOCK_FILE}:
         raise RefusedError(
-            f"checkpoint.folder={without_password(options.folder)} is not empty. "
-            "Choose another one, or continue its run with resume=latest."
+            f"checkpoint.folder={without_password(options.folder)} is not empty. Choose another "
+            "folder, or continue its run with resume=latest."
         )
     return Place(folder)
 
@@ -105,7 +105,7 @@ def _latest_place(experiment: Experiment) -> Place:
     exists = folder.exists()
     if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
         raise RefusedError(
-            f"out={folder} is not the folder of a run. Choose another one, or leave resume out."
+            f"out={folder} is not the folder of a run. Choose another folder, or leave resume out."
         )
     check_writable(folder, options)
     for address in (str(folder), options.folder):
@@ -176,8 +176,8 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     folder = user_path(out) if out else run_folder
     if folder is None:
         raise RefusedError(
-            f"resume={without_password(address)} is not in the folder of its run. "
-            "Name that one with out=DIR."
+            f"resume={without_password(address)} is not in the folder of its run. Name the folder "
+            "of the run with out=DIR."
         )
     for other in (checkpoints, str(run_folder or folder)):
         _check_run_in(other, experiment.config)
@@ -186,8 +186,8 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
         is_same_run = (folder / CONFIG).is_file()
     if folder.exists() and not is_same_run:
         raise RefusedError(
-            f"out={folder} exists already, and {address} does not belong to it. "
-            "Choose another out, or leave it out."
+            f"out={folder} exists already, but {address} is not one of its checkpoints. Choose "
+            "another folder, or omit out."
         )
     settings = experiment.spec.settings
     check_writable(folder, settings.checkpoint)
@@ -252,15 +252,15 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
     for key in _keys_of_bits([*stored_values, *values]):
         if key not in stored_values:
             raise RefusedError(
-                f"{key}={format_value(values[key])} is no key of the run in {store}: it is another "
-                f"run, or an earlier version of raysim than {__version__} wrote it. "
-                "Choose another out."
+                f"{key}={format_value(values[key])} is not a key of the run in {store}: that is "
+                f"another run, or a version of raysim before {__version__} wrote it. Choose "
+                "another folder with out."
             )
         if stored_values[key] != values.get(key):
             value = format_value(values[key]) if key in values else "absent"
             raise RefusedError(
                 f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
-                f"in {store}. Set it back, or choose another out."
+                f"in {store}. Set it back, or choose another folder with out."
             )
 
 

@@ -54,8 +54,8 @@ def single_override(text: str) -> SettingOverride:
     key = override.key
     if override.is_delete:
         raise RefusedError(
-            f"'{text}' would remove a setting, but every setting stays. "
-            "Give it another value instead."
+            f"'{text}' would remove a setting, but settings cannot be removed. Give it another "
+            "value instead."
         )
     if override.is_sweep:
         advice = f"raysim study {text} makes a run of each"
@@ -63,10 +63,10 @@ def single_override(text: str) -> SettingOverride:
             advice += f"; {key}=a+b is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
-        raise RefusedError(f"'{text}' gives several values, but a run takes one: {advice}")
+        raise RefusedError(f"'{text}' gives several values, but a run has one value: {advice}")
     if override.package is not None:
         raise RefusedError(
-            f"'{text}' moves a group with '@', but groups keep their names. Write {key}=VALUE."
+            f"'{text}' renames a group with '@', but groups cannot be renamed. Write {key}=VALUE."
         )
     return override
 

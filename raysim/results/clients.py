@@ -86,7 +86,7 @@ def read_split(folder: Path) -> ClientLabels | None:
         client, label, samples = (_integers(table, name) for name in ("client", "label", "samples"))
         is_valid = _is_within(client, clients) and _is_within(label, len(classes))
         if not is_valid or not (samples > 0).all():
-            raise ValueError("it names clients or classes that it does not have")
+            raise ValueError("it refers to clients or classes that it does not contain")
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path) from error
     return ClientLabels(client, label, samples, clients, classes)
@@ -235,7 +235,7 @@ def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
 
 def _integers(table: pa.Table, name: str) -> Ints:
     if not pa.types.is_integer(table.schema.field(name).type) or table[name].null_count:
-        raise ValueError(f"{name} is no column of whole numbers")
+        raise ValueError(f"{name} is not a column of whole numbers")
     return np.asarray(table[name].to_numpy(), np.int64)
 
 
@@ -248,5 +248,5 @@ def _floats(column: pa.ChunkedArray) -> np.ndarray:
 
 def _unreadable(path: Path) -> ValueError:
     return ValueError(
-        f"{path} cannot be read; restore the file, or delete it and the report goes without it."
+        f"{path} cannot be read; restore the file, or delete it to make the report without it."
     )

@@ -90,21 +90,22 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
         table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is no readable history; restore the file or run the study again."
+            f"{path} is not a readable history; restore the file or make the run again."
         ) from error
     if "round" not in table.column_names:
         raise ValueError(
-            f"{path} has no column 'round', so it is no history; give the folder of a run."
+            f"{path} has no column 'round', so it is not a history; give the folder of a run."
         )
     for schema_field in table.schema:
         kind = schema_field.type
         is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
         if not is_number and not pa.types.is_null(kind):
             raise ValueError(
-                f"{path} has {kind} in the column {schema_field.name!r}, so it is no history."
+                f"{path} has {kind} in the column {schema_field.name!r}, so it is not a history; "
+                "give the folder of a run."
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
-        raise ValueError(f"{path} has rows without a round, so it is no history; restore the file.")
+        raise ValueError(f"{path} has rows without a round and is not a history; restore the file.")
     rows: list[dict[str, int | float | None]] = table.to_pylist()
     return rows
 

@@ -92,7 +92,7 @@ def _row_count(path: Path) -> int:
 
 def _unreadable(path: Path) -> ValueError:
     return ValueError(
-        f"{path} is no readable table of jobs; restore the file or delete {path.parent}."
+        f"{path} is not a readable table of jobs; restore the file or delete {path.parent}."
     )
 
 

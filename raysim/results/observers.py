@@ -230,8 +230,8 @@ class RemovalFailures(Observer):
             return
         self._printed.add(reason)
         self._note(
-            f"checkpoint of round {event.version} is written, and older ones could not be removed "
-            f"({reason}). They use space and do no other harm; remove them when the run has ended."
+            f"checkpoint of round {event.version} is written, but older checkpoints could not be "
+            f"removed ({reason}). They only use space; remove them when the run has ended."
         )
 
 

@@ -97,7 +97,8 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
     unsuitable = {metric_of(run.rows) for run in runs} - SHARES
     if unsuitable:
         raise ValueError(
-            f"--percent: {', '.join(sorted(unsuitable))} is no share of 1. Leave --percent out."
+            f"--percent: {', '.join(sorted(unsuitable))} is not a share between 0 and 1. Leave "
+            "--percent out."
         )
     return 100.0
 

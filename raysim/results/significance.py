@@ -55,7 +55,7 @@ def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
     negligible = ROUNDING * max(np.abs(left).max(), np.abs(right).max())
     if deviation <= negligible:
         is_equal = abs(mean) <= negligible
-        note = "equal in every pair" if is_equal else "no test: every pair differs alike"
+        note = "equal in every pair" if is_equal else "no test: every pair differs equally"
         return replace(difference, note=note)
 
     from scipy import stats

@@ -79,7 +79,7 @@ def load_run(folder: Path, url: str = "") -> Run:
     rows = read_history(folder / "history.parquet")
     if not rows:
         raise ValueError(
-            f"{folder} has a history without a round; wait until the run has made one."
+            f"{folder} has a history without rounds; wait until the run has finished a round."
         )
     finished = (folder / "summary.json").is_file()
     config = _read_mapping(folder / "config.yaml", _parse_yaml)
@@ -146,11 +146,11 @@ def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, objec
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path} is broken and cannot be read; restore it or run the study again."
+            f"{path} is damaged and cannot be read; restore it or make the run again."
         ) from error
     mapping = as_mapping(content)
     if not mapping:
-        raise ValueError(f"{path} holds no names and values; restore it or run the study again.")
+        raise ValueError(f"{path} has no names and values; restore it or make the run again.")
     return dict(mapping)
 
 

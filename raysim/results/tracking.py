@@ -762,9 +762,9 @@ class Tracker(StoredTracker):
             self._wake.notify_all()
             if is_first_problem and not self._is_ending:
                 self._say(
-                    f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run"
-                    f" goes on, its rows are kept in {self._folder / BACKLOG} and sent as soon as"
-                    " possible."
+                    f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run "
+                    f"continues, and its rows are kept in {self._folder / BACKLOG} and sent as "
+                    "soon as possible."
                 )
 
 
@@ -919,7 +919,7 @@ def find_experiment_id(uri: str) -> str:
     except MlflowException as error:
         problem = str(error).splitlines()[0][:120]
         raise RefusedError(
-            f"{uri} gives no answer ({problem}). Set a database or a server of MLflow."
+            f"{uri} does not answer ({problem}). Set a database or a server of MLflow."
         ) from error
     if experiment is None:
         raise RefusedError(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")

@@ -210,7 +210,7 @@ def _describe_shortage(
     place = " on one node (runtime.strategy=STRICT_PACK)" if is_strict else ""
     is_missing = not any(node.get(scarce) for node in nodes)
     if scarce == "memory" and not capacity:
-        advice = "Make local.batch or the model smaller, or find larger nodes."
+        advice = "Use a smaller local.batch or model, or larger nodes."
     elif is_missing and scarce == "GPU":
         advice = "Start nodes with GPUs, or set device=cpu."
     elif is_missing:
@@ -220,7 +220,7 @@ def _describe_shortage(
     else:
         advice = f"Lower {key}, or use runtime=inprocess."
     return (
-        f"runtime.workers={workers} needs {workers} x {format_resources(per_worker)}{place}, and "
+        f"runtime.workers={workers} needs {workers} x {format_resources(per_worker)}{place}, but "
         f"the cluster has {_describe_nodes(nodes, per_worker)}: too little {scarce}. {advice}"
     )
 
@@ -246,9 +246,9 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:
         raise ValueError(
-            f"runtime.workers={workers} needs {workers} bundles besides the first one, and this "
-            f"process's placement group has only {len(worker_bundles)} of them. Make the group "
-            "larger, or lower runtime.workers."
+            f"runtime.workers={workers} needs {workers} bundles in addition to the first one, but "
+            f"this process's placement group has only {len(worker_bundles)}. Make the group "
+            "larger, or decrease runtime.workers."
         )
     names = [name for bundle in worker_bundles for name in bundle]
     least = {name: min(bundle.get(name, 0.0) for bundle in worker_bundles) for name in names}
@@ -263,7 +263,7 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
             key = RESOURCE_KEYS.get(name, f"runtime.resources.{name}")
             raise ValueError(
                 f"{key}={amount:g} is more than the {least.get(name, 0.0):g} {name} of a bundle in "
-                f"this process's placement group. Lower {key}, or make the bundles larger."
+                f"this process's placement group. Decrease {key}, or make the bundles larger."
             )
     per_worker = {name: amount for name, amount in least.items() if amount}
     return Size(options.workers or len(worker_bundles), per_worker)

@@ -89,7 +89,7 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, and it held values that the run needs"
+                    f"worker {call.worker} is lost, and with it values that the run needs"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:

@@ -246,7 +246,7 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} writes its checkpoints to {place} too, and began "
+                f"{writer.partition(' (')[0]} also writes its checkpoints to {place}, and began "
                 "later"
             )
 
@@ -400,8 +400,8 @@ def read(address: str | Path) -> Snapshot:
         )
     if _is_of_earlier_version(place, folder):
         raise ValueError(
-            f"resume={shown}: an earlier version of raysim than {__version__} wrote this "
-            "checkpoint. Start the run again, in another folder."
+            f"resume={shown}: a version of raysim before {__version__} wrote this checkpoint. "
+            "Start the run again, in another folder."
         )
     damage = find_damage(address)
     if damage:
@@ -412,7 +412,7 @@ def read(address: str | Path) -> Snapshot:
     written_format = numbers.pop("format", 1)
     if written_format != FORMAT:
         raise ValueError(
-            f"resume={shown}: the checkpoint has format {written_format}, and raysim {__version__} "
+            f"resume={shown}: the checkpoint has format {written_format}, but raysim {__version__} "
             f"reads format {FORMAT}. Start the run again, in another folder."
         )
     row_files = sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name))
@@ -430,8 +430,8 @@ def _advise(where: str, damaged_folder: str) -> str:
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
-            return f"Set resume={without_password(address)} to continue from the last good one."
-    return "No other checkpoint is left. Start the run again, in another folder."
+            return f"Set resume={without_password(address)} to continue from an earlier one."
+    return "There is no other checkpoint. Start the run again, in another folder."
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:

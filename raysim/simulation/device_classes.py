@@ -114,8 +114,8 @@ class DeviceClasses(Fleet):
         super().__post_init__()
         if not self.cost.is_zero:
             raise ValueError(
-                "fleet.cost has no effect, because each class of fleet=devices has its own. Set "
-                "fleet.classes.NAME.cost."
+                "fleet.cost has no effect, because each class of fleet=devices has its own costs. "
+                "Set fleet.classes.NAME.cost."
             )
         for name, device_class in self.classes.items():
             in_range(f"fleet.classes.{name}.share", device_class.share, least=0, most=1)
@@ -128,7 +128,7 @@ class DeviceClasses(Fleet):
             "fleet.classes",
             shares,
             abs(total - 1) < 1e-6,
-            f"shares that add up to 1, and not to {total:g}",
+            f"shares that add up to 1 (they add up to {total:g})",
         )
         for name in ("sigma", "bandwidth_sigma"):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)

@@ -133,13 +133,13 @@ class Evaluator:
             return
         if not self.personal:
             raise ValueError(
-                "evaluate.common=true scores the clients' own models, and this run has one model "
+                "evaluate.common=true scores the clients' own models, but this run has one model "
                 "for all clients. Set evaluate.common=false."
             )
         if not len(self.spec.data.central):
             raise ValueError(
-                "evaluate.common=true scores models on the central test set, and this data has "
-                "none. Set evaluate.common=false."
+                "evaluate.common=true scores models on the central test set, but this data has no "
+                "central test set. Set evaluate.common=false."
             )
 
     # --- tasks ------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Fleet:
         sample_flops: function that returns the floating-point operations of one sample's forward
         and backward pass.
         """
-        raise NotImplementedError(f"{type(self).__name__} overrides neither speeds nor devices")
+        raise NotImplementedError(f"{type(self).__name__} must override speeds or devices.")
 
     def presence(self, seed: int, clients: int) -> Availability | None:
         """Return the availability of clients; None means always available."""
@@ -129,8 +129,8 @@ class Fleet:
         """Raise ValueError if the average wait for a client exceeds `patience`."""
         if seconds > self.patience:
             raise ValueError(
-                f"fleet.off={self.off:g} makes a run without available clients wait {seconds:,.0f} "
-                f"s in the mean, and fleet.patience={self.patience:g}. Lower fleet.off, or "
+                f"fleet.off={self.off:g} makes a run wait {seconds:,.0f} s on average for an "
+                f"available client, but fleet.patience={self.patience:g}. Decrease fleet.off, or "
                 "increase fleet.patience."
             )
 

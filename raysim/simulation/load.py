@@ -257,8 +257,9 @@ def make_planner(
         if spec.selection.measures:
             raise ValueError(
                 f"selection={type(spec.selection).__name__}: it measures losses before it "
-                "dispatches, which counts whole models, and compression.direction compresses what "
-                "clients receive. Set compression.direction=up, or choose another selection."
+                "dispatches, for which clients receive whole models, but compression.direction "
+                "compresses what clients receive. Set compression.direction=up, or choose another "
+                "selection."
             )
         parameters = declarations.layout.trained
         messages = StepMessages(declarations.step_words, parameters, len(counts))

@@ -84,12 +84,12 @@ def _check_network(network: Network, spec: RunSpec) -> None:
     if evaluate.decompose:
         raise ValueError(
             f"evaluate.decompose={evaluate.decompose} compares local models with one shared model, "
-            f"and the topology has {network.replicas}. Set evaluate.decompose=0."
+            f"but the topology has {network.replicas} models. Set evaluate.decompose=0."
         )
     if network.on_clients and spec.data.partition.unseen_count:
         raise ValueError(
-            "evaluate.unseen: clients that never train have no replica that was trained, because "
-            "the topology keeps replicas on clients. Set evaluate.unseen=0."
+            "evaluate.unseen: unseen clients would have untrained models, because in this "
+            "topology each client has its own model. Set evaluate.unseen=0."
         )
 
 
@@ -101,14 +101,14 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
     name, compressor = compression
     if network.on_clients:
         raise ValueError(
-            f"compression={name}: it compresses what clients and a server send, and the "
-            "clients of this topology exchange models. Set compression=none or topology=star."
+            f"compression={name}: it compresses messages between clients and a server, but in this "
+            "topology clients exchange models. Set compression=none or topology=star."
         )
     if compressor.compresses_down and network.replicas > 1:
         raise ValueError(
-            f"compression.direction={compressor.direction}: a client receives steps of one "
-            f"model, and this topology has {network.replicas}. Set compression.direction=up or "
-            "topology=star."
+            f"compression.direction={compressor.direction}: clients must receive the steps of one "
+            f"model, but this topology has {network.replicas} models. Set compression.direction=up "
+            "or topology=star."
         )
 
 
@@ -119,18 +119,18 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
     for declared in declarations.methods:
         if declared.evaluate is not None:
             raise ValueError(
-                f"topology: '{declared.method}' scores its models by itself (run.evaluate), which "
-                "is possible with one model only. Set topology=star."
+                f"topology: '{declared.method}' scores models with its own function "
+                "(run.evaluate), which is possible only with one model. Set topology=star."
             )
         if not declared.has_parameters:
             raise ValueError(
-                f"topology: the parameters of '{declared.method}' are bytes, which replicas cannot "
-                "exchange. Set topology=star."
+                f"topology: the parameters of '{declared.method}' are bytes, which the models of a "
+                "topology cannot exchange. Set topology=star."
             )
         if declared.pools:
             raise ValueError(
                 f"topology: method '{declared.method}' trains one model on the data of all "
-                "clients, and the topology has several models. Leave one of them out."
+                "clients, but the topology has several models. Leave one of them out."
             )
         if network.moves_clients and declared.needs_fixed_clients:
             raise ValueError(
@@ -140,15 +140,15 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
             )
         if network.chosen_by_loss and any(send.to == "client" for send in declared.sends):
             raise ValueError(
-                f"topology: method '{declared.method}' sends tensors to single clients, and "
-                "clients choose their model after they receive all of them. Leave one of them out."
+                f"topology: method '{declared.method}' sends tensors to single clients, but in "
+                "this topology clients receive all models and choose one. Leave one of them out."
             )
         part = server_part(declared)
         if network.on_clients and part:
             raise ValueError(
                 f"topology: method '{declared.method}' needs a server for several clients "
-                f"({part}), and each replica of the topology is on one client. Leave one of them "
-                "out."
+                f"({part}), but in this topology each client has its own model and no server. "
+                "Leave one of them out."
             )
 
 
@@ -242,7 +242,7 @@ def draw_again(model: nn.Module) -> nn.Module:
             continue
         if not hasattr(layer, "reset_parameters"):
             raise ValueError(
-                f"topology.rule=loss needs models with different initial values, and "
+                "topology.rule=loss needs models with different initial values, but "
                 f"{name or 'the model'} ({type(layer).__name__}) cannot draw them, because it has "
                 "no reset_parameters. Choose another model, or set topology.rule=updates."
             )

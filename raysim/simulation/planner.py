@@ -398,7 +398,7 @@ class Planner:
             raise ValueError(
                 f"fleet: {MAX_CONSECUTIVE_LOST_JOBS:,} jobs in a row were lost, because clients "
                 "went offline or dropped out before they finished. Increase fleet.on or "
-                "fleet.hours, reduce local work, or lower fleet.dropout."
+                "fleet.hours, decrease local.epochs or local.steps, or decrease fleet.dropout."
             )
 
     def _discard_stale(self, site: Site) -> None:
@@ -432,7 +432,7 @@ class Planner:
         if missing:
             raise RuntimeError(
                 f"{self._name}: decide returned jobs {missing} to {purpose}, which are neither in "
-                "flight nor arrived. Give jobs of the view."
+                "flight nor finished. Give only jobs that the argument of decide lists."
             )
         site.arrived = [job for job in site.arrived if job.number not in numbers]
         return removed
@@ -499,7 +499,7 @@ class Planner:
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
                 f"{self._name}: decide returned Aggregate({list(numbers)}). Give one or more jobs, "
-                "each once."
+                "each only once."
             )
         removed = self._remove_arrived(site, set(numbers), "aggregate")
         jobs = [removed[number] for number in numbers]
@@ -602,8 +602,8 @@ class Planner:
             self._idle_clients.pop(pool, None)
         elif selector.offered and not clients and not self._events:
             raise SelectionError(
-                f"{selector.name}: select returned no client, although {selector.offered} can be "
-                "dispatched and no job is in flight. Return at least one."
+                f"{selector.name}: select returned no client, although {selector.offered} clients "
+                "can be dispatched and no job is in flight. Return at least one."
             )
         return clients
 
@@ -712,7 +712,7 @@ class Planner:
         if arrival == math.inf and not self._events:
             raise NoClientsLeftError(
                 f"fleet: no client is available any more after {self.now:,.0f} s of virtual time "
-                f"and {self.version} aggregations. Set fleet.wrap=true to repeat its trace, or "
+                f"and {self.version} aggregations. Set fleet.wrap=true to repeat the trace, or "
                 f"rounds={self.version}."
             )
         return arrival

@@ -18,8 +18,8 @@ def check_probe(spec: RunSpec) -> None:
     """Raise ValueError if the run probes local models and has no central test set."""
     if spec.settings.evaluate.probe and not len(spec.data.central):
         raise ValueError(
-            f"evaluate.probe={spec.settings.evaluate.probe} looks at local models on the central "
-            "test set, and this data has none. Set evaluate.probe=0."
+            f"evaluate.probe={spec.settings.evaluate.probe} scores local models on the central "
+            "test set, but this data has no central test set. Set evaluate.probe=0."
         )
 
 

@@ -215,8 +215,8 @@ class Replicas:
         if target not in view.free or not is_member.all() or len(clients) >= len(view.members):
             raise ValueError(
                 f"topology: {type(self.network.clusters).__name__}.regroup moves clients "
-                f"{clients.tolist()} of replica {view.replica} to replica {target}. Move some of "
-                f"view.members, and not all, to one of view.free ({list(view.free)})."
+                f"{clients.tolist()} of replica {view.replica} to replica {target}. Move some (not "
+                f"all) of view.members to one of view.free ({list(view.free)})."
             )
 
     @staticmethod

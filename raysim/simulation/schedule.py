@@ -355,8 +355,8 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
         return
     if schedule.pools:
         raise ValueError(
-            f"schedule={type(schedule).__name__.lower()} divides clients into pools, and the "
-            "topology has a schedule for each replica. Choose another schedule."
+            f"schedule={type(schedule).__name__.lower()} divides clients into groups, but this "
+            "topology has a separate schedule for each model. Choose another schedule."
         )
     for replica, members in enumerate(network.members(np.arange(len(counts)))):
         check_concurrency(schedule, counts[members], f" of {network.name} {replica}")
@@ -371,8 +371,8 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> N
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
         raise ValueError(
             f"schedule.size={schedule.size} is more than the {schedule.concurrency} clients in "
-            "flight, so that the buffer would wait for clients to come twice. Set "
-            f"schedule.size={schedule.concurrency} or less, or increase schedule.concurrency."
+            f"flight, so the buffer could not fill up. Set schedule.size={schedule.concurrency} or "
+            "less, or increase schedule.concurrency."
         )
     if schedule.concurrency <= able:
         return

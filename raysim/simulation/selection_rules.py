@@ -82,7 +82,8 @@ class PowerOfChoice(Selection):
         if self.loss == "last":
             raise ValueError(
                 f"selection.samples={self.samples} has no effect with selection.loss=last, which "
-                "uses the loss of each client's last job and measures none. Leave one of them out."
+                "uses the loss of each client's last job and measures no losses. Leave one of "
+                "them out."
             )
 
     @property
@@ -99,8 +100,8 @@ class PowerOfChoice(Selection):
         """Draw candidates and return those with the largest losses; the draw decides ties."""
         if self.candidates < view.count:
             raise ValueError(
-                f"selection.candidates={self.candidates} is less than the {view.count} clients of "
-                f"a dispatch. Set selection.candidates={view.count} or more."
+                f"selection.candidates={self.candidates} is less than the {view.count} clients "
+                f"that are dispatched at once. Set selection.candidates={view.count} or more."
             )
         candidates = view.draw(self.candidates, weights=view.samples)
         if self.measures:

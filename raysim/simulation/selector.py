@@ -210,8 +210,8 @@ class Selector:
         unknown = [client for client in numbers if not 0 <= client < len(mask)]
         if unknown:
             raise SelectionError(
-                f"{text} client {unknown[0]}, and clients have the numbers 0 to "
-                f"{len(mask) - 1}. Return clients of view.clients."
+                f"{text} client {unknown[0]}, but clients have the numbers 0 to {len(mask) - 1}. "
+                "Return clients of view.clients."
             )
         if not mask[clients].all():
             client = next(client for client in numbers if not mask[client])

@@ -371,7 +371,7 @@ class Server:
             reason = f"the longest updates are {', '.join(texts)}"
         return (
             f"faults.norm: the shared vector is not finite after round {self.version + 1} "
-            f"({reason}). Set faults.norm to leave out clients with longer updates, or lower "
+            f"({reason}). Set faults.norm to leave out clients with longer updates, or decrease "
             "local.lr; then continue from the last checkpoint with resume=latest."
         )
 

@@ -78,7 +78,7 @@ class Hierarchical(Topology):
             edge = int(np.flatnonzero(weights == 0)[0])
             raise ValueError(
                 f"topology.edges={self.edges} leaves edge {edge} without clients that have "
-                "samples. Lower topology.edges, or set topology.assign=random."
+                "samples. Decrease topology.edges, or set topology.assign=random."
             )
         shares = weights / weights.sum()
         normal = stream(federation.seed, "topology.bandwidth").standard_normal(self.edges)
@@ -116,7 +116,7 @@ class Hierarchical(Topology):
             regions = federation.regions()
             if regions is None:
                 raise ValueError(
-                    "topology.assign=region needs a fleet with regions, and this one has none. "
+                    "topology.assign=region needs a fleet with regions, but this fleet has none. "
                     "Set fleet.availability=diurnal, or topology.assign=random."
                 )
             order = np.argsort(regions, kind="stable")
@@ -124,8 +124,8 @@ class Hierarchical(Topology):
         label_counts = federation.label_counts()
         if label_counts is None:
             raise ValueError(
-                "topology.assign=data compares shares of classes, and the labels of this data are "
-                "no classes. Set topology.assign=random."
+                "topology.assign=data compares shares of classes, but the labels of this data are "
+                "not classes. Set topology.assign=random."
             )
         totals = np.maximum(label_counts.sum(1, keepdims=True), 1)
         return k_means(label_counts / totals, federation.counts > 0, self.edges, generator)
@@ -243,8 +243,8 @@ class Gossip(Topology):
         at_least("topology.degree", self.degree, 2)
         if self.degree % 2:
             raise ValueError(
-                f"topology.degree={self.degree} is odd, and an expander is made of rings. Set an "
-                "even number."
+                f"topology.degree={self.degree} must be even, because an expander is made of "
+                "rings. Set an even number."
             )
         if (self.edges is None) == (self.graph == "edges"):
             raise ValueError(
@@ -336,7 +336,7 @@ def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[
         if total > 1 + WEIGHT_TOLERANCE:
             raise ValueError(
                 f"topology.edges: the weights of client {client}'s neighbours sum to {total:g}. "
-                "Let them sum to 1 or less; the rest is the client's own weight."
+                "Let them sum to at most 1; the remaining weight is that of the client itself."
             )
         row[client] = max(0.0, 1 - total)
     return rows
@@ -361,8 +361,9 @@ def _torus(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pair
     columns = clients // rows
     if rows == 1 and clients > 2:
         raise ValueError(
-            f"topology.graph=torus arranges clients in rows and columns, and {clients} is a prime "
-            "number. Change partition.clients, or set topology.graph=ring."
+            f"topology.graph=torus arranges clients in rows and columns, but {clients} clients "
+            "form no rectangle (a prime number). Change partition.clients, or set "
+            "topology.graph=ring."
         )
     pairs: list[tuple[int, int]] = []
     for row in range(rows):
@@ -384,7 +385,7 @@ def _expander(gossip: Gossip, clients: int, generator: np.random.Generator) -> P
     if gossip.degree >= clients:
         raise ValueError(
             f"topology.degree={gossip.degree} needs more than {gossip.degree} clients with "
-            f"samples, and there are {clients}. Lower it, or set topology.graph=complete."
+            f"samples, but there are {clients}. Decrease it, or set topology.graph=complete."
         )
     pairs: list[tuple[int, int]] = []
     for _ in range(gossip.degree // 2):

@@ -112,7 +112,7 @@ def read(file: str) -> RecordedDevices:
     """Read and check a trace. Raises ValueError with file, client and row."""
     # Opening a pipe would block, and Ctrl-C would not end it.
     if not Path(file).is_file() and Path(file).exists():
-        raise ValueError(f"{file} is no regular file. {HELP}")
+        raise ValueError(f"{file} is not a regular file. {HELP}")
     try:
         with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             rate_name = _check_columns(file, parquet.schema_arrow)
@@ -130,7 +130,7 @@ def read(file: str) -> RecordedDevices:
         reason = first_line(error)
         raise ValueError(f"{file} cannot be read as a Parquet file ({reason}). {HELP}") from error
     if not rows:
-        raise ValueError(f"{file} has no rows. A trace has one for each client.")
+        raise ValueError(f"{file} has no rows. Write a row for each client.")
     _check_clients_differ(file, pa.chunked_array(names))
     del names
     pa.default_memory_pool().release_unused()  # some 100 MB of a trace of a million clients
@@ -170,7 +170,7 @@ def _check_columns(file: str, schema: pa.Schema) -> str:
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
         columns = " and ".join(rates) or "neither speed nor flops"
-        raise ValueError(f"{file} has {columns}. A trace has one of the two.")
+        raise ValueError(f"{file} has {columns}, but a trace must have one of the two columns.")
     expected: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
         "client": (_is_name, "integers or strings"),
         **dict.fromkeys(LISTS, (_is_list, "a list of numbers in each row")),
@@ -179,11 +179,13 @@ def _check_columns(file: str, schema: pa.Schema) -> str:
     for name, (fits, content) in expected.items():
         count = schema.names.count(name)
         if count != 1:
-            raise ValueError(f"{file} has {count} columns {name}, which hold {content}. {HELP}")
+            raise ValueError(
+                f"{file} has {count} columns {name}, but needs one with {content}. {HELP}"
+            )
         kind = schema.field(name).type
         if not fits(kind):
             raise ValueError(
-                f"{file}: column {name} has the type {kind}, and must hold {content}. {HELP}"
+                f"{file}: column {name} has the type {kind}, but must contain {content}. {HELP}"
             )
     return rates[0]
 
@@ -274,8 +276,8 @@ def _check_clients_differ(file: str, clients: pa.ChunkedArray) -> None:
     client = next(entry["values"] for entry in counts if entry["counts"] > 1)
     rows = np.flatnonzero(pc.equal(clients, client))[:2]
     raise ValueError(
-        f"{file}: client {client} is in rows {rows[0]} and {rows[1]}. A trace has one row for each "
-        "client."
+        f"{file}: client {client} is in rows {rows[0]} and {rows[1]}, but a trace has one row for "
+        "each client. Remove one of them."
     )
 
 
@@ -286,10 +288,10 @@ def describe_error(row: Mapping[str, Any]) -> str:
             continue
         value = row[name]
         if value is None or not math.isfinite(value) or value <= 0:
-            return f"{name} is {value}, and must be a finite number above 0"
+            return f"{name} is {value}, but must be a finite number above 0"
     start, end = row["start"], row["end"]
     if len(start) != len(end):
-        return f"{len(start)} starts and {len(end)} ends, and each interval has one of each"
+        return f"{len(start)} starts and {len(end)} ends, but each interval needs both"
     previous = 0.0, 0.0
     for index, interval in enumerate(zip(start, end, strict=True), start=1):
         error = _describe_interval_error(interval, previous, row["period"])
@@ -303,7 +305,7 @@ def _describe_interval_error(
     interval: Sequence[float], previous: Sequence[float], period: float
 ) -> str:
     if any(value is None or not math.isfinite(value) for value in interval):
-        return "has a time that is no finite number"
+        return "has a time that is not a finite number"
     start, end = interval
     if start < 0 or end < 0:
         return "has a negative time"
@@ -312,9 +314,9 @@ def _describe_interval_error(
     if end > period:
         return f"ends after the period of {period} s"
     if start < previous[0]:
-        return f"is unsorted: the one before it starts at {previous[0]}"
+        return f"is not sorted: the previous interval starts at {previous[0]}"
     if start < previous[1]:
-        return f"overlaps the one before it, which ends at {previous[1]}"
+        return f"overlaps the previous interval, which ends at {previous[1]}"
     return ""
 
 

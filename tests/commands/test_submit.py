@@ -666,7 +666,7 @@ def test_wrong_and_missing_tokens_are_one_sentence(cluster: Cluster, tmp_path: P
     ), ran.stderr
     assert "to upload" not in ran.stdout
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_MODE="disabled")
-    assert ran.returncode == 2 and "asks for its token, and this process has none" in ran.stderr, (
+    assert ran.returncode == 2 and "needs a token, but this process has none" in ran.stderr, (
         ran.stderr
     )
 

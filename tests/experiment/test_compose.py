@@ -270,11 +270,11 @@ def test_default_weighting() -> None:
         (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "(step)"]),
         (
             ["method=[fedprox]", "method.fedprox._target_=os.system"],
-            ["os.system", "outside raysim, in Python itself"],
+            ["os.system", "is part of Python"],
         ),
         (
             ["method=[fedprox]", "method.fedprox._target_=numpy.a"],
-            ["numpy.a", "outside raysim", "--allow numpy"],
+            ["numpy.a", "is not part of raysim", "--allow numpy"],
         ),
         (
             ["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"],
@@ -519,13 +519,13 @@ def test_reference_to_environment_is_refused(
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump(content | {"device": "${ oc.env : SECRET }"})
     )
-    with pytest.raises(RefusedError, match="it reads the environment"):
+    with pytest.raises(RefusedError, match="it reads an environment variable"):
         compose([], stored=tmp_path / "config.yaml")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/mine.yaml").write_text(
         "_target_: raysim.data.sources.Digits\ncache: ${oc.env:SECRET}\n"
     )
-    with pytest.raises(RefusedError, match="it reads the environment"):
+    with pytest.raises(RefusedError, match="it reads an environment variable"):
         compose(["data=mine"], [tmp_path])
 
 
@@ -538,7 +538,7 @@ def test_stored_configuration_with_wrong_choices(choices: dict[str, Any], tmp_pa
         key: value for key, value in (content["choices"] | choices).items() if value is not None
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(RefusedError, match="is no complete configuration"):
+    with pytest.raises(RefusedError, match="is not a complete configuration"):
         compose([], stored=tmp_path / "config.yaml")
 
 

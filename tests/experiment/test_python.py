@@ -215,14 +215,14 @@ def test_load_needs_unstorable_methods_again() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"methods": FedProx()}, "methods=.* is no list"),
+        ({"methods": FedProx()}, "methods=.* is not a list"),
         (
             {"methods": [FedProx]},
             r"^methods=FedProx is a class",
         ),
         ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
-        ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
+        ({"methods": [IID(clients=2)]}, "it is not a raysim.Method"),
         ({"methods": [Nameless()]}, r"method Nameless has no name"),
         ({"methods": Nameless()}, r"methods=Nameless\(\) is no list"),
         ({"methods": [Numbered()]}, "method Numbered has the name 7"),

@@ -50,7 +50,7 @@ def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
     ("left", "note"),
     [
         ([0.7, 0.8, 0.9], "equal in every pair"),
-        ([0.8, 0.9, 1.0], "no test: every pair differs alike"),
+        ([0.8, 0.9, 1.0], "no test: every pair differs equally"),
     ],
 )
 def test_differences_equal_up_to_rounding_are_not_tested(left: list[float], note: str) -> None:

@@ -409,7 +409,7 @@ def test_damaged_checkpoint_may_be_the_only_one(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
-    with pytest.raises(ValueError, match=f"resume={second}: .* No other"):
+    with pytest.raises(ValueError, match=f"resume={second}: .* no other"):
         checkpoint.read(second)
 
 

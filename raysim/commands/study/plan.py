@@ -135,7 +135,7 @@ def _with_runs(study: StudyPlan) -> StudyPlan:
     for name in names:
         if names.count(name) > 1:
             raise RefusedError(
-                f"{name}: two runs of this study get this name. Give each value once"
+                f"{name}: two runs of this study would have this name. Give each value only once"
             )
     return replace(study, runs=runs)
 
@@ -144,7 +144,7 @@ def _folder(out: Sequence[str]) -> Path:
     if not out:
         return dated_folder(Path("studies"))
     if len(out) > 1:
-        raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one")
+        raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one out")
     if "${" in out[0]:  # a reference to another key
         return local_folder(str(to_dict(compose(out))["out"]))
     return local_folder(str(read_full_key(out[0]).value))

@@ -50,7 +50,7 @@ class StudyResult:
         path = self.folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: the study has no such table, because too few runs ended"
+                f"{path}: the study has no such table, because too few runs have ended"
             )
         return pd.read_csv(path)
 

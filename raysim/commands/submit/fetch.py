@@ -97,7 +97,8 @@ def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
         store = open_store(url)
         if not store.files():
             raise RefusedError(
-                f"{without_password(url)} has no files. Give a URL that `raysim run out=URL` wrote"
+                f"{without_password(url)} has no files. Give a URL to which `raysim run out=URL` "
+                "wrote"
             )
         folder = make_folder(Path(target or split_address(url)[1]))
         fetch_files(store, folder, is_needed)
@@ -141,7 +142,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
         job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, **options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise RefusedError(
-            f"{client.get_address()} does not take the job that packs the results: "
+            f"{client.get_address()} did not accept the job that packs the results: "
             f"{first_line(error)}"
         ) from error
     output: list[str] = []
@@ -163,8 +164,8 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
         if line.startswith(ERROR):
             size_mb = int(line.removeprefix(ERROR).split()[0]) / MB
             raise RefusedError(
-                f"--limit {limit_mb:g} MB: the archive of {folder} has {size_mb:.0f} MB. Set "
-                f"--limit {size_mb + 1:.0f}, or copy the folder from its node"
+                f"--limit {limit_mb:g} MB: the archive of {folder} is larger, {size_mb:.0f} MB. "
+                f"Set --limit {size_mb + 1:.0f}, or copy the folder from its node"
             )
     if BEGIN not in lines or END not in lines:
         reason = lines[-1] if lines else "it printed nothing"

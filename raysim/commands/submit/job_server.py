@@ -71,8 +71,8 @@ def connect(url: str) -> JobSubmissionClient:
         raise ValueError(_describe_refusal(url, str(error))) from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"--address {url}: what answers is not a Ray job server ({first_line(error)}). "
-            "Check host and port"
+            f"--address {url}: this address is not a Ray job server ({first_line(error)}). Check "
+            "host and port"
         ) from error
 
 
@@ -96,7 +96,7 @@ def _check_token_file() -> None:
         return
     if not (Path(path).is_file() and Path(path).read_text().strip()):
         raise ValueError(
-            f"RAY_AUTH_TOKEN_PATH={path} holds no token. Put the cluster's token there"
+            f"RAY_AUTH_TOKEN_PATH={path} is a file without a token. Put the cluster's token there"
         )
 
 
@@ -104,8 +104,8 @@ def _describe_refusal(url: str, reason: str) -> str:
     # The first words are the cluster's, the others Ray's own before it asks the cluster.
     if "Missing" in reason or "couldn't find" in reason:
         return (
-            f"--address {url}: the cluster asks for its token, and this process has none. Put the "
-            "token into ~/.ray/auth_token or name its file in RAY_AUTH_TOKEN_PATH, with "
+            f"--address {url}: the cluster needs a token, but this process has none. Put the token "
+            "into ~/.ray/auth_token or name its file in RAY_AUTH_TOKEN_PATH, with "
             "RAY_AUTH_MODE=token"
         )
     place = "~/.ray/auth_token"
@@ -114,8 +114,8 @@ def _describe_refusal(url: str, reason: str) -> str:
     if os.environ.get("RAY_AUTH_TOKEN"):
         place = "RAY_AUTH_TOKEN"
     return (
-        f"--address {url}: the cluster refuses the token in {place}. "
-        "Put the token there that its nodes were started with"
+        f"--address {url}: the cluster does not accept the token in {place}. Put the token of its "
+        "nodes there"
     )
 
 
@@ -136,7 +136,7 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
             )
         address = client.get_address()
         raise ValueError(
-            f"--address {address}: the cluster does not take the job: {reason}"
+            f"--address {address}: the cluster does not accept the job: {reason}"
         ) from error
 
 
@@ -206,14 +206,14 @@ class ConnectionToJob:
         if self._broken_since is None:
             self._broken_since = now
             self._say(
-                f"the connection to {address} broke ({first_line(error)}); trying again for "
-                f"{self._wait_s:g} s. The job does not depend on it"
+                f"the connection to {address} was lost ({first_line(error)}); trying again for "
+                f"{self._wait_s:g} s. The job continues without it"
             )
         if now - self._broken_since >= self._wait_s:
             raise RunStoppedError(
-                f"{address} has not answered for {self._wait_s:g} s. The job goes on if its head "
-                f"node lives: {describe_commands(address, self.job)}. If the job has ended, submit "
-                "it again with resume=latest"
+                f"{address} has not answered for {self._wait_s:g} s. If its head node is alive, "
+                f"the job continues: {describe_commands(address, self.job)}. If the job has ended, "
+                "submit it again with resume=latest"
             ) from error
         time.sleep(min(RECONNECT_INTERVAL_S, self._wait_s))
 

@@ -65,12 +65,10 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     for argument in extra:
         path = Path(os.path.realpath(user_path(argument)))
         if not path.exists():
-            raise RefusedError(
-                f"--with {argument} does not exist. Give a file or a folder that does"
-            )
+            raise RefusedError(f"--with {argument} does not exist. Give an existing file or folder")
         if path.name in names:
             raise RefusedError(
-                f"--with {argument}: the package has a {path.name} already. Rename it"
+                f"--with {argument}: the package already has a {path.name}. Rename one of them"
             )
         names.add(path.name)
         files += _files_below(path) if path.is_dir() else [_packed_file(path, path.name)]
@@ -249,9 +247,9 @@ def _check_out(command: JobCommand) -> None:
         return
     subject = f"out={out} is" if out else "without out=DIR the results are"
     raise RefusedError(
-        f"{subject} in the job's own folder, which the cluster deletes. Give a folder on storage "
-        "that outlives the job, such as out=/shared/runs/first, a URL such as "
-        "out=s3://bucket/first, or set tracking.uri to an MLflow server"
+        f"{subject} in the job's own folder, which the cluster deletes. Give a folder on permanent "
+        "storage, such as out=/shared/runs/first, a URL such as out=s3://bucket/first, or set "
+        "tracking.uri to an MLflow server"
     )
 
 
@@ -285,7 +283,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
     except Exception as error:  # the YAML reader fails in many ways
         raise RefusedError(f"--runtime-env {path} is not YAML. {example}") from error
     if not isinstance(node, Mapping):
-        raise RefusedError(f"--runtime-env {path} holds no keys and values. {example}")
+        raise RefusedError(f"--runtime-env {path} does not contain keys and values. {example}")
     if "working_dir" in node:
         raise RefusedError(
             f"--runtime-env {path}: raysim sets working_dir itself. Remove this key."
@@ -341,7 +339,7 @@ def submit(
         status, sentence = job_server.wait_for_end(connection)
     except KeyboardInterrupt:
         commands = job_server.describe_commands(url, job)
-        raise KeyboardInterrupt(f"job {job} goes on: {commands}") from None
+        raise KeyboardInterrupt(f"job {job} continues: {commands}") from None
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
     if "out" in command.settings:

@@ -73,8 +73,8 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 def _option_value(option: str, override: SettingOverride) -> Any:
     if option.partition(".")[0] == "space":
         raise RefusedError(
-            f"{override.text}: the space cannot be set as a whole. "
-            "Give each key its values, such as local.lr=0.01,0.1"
+            f"{override.text}: the search space cannot be set as a whole. Give values for each "
+            "key, such as local.lr=0.01,0.1"
         )
     return single_override(override.text).value
 

@@ -265,8 +265,8 @@ def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
             raise RefusedError(
-                f"{key}: sweep.scheduler=pbt changes values during a run, which this key cannot. "
-                "Search keys of method.* or local.*, or leave the scheduler out"
+                f"{key}: sweep.scheduler=pbt changes values during a run, but this key cannot "
+                "change then. Search keys of method.* or local.*, or leave the scheduler out"
             )
 
 
@@ -316,8 +316,8 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
         is_changeable = key in changeable or key in ("runtime.address", "tracking.uri")
         if override not in stored["overrides"] and not is_changeable:
             raise RefusedError(
-                f"{override}: this cannot change in a sweep that has begun. "
-                "Leave it out, or start a sweep in a new folder"
+                f"{override}: this setting cannot change in a sweep that has begun. Leave it out, "
+                "or start a sweep in a new folder"
             )
         if key not in ("out", "resume"):
             merged[key] = override
@@ -326,8 +326,8 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
     if sweep_plan.fingerprint() != stored.get("fingerprint"):
         raise RefusedError(
             f"out={folder}: the configuration files, or raysim itself, have changed since this "
-            "sweep began, so that its trials would differ. Restore them, or start a sweep in a new "
-            "folder"
+            "sweep began, so its trials would not be comparable. Restore them, or start a sweep "
+            "in a new folder"
         )
     return SweepRequest(sweep_plan, folder, conf)
 

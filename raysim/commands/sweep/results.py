@@ -87,7 +87,7 @@ class SweepResult:
                 scored.append((values[0], trial))
         if not scored:
             raise ValueError(
-                f"metric={name}: no trial has a value of this column. Give one of its history."
+                f"metric={name}: no trial has a value in this column. Give a column of the history."
             )
         choose = max if direction == "max" else min
         return choose(scored, key=lambda pair: pair[0])[1]

@@ -97,8 +97,8 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
     experiments = [build(plan.node(point), allow) for point in plan.samples()]
     if experiments[0].spec.settings.checkpoint.folder:
         raise RefusedError(
-            "checkpoint.folder is for one run, and a sweep has many. "
-            "Leave it out: each run's checkpoints are in its own folder"
+            "checkpoint.folder is for one run, but a sweep has many. Leave it out: each run's "
+            "checkpoints are in its own folder"
         )
     return experiments
 
@@ -137,7 +137,7 @@ def _room(
         advice = "lower runtime.threads or runtime.cpus"
     available = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
     raise ValueError(
-        f"a trial needs {needs}, the cluster has {format_resources(available)}: {advice}"
+        f"a trial needs {needs}, but the cluster has {format_resources(available)}: {advice}"
     )
 
 
@@ -295,7 +295,7 @@ class SweepSession:
         free = free_resources()
         left = {name: free.get(name, 0.0) for name in needs}
         if any(left[name] < amount for name, amount in needs.items()):
-            amounts = f"{format_resources(needs)}, other runs leave {format_resources(left)}"
+            amounts = f"{format_resources(needs)}, other runs leave only {format_resources(left)}"
             self._print(f"waiting: a trial needs {amounts}")
 
 

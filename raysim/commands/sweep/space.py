@@ -81,7 +81,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     if isinstance(values, Choice):
         if not values.values:
             raise RefusedError(
-                f"{key}: it has no values to choose from. Give some, such as {key}=a,b"
+                f"{key}: it has no values to choose from. Give values, such as {key}=a,b"
             )
         return values
     low, high = values.low, values.high
@@ -89,8 +89,8 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
         raise RefusedError(f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first")
     if values.log and low <= 0:
         raise RefusedError(
-            f"{key}=tag(log, interval({low:g}, {high:g})): the lower end has no logarithm. "
-            "Set it above 0, or leave tag(log, ...) out"
+            f"{key}=tag(log, interval({low:g}, {high:g})): the lower end must be above 0 for a "
+            "logarithm. Set it above 0, or leave tag(log, ...) out"
         )
     return values
 

@@ -550,8 +550,8 @@ class RayRuntime:
             self.participants.add(identity)
         except UnequalWorkersError as error:
             raise RunStoppedError(
-                f"worker {worker} died, and its replacement would compute other bits. {error} "
-                "After that, continue the run with resume=latest."
+                f"worker {worker} died, and the results of its replacement would differ in the "
+                f"last bits. {error} After that, continue the run with resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:

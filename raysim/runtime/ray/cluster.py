@@ -49,8 +49,8 @@ def connect(options: RayOptions) -> bool:
         and not address.startswith("127.")
     ):
         raise ValueError(
-            f"runtime.address={address}: this process, or {RAY_CLUSTERS_VARIABLE}=0, keeps Ray on "
-            "this machine. Start a new process."
+            f"runtime.address={address}: Ray is restricted to this machine by an earlier run of "
+            f"this process or by {RAY_CLUSTERS_VARIABLE}=0. Start a new process."
         )
     try:
         host, _, port = address.rpartition(":")
@@ -188,11 +188,11 @@ def _wait_for(
         needs = _total_resources(bundles)
         free = ray.available_resources()
         available = format_resources({name: free.get(name, 0.0) for name in needs})
-        text = f"this run needs {format_resources(needs)}, and other runs leave {available}"
+        text = f"this run needs {format_resources(needs)}, but other runs leave only {available}"
         if is_late:
             raise ValueError(
-                f"runtime.wait={options.wait:g}: {text}. Try again later, lower runtime.workers, "
-                "or set runtime.wait=null to wait for them."
+                f"runtime.wait={options.wait:g}: {text}. Try again later, decrease "
+                "runtime.workers, or set runtime.wait=null to wait."
             )
         say(
             f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits "
@@ -208,8 +208,9 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
     capacity = worker_capacity(node_resources(), worker, options.strategy)
     if capacity is not None and capacity < workers:
         raise NoRoomError(
-            f"runtime.workers={workers} needs {workers} x {format_resources(worker)}, and "
-            f"{capacity} fit after the cluster lost a node. Start a node, or lower runtime.workers."
+            f"runtime.workers={workers} needs {workers} x {format_resources(worker)}, but only "
+            f"{capacity} fit after the cluster lost a node. Start a node, or decrease "
+            "runtime.workers."
         )
 
 

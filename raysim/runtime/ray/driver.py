@@ -147,8 +147,8 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     if not 0 < count < size.workers:
         return size
     say(
-        f"{count} of {size.workers} possible workers start next to other runs; more join when "
-        "these end"
+        f"{count} of {size.workers} possible workers start, because other runs use the cluster; "
+        "more join when those runs end"
     )
     return replace(size, workers=count)
 
@@ -184,8 +184,8 @@ def _measure_remotely(
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                "local.batch: the process that measures the largest client died "
-                f"({first_line(error)}); the client does not fit into its memory. Lower "
+                "local.batch: the process that measures the memory of the largest client died "
+                f"({first_line(error)}), because the client does not fit into memory. Decrease "
                 "local.batch."
             ) from None
 
@@ -219,8 +219,8 @@ def _choose_gpu_share(
         states = f", and client states need {format_bytes(clients * need.state)}"
     if not fitting:
         raise ValueError(
-            f"device=cuda: a job needs {job}{states}, and a GPU has {room}. Lower local.batch, or "
-            "set device=cpu."
+            f"device=cuda: a job needs {job}{states}, but a GPU has {room}. Decrease local.batch, "
+            "or set device=cpu."
         )
     workers = "1 worker fits" if fitting == 1 else f"{fitting} workers fit"
     say(f"a job needs {job}{states}, so {workers} on a GPU")
@@ -228,7 +228,7 @@ def _choose_gpu_share(
         if options.gpus < gpu_share(fitting):
             raise ValueError(
                 f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU with "
-                f"{room}, and each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
+                f"{room}, but each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
                 f"{workers.partition(' fit')[0]}."
             )
         return options.gpus
@@ -285,8 +285,8 @@ def run(
                         continue
                     if isinstance(event, Started) and not are_equal(event.processes):
                         say(
-                            "runtime.mixed=true: the processes of this run have different hardware "
-                            "or software. A repetition may have other bits."
+                            "runtime.mixed=true: the processes of this run have different "
+                            "hardware or software, so a repetition may not be bit-identical."
                         )
                     yield event
                     has_begun = bool(folder)

@@ -39,12 +39,12 @@ class _Cause:
 _CAUSES = (
     _Cause(
         ("Too many open files", "Errno 24"),
-        "this process may open too few files",
+        "the limit of open files for this process is too low",
         "Raise the limit with `ulimit -n`",
     ),
     _Cause(
         ("Resource temporarily unavailable", "can't start new thread", "Errno 11"),
-        "this user may start too few processes and threads",
+        "the limit of processes and threads for this user is too low",
         "Raise the limit with `ulimit -u`, or end other processes",
     ),
     _Cause(
@@ -74,12 +74,12 @@ _CAUSES = (
     ),
     _Cause(
         ("Permission denied", "Operation not permitted", "Errno 13", "Errno 1]"),
-        "this user may not write there",
+        "this user has no permission to write there",
         "Set RAY_TMPDIR to a folder of your own",
     ),
     _Cause(
         ("Not a directory", "No such file or directory", "File exists", "Errno 20", "Errno 2]"),
-        "there is no such folder, and it cannot be made",
+        "the folder does not exist and cannot be created",
         "Set RAY_TMPDIR to a folder that exists",
     ),
 )
