@@ -278,9 +278,12 @@ def test_default_weighting() -> None:
         ),
         (
             ["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"],
-            ["is no method"],
+            ["is not a method"],
         ),
-        (["fleet._target_=raysim.simulation.schedule.Buffered"], ["fleet._target_", "is no fleet"]),
+        (
+            ["fleet._target_=raysim.simulation.schedule.Buffered"],
+            ["fleet._target_", "is not a fleet"],
+        ),
         (["+method.fedprox.mu=1"], ["method.fedprox.mu"]),
         (["+seed=1"], ["'+seed=1'", "Write seed=1"]),
         (["++data=mnist"], ["Write data=mnist"]),

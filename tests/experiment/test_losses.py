@@ -81,7 +81,7 @@ def test_custom_loss_trains_scores_and_resumes() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"loss": "huber"}, "loss=huber is for regression, and this data is for classification"),
+        ({"loss": "huber"}, "loss=huber is for regression, but this data is for classification"),
         (
             {"loss": "focal", "methods": ["fedlc"]},
             "loss=focal .* 'fedlc'",

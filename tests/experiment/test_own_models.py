@@ -85,7 +85,7 @@ def test_classes_and_functions_are_models(package: str) -> None:
     [
         ("_target_: nets_of_mine.Net\nwide: 6\n", r"model\.wide does not exist"),
         ("_target_: nets_of_mine.make\n", r"model\.width has no default"),
-        ("_target_: nets_of_mine.NAMES\n", r"model\._target_=nets_of_mine\.NAMES is no class"),
+        ("_target_: nets_of_mine.NAMES\n", r"model\._target_=nets_of_mine\.NAMES is not a class"),
         (
             "_target_: nets_of_mine.Net\nhead: body\n",
             r"model\.head=body .*body\.1, fc",

@@ -224,7 +224,7 @@ def test_load_needs_unstorable_methods_again() -> None:
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
         ({"methods": [IID(clients=2)]}, "it is not a raysim.Method"),
         ({"methods": [Nameless()]}, r"method Nameless has no name"),
-        ({"methods": Nameless()}, r"methods=Nameless\(\) is no list"),
+        ({"methods": Nameless()}, r"methods=Nameless\(\) is not a list"),
         ({"methods": [Numbered()]}, "method Numbered has the name 7"),
         ({"methods": [], "method": "fedprox"}, "method is given twice"),
         ({"schedule": IID(clients=2)}, "^schedule=.*decide"),
