@@ -328,7 +328,7 @@ def test_object_that_does_not_fit_is_refused(given: dict[str, Any], sentence: st
 def test_key_given_twice_is_refused() -> None:
     with pytest.raises(RefusedError, match="rounds=2"):
         raysim.run("rounds=3", **(SMALL | PARTS))
-    with pytest.raises(RefusedError, match=r"model=\.\.\. has no effect on a run"):
+    with pytest.raises(RefusedError, match=r"model=\.\.\. has no effect here"):
         raysim.run(raysim.build(**(_without(SMALL, "quiet") | PARTS)), model=Mlp())
 
 

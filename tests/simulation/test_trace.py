@@ -202,7 +202,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
     ({"start": [10.0, 150.0]}, "interval 2, from 150.0 to 900.0, overlaps"),
     (
         {"start": [300.0, 10.0], "end": [900.0, 200.0]},
-        "interval 2, from 10.0 to 200.0, is unsorted",
+        "interval 2, from 10.0 to 200.0, is not sorted",
     ),
     ({"start": [-1.0, 300.0]}, "interval 1, from -1.0 to 200.0"),
     ({"start": [10.0, math.nan]}, "interval 2, from nan to 900.0"),
