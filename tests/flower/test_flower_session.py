@@ -278,10 +278,9 @@ def test_older_strategies_run(run, name):
     assert result.summary["failed"] == 0
 
 
-@pytest.mark.slow
-def test_app_has_the_same_bits_on_ray(run, tmp_path):
+def test_app_has_the_same_bits_on_ray(run, tmp_path, ray_session):
     here = run_app(run, no_text)
-    options = RuntimeOptions(name="local", workers=3, cpus=0.25)
+    options = RuntimeOptions(name="local", workers=2)
     there = run_app(replace(run, runtime=options), no_text)
     assert numbers(there) == numbers(here)
     older_run = numpy_run(run, first_strategy)
