@@ -69,7 +69,10 @@ class _Piece(NamedTuple):
 
 
 class PowerSGD(Compressor):
-    """Low-rank messages by one step of power iteration. rank: r."""
+    """Low-rank messages by one step of power iteration.
+
+    rank: r.
+    """
 
     name = "powersgd"
     paper = "Vogels et al., NeurIPS 2019"

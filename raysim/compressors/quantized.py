@@ -156,7 +156,8 @@ class _Quantizer(Compressor):
 class QSGD(_Quantizer):
     """Random rounding to s levels of the norm.
 
-    levels: s. bucket: consecutive entries that share a norm; None: all of them, as FedPAQ does.
+    levels: s.
+    bucket: consecutive entries that share a norm; None: all of them, as FedPAQ does.
     """
 
     name = "qsgd"

@@ -47,7 +47,8 @@ def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
 def largest_places(values: np.ndarray, count: int) -> np.ndarray:
     """Return the positions of the `count` entries of largest absolute value, ascending.
 
-    Of equal entries the first ones are taken. values: float32 [d].
+    Of equal entries the first ones are taken.
+    values: float32 [d].
     """
     candidates = _candidates(values, count)
     sizes = np.abs(values if candidates is None else values[candidates])
@@ -79,7 +80,10 @@ def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
 
 
 class _Sparse(Compressor):
-    """A compressor that sends a share of the entries. share: from above 0 to 1."""
+    """A compressor that sends a share of the entries.
+
+    share: from above 0 to 1.
+    """
 
     def __init__(
         self, share: float = 0.01, direction: Direction = "up", feedback: Feedback = "none"

@@ -26,8 +26,10 @@ class AppError(RuntimeError):
 class AppRunner:
     """A ClientApp with what its clients know.
 
-    clients: the number of clients. run_config: the run config. seed: of the run. folder: the app's
-    folder.
+    clients: the number of clients.
+    run_config: the run config.
+    seed: of the run.
+    folder: the app's folder.
     """
 
     app: LoadedClientApp
@@ -53,8 +55,9 @@ class AppRunner:
         """Return the content of the client's reply and its new state.
 
         number: how many messages the client received before. The global generators of `random`,
-        NumPy and torch are seeded from the seed, the client and this number. Raises AppError if the
-        app raises an error, exits or returns anything but a message with content.
+        NumPy and torch are seeded from the seed, the client and this number.
+        Raises AppError if the app raises an error, exits or returns anything but a message with
+        content.
         """
         node = message.metadata.dst_node_id
         context = self.context(node, state)

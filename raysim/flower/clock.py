@@ -14,7 +14,10 @@ from raysim.simulation.fleet import Devices, Fleet
 
 @dataclass(frozen=True)
 class Arrival:
-    """The time of a reply in virtual seconds. lost: why the reply is an error, or ""."""
+    """The time of a reply in virtual seconds.
+
+    lost: why the reply is an error, or "".
+    """
 
     time: float
     lost: str = ""
@@ -44,7 +47,8 @@ class VirtualClock:
         """Return when the reply to a message that is sent now arrives.
 
         array_bytes: the size of the arrays that are sent; a reply to a message for training is as
-        large. ttl: virtual seconds after which the message expires.
+        large.
+        ttl: virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES
         samples = float(self.samples) if is_training else 0.0

@@ -28,8 +28,9 @@ _CHUNKS_PER_WORKER = 4
 class MessageRecord:
     """What became of a message: the row of a table.
 
-    dispatched, arrived: virtual seconds. fate: "answered", "lost" or "failed". numbers: the metrics
-    of the reply.
+    dispatched, arrived: virtual seconds.
+    fate: "answered", "lost" or "failed".
+    numbers: the metrics of the reply.
     """
 
     message: str
@@ -45,7 +46,10 @@ class MessageRecord:
 
 @dataclass
 class _Pending:
-    """A message in flight. answer: None until a worker has answered it."""
+    """A message in flight.
+
+    answer: None until a worker has answered it.
+    """
 
     request: Request
     message: GridMessage
@@ -65,8 +69,10 @@ class VirtualGrid(SimpleGrid):
     Messages are sent at the present virtual time, and replies arrive when the fleet says so. A call
     that waits for replies advances the clock. `timeout` and a message's `ttl` are virtual seconds.
 
-    runtime: calls the workers. clock: the virtual clock. replies: those of an earlier process of
-    this run. on_message: gets the record of each delivered reply.
+    runtime: calls the workers.
+    clock: the virtual clock.
+    replies: those of an earlier process of this run.
+    on_message: gets the record of each delivered reply.
     """
 
     def __init__(

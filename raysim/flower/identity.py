@@ -22,7 +22,10 @@ class _IdleServer(Server):
     """A server that asks no client for anything."""
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Return an empty history. num_rounds, timeout: are not used."""
+        """Return an empty history.
+
+        num_rounds, timeout: are not used.
+        """
         return History(), 0.0
 
 

@@ -48,7 +48,8 @@ def make_initial(
     """Return the initial parameters from a function, a ServerApp, or the clients themselves.
 
     function, server_app: references, or "". The global generators are seeded from the runner's
-    seed. Raise `RefusedError` if nothing provides the parameters.
+    seed.
+    Raise `RefusedError` if nothing provides the parameters.
     """
     folder = runner.folder or Path.cwd()
     with seeded_generators(runner.seed, torch.device("cpu")):

@@ -39,11 +39,13 @@ class FlowerLearner(Learner):
     """A learner that sends messages to a Flower ClientApp.
 
     app: "module:object" of a ClientApp, a client_fn or a class of clients; "" takes that of the
-    project's pyproject.toml. folder: the project's folder; None is the current folder. run_config:
-    overrides of the project's run config. train_config, evaluate_config: values in the config of
-    each message. parameters: "module:function" that makes the initial parameters; "" takes those of
-    the project's ServerApp or of `get_parameters`. Raise `RefusedError` for an app that cannot be
-    used.
+    project's pyproject.toml.
+    folder: the project's folder; None is the current folder.
+    run_config: overrides of the project's run config.
+    train_config, evaluate_config: values in the config of each message.
+    parameters: "module:function" that makes the initial parameters; "" takes those of the project's
+    ServerApp or of `get_parameters`.
+    Raise `RefusedError` for an app that cannot be used.
     """
 
     name = "flower"

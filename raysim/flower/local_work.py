@@ -45,9 +45,10 @@ def train(
 ) -> Trained:
     """Send parameters and a config in a message for training; return what the app replies.
 
-    number: how many messages for training the client received before. version: how many
-    aggregations were made before. state: the client's packed records, or b"". Raises AppError if
-    the app fails.
+    number: how many messages for training the client received before.
+    version: how many aggregations were made before.
+    state: the client's packed records, or b"".
+    Raises AppError if the app fails.
     """
     content = model_records(
         arrays, _with_round(config, version), "train", runner.app.uses_client_fn
@@ -103,7 +104,10 @@ def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def read_state(data: bytes) -> RecordDict:
-    """Return the records of a client's state. data: b"" for a client without records."""
+    """Return the records of a client's state.
+
+    data: b"" for a client without records.
+    """
     return unpack_records(data) if data else RecordDict()
 
 

@@ -100,7 +100,10 @@ def instruction(
     created_at: float = 0.0,
     ttl: float = DEFAULT_TTL,
 ) -> GridMessage:
-    """Return a message of the server to a client. created_at, ttl: virtual seconds."""
+    """Return a message of the server to a client.
+
+    created_at, ttl: virtual seconds.
+    """
     metadata = Metadata(
         run_id=RUN_ID,
         message_id=message_id,
@@ -118,7 +121,10 @@ def instruction(
 def reply(
     to: Message, created_at: float, content: RecordDict | None = None, error: Error | None = None
 ) -> GridMessage:
-    """Return the reply to an instruction. created_at: the virtual time of its arrival."""
+    """Return the reply to an instruction.
+
+    created_at: the virtual time of its arrival.
+    """
     request = to.metadata
     metadata = Metadata(
         run_id=request.run_id,

@@ -29,9 +29,10 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 class Project:
     """The part of a Flower project's pyproject.toml that decides a run.
 
-    folder: the project's folder. client_app, server_app: "module:object", or "" if the file has
-    none. config: the run config, by keys with dots. clients: the number of simulated clients, or
-    None.
+    folder: the project's folder.
+    client_app, server_app: "module:object", or "" if the file has none.
+    config: the run config, by keys with dots.
+    clients: the number of simulated clients, or None.
     """
 
     folder: Path
@@ -43,7 +44,8 @@ class Project:
     def run_config(self, overrides: Mapping[str, Any], key: str) -> UserConfig:
         """Return the run config with overrides.
 
-        key: the setting that has the overrides. Raise `RefusedError` for a key that the file lacks.
+        key: the setting that has the overrides.
+        Raise `RefusedError` for a key that the file lacks.
         """
         changed = flatten(overrides, key)
         for name in changed:
@@ -92,7 +94,8 @@ def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
 def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
     """Return nested values with their keys joined by dots.
 
-    key: what an error names. Raise `RefusedError` for a value that Flower's run config cannot hold.
+    key: what an error names.
+    Raise `RefusedError` for a value that Flower's run config cannot hold.
     """
     flat: UserConfig = {}
     for name, value in values.items():
@@ -113,7 +116,8 @@ def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig
 def load_object(reference: str, folder: Path, key: str) -> Any:
     """Import "module:object" with the folder on the path of imports.
 
-    key: the setting that contains the reference. Raise `RefusedError` if it cannot be imported.
+    key: the setting that contains the reference.
+    Raise `RefusedError` if it cannot be imported.
     """
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
@@ -177,8 +181,8 @@ def _is_foreign(file: Path) -> bool:
 class LoadedClientApp:
     """A ClientApp, and what it can do.
 
-    uses_client_fn: True if messages reach a `Client` or `NumPyClient`. can_train, can_evaluate:
-    False if the function for it is missing.
+    uses_client_fn: True if messages reach a `Client` or `NumPyClient`.
+    can_train, can_evaluate: False if the function for it is missing.
     """
 
     app: Callable[[Any, Any], Any]
@@ -196,7 +200,8 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Return a ClientApp from a ClientApp, a client_fn, or a class of clients.
 
-    setting: what an error names. Raise `RefusedError` for another object.
+    setting: what an error names.
+    Raise `RefusedError` for another object.
     """
     from flwr.client import Client, NumPyClient
     from flwr.clientapp import ClientApp
@@ -221,7 +226,8 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
     """Return a client_fn without its optional arguments, which Flower does not accept.
 
-    setting: what an error names. Raise `RefusedError` if more than one argument is required.
+    setting: what an error names.
+    Raise `RefusedError` if more than one argument is required.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:

@@ -51,10 +51,12 @@ ROUND_COLUMNS = ("type", "round", "dispatched", "arrived", "answered", "failed",
 class AppRun:
     """The settings of a run of a Flower app.
 
-    client_app, server_app: "module:object", or objects. folder: the project's folder. clients: the
-    number of simulated clients. samples: how many samples a message for training takes on the
-    virtual clock. out: the run's folder; None stores nothing. resumes: True continues the run in
-    `out`.
+    client_app, server_app: "module:object", or objects.
+    folder: the project's folder.
+    clients: the number of simulated clients.
+    samples: how many samples a message for training takes on the virtual clock.
+    out: the run's folder; None stores nothing.
+    resumes: True continues the run in `out`.
     """
 
     client_app: str | LoadedClientApp
@@ -104,8 +106,10 @@ class AppRun:
 class AppResult:
     """The result of a run of a Flower app.
 
-    messages: a row for each delivered reply. rounds: the weighted means of the replies' numbers,
-    for each group of messages that were sent at one time. summary: the numbers of the run.
+    messages: a row for each delivered reply.
+    rounds: the weighted means of the replies' numbers, for each group of messages that were sent at
+    one time.
+    summary: the numbers of the run.
     """
 
     messages: pd.DataFrame
@@ -115,7 +119,9 @@ class AppResult:
 
 
 def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
-    """Run a ServerApp until it returns. say: gets texts for the user.
+    """Run a ServerApp until it returns.
+
+    say: gets texts for the user.
 
     Raise `RefusedError` for a folder that holds another run, and RunStoppedError if the ServerApp
     fails.

@@ -61,9 +61,12 @@ def start_simulation(
     keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used, because raysim
     starts its own workers.
 
-    seed: decides all draws of `random`, NumPy and torch. samples: how many samples a training takes
-    on the virtual clock. fleet: the devices; None is `Ideal()`. runtime: "local" for Ray, or
-    "inprocess". workers: the number of workers; None starts as many as fit. out: the run's folder.
+    seed: decides all draws of `random`, NumPy and torch.
+    samples: how many samples a training takes on the virtual clock.
+    fleet: the devices; None is `Ideal()`.
+    runtime: "local" for Ray, or "inprocess".
+    workers: the number of workers; None starts as many as fit.
+    out: the run's folder.
     resume: True continues the run in `out`.
 
     Raise `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.

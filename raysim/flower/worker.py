@@ -20,8 +20,11 @@ from raysim.training.determinism import make_deterministic
 class AppSpec:
     """All that a worker for an app is made from; it can be pickled.
 
-    app: "module:object", or an app that is loaded already. folder: the project's folder. clients:
-    the number of clients. seed: of the run. threads: of torch in each worker.
+    app: "module:object", or an app that is loaded already.
+    folder: the project's folder.
+    clients: the number of clients.
+    seed: of the run.
+    threads: of torch in each worker.
     """
 
     app: str | LoadedClientApp
@@ -44,8 +47,9 @@ class AppSpec:
 class Request:
     """A message that a client shall answer.
 
-    number: how many messages the client received before. state: the client's packed records, or
-    b"". content: the records of the message.
+    number: how many messages the client received before.
+    state: the client's packed records, or b"".
+    content: the records of the message.
     """
 
     client: int

@@ -40,8 +40,8 @@ class HFTrainer(Method):
     """A method that trains each client with a `transformers.Trainer`.
 
     options: arguments of `transformers.TrainingArguments`, such as lr_scheduler_type. Derive a
-    class and override `callbacks` for callbacks of your own. Raises ValueError for unknown
-    arguments and if a package is missing.
+    class and override `callbacks` for callbacks of your own.
+    Raises ValueError for unknown arguments and if a package is missing.
     """
 
     name = "hf_trainer"

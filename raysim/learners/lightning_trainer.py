@@ -38,8 +38,8 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.o
 class LightningTrainer(Method):
     """A method that trains each client with a `lightning.Trainer`.
 
-    options: arguments of `lightning.Trainer`, such as accumulate_grad_batches. Raises ValueError
-    for unknown arguments and if the package is missing.
+    options: arguments of `lightning.Trainer`, such as accumulate_grad_batches.
+    Raises ValueError for unknown arguments and if the package is missing.
     """
 
     name = "lightning"

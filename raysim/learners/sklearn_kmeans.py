@@ -40,9 +40,11 @@ from raysim.primitives.checks import above, at_least
 class SklearnKMeans(Learner):
     """A learner that finds clusters with scikit-learn's `MiniBatchKMeans`.
 
-    clusters: the number of clusters. epochs: passes of `partial_fit` over the client's samples in a
-    job; 0 makes a step of Lloyd's algorithm. spread: the deviation of the initial centers. Raises
-    ValueError for values out of range.
+    clusters: the number of clusters.
+    epochs: passes of `partial_fit` over the client's samples in a job; 0 makes a step of Lloyd's
+    algorithm.
+    spread: the deviation of the initial centers.
+    Raises ValueError for values out of range.
     """
 
     name = "sklearn_kmeans"

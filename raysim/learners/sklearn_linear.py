@@ -65,8 +65,9 @@ class SklearnLinear(Learner):
     """A learner that trains a linear model of scikit-learn.
 
     estimator: a class of `sklearn.linear_model`, or the full path of another class of scikit-learn
-    that has `coef_` and `intercept_` after training. options: the arguments of the class. Raises
-    ValueError for another estimator, and for arguments that it does not have.
+    that has `coef_` and `intercept_` after training.
+    options: the arguments of the class.
+    Raises ValueError for another estimator, and for arguments that it does not have.
     """
 
     name = "sklearn_linear"

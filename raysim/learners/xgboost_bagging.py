@@ -44,9 +44,11 @@ NODE_BYTES = 90  # of a node in a model that XGBoost saves as JSON, measured on 
 class XGBoostBagging(Learner):
     """A learner that trains boosted trees with XGBoost.
 
-    trees: trees for each class that a job adds. depth: largest depth of a tree. rate: shrinkage of
-    the leaves (XGBoost's eta). options: more parameters of XGBoost, such as subsample. Raises
-    ValueError for values out of range and if the package is missing.
+    trees: trees for each class that a job adds.
+    depth: largest depth of a tree.
+    rate: shrinkage of the leaves (XGBoost's eta).
+    options: more parameters of XGBoost, such as subsample.
+    Raises ValueError for values out of range and if the package is missing.
     """
 
     name = "xgboost"

@@ -27,15 +27,19 @@ RESOURCE_KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}
 class RayOptions:
     """The settings `runtime.*`: how many workers, their resources, and where they are.
 
-    None lets raysim choose. workers: the number of workers. cpus, gpus: resources of each worker;
-    CPUs are the number of threads unless set. resources: other resources of each worker. address:
-    "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. strategy: PACK
-    fills one node after another, SPREAD alternates, STRICT_PACK stays on one node. wait: seconds to
-    wait for other runs, and for nodes that start if too few are there; None waits forever for other
-    runs, and not for nodes. preflight: True measures the memory of one job first;
-    None does so if it decides how many workers share a GPU. combine: True lets nodes add up the
-    sums of their workers before they travel, which changes no bit; None does so for models of 1 MiB
-    and more. mixed: True allows processes that differ in what bits depend on.
+    None lets raysim choose.
+    workers: the number of workers.
+    cpus, gpus: resources of each worker; CPUs are the number of threads unless set.
+    resources: other resources of each worker.
+    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one.
+    strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one node.
+    wait: seconds to wait for other runs, and for nodes that start if too few are there; None waits
+    forever for other runs, and not for nodes.
+    preflight: True measures the memory of one job first;
+    None does so if it decides how many workers share a GPU.
+    combine: True lets nodes add up the sums of their workers before they travel, which changes no
+    bit; None does so for models of 1 MiB and more.
+    mixed: True allows processes that differ in what bits depend on.
     """
 
     workers: int | None = None
@@ -164,8 +168,9 @@ def choose_size(
 ) -> Size:
     """Return `runtime.workers` workers; if it is not set, as many as fit and can have work.
 
-    most: the number of clients in flight at once. Raises NoRoomError with the scarce resource, the
-    request, the resources of the nodes, and the number of workers that fit.
+    most: the number of clients in flight at once.
+    Raises NoRoomError with the scarce resource, the request, the resources of the nodes, and the
+    number of workers that fit.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1
@@ -240,8 +245,8 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
 def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
     """Return the workers of a trial, whose placement group exists.
 
-    bundles: the first is the trial's own, the others are for workers. Raises ValueError if there
-    are fewer or smaller bundles than requested.
+    bundles: the first is the trial's own, the others are for workers.
+    Raises ValueError if there are fewer or smaller bundles than requested.
     """
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:

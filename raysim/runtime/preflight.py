@@ -31,8 +31,9 @@ USABLE_SHARE = 0.95  # of a GPU's memory; allocators leave gaps
 class MemoryNeed:
     """The memory that a worker needs, in bytes.
 
-    job: the most memory that a worker uses while it trains a job. room: the memory of the device
-    that is available to workers. state: the size of one client's state.
+    job: the most memory that a worker uses while it trains a job.
+    room: the memory of the device that is available to workers.
+    state: the size of one client's state.
     """
 
     job: int
@@ -58,7 +59,8 @@ def memory_use(device: str) -> tuple[int, int]:
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train and score the largest client in this process; return the memory that this needs.
 
-    With lanes, as many clients of that size are trained at once. read: see `memory_use`.
+    With lanes, as many clients of that size are trained at once.
+    read: see `memory_use`.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
@@ -85,8 +87,8 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """Return the data with samples for these clients only.
 
-    All of them get the samples of the first one. central: the rows of the central test set that
-    remain.
+    All of them get the samples of the first one.
+    central: the rows of the central test set that remain.
     """
     partition = Partition(_only(data.partition.train, clients), _only(data.partition.test, clients))
     return replace(data, partition=partition, central=data.central[:central])

@@ -51,7 +51,8 @@ def assign_units(
 ) -> list[int]:
     """Return a worker per unit: the one with the client's state, or the least loaded.
 
-    loads: for each worker, the samples that it must already train. nodes: the node of each worker.
+    loads: for each worker, the samples that it must already train.
+    nodes: the node of each worker.
     home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
     If the home is too busy, the least loaded worker of the same node is tried next.
     """
@@ -87,9 +88,11 @@ def assign_groups(
 
     groups: parts of the tree of the aggregation (`tree_sum`), each in the order of acceptance. A
     group is split in half, again and again, until the busiest worker has at most `MAX_SLOWDOWN`
-    times the work that it would have without groups. loads: for each worker, the samples that it
-    must already train. nodes: the node of each worker. keeps_nodes: True splits groups among nodes
-    first, so that a node can add up the sums of its workers.
+    times the work that it would have without groups.
+    loads: for each worker, the samples that it must already train.
+    nodes: the node of each worker.
+    keeps_nodes: True splits groups among nodes first, so that a node can add up the sums of its
+    workers.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -135,7 +138,8 @@ def _distribute(
 ) -> _Shares:
     """Give the longest units first, each to the place with the least load after the others.
 
-    loads: the load of each place before, per worker. capacities: the workers of each place.
+    loads: the load of each place before, per worker.
+    capacities: the workers of each place.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)

@@ -341,11 +341,12 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    A row is the recording of one device; several clients may follow the same row. bounds: float64,
-    starts and ends in turn, row after row, in virtual seconds. first: int [rows + 1], the position
-    in `bounds` at which each row begins. periods: float64 [rows], the seconds after which a row
-    repeats if `wrap` is True. row_of: int [clients], the row of each client. An interval includes
-    its start and excludes its end.
+    A row is the recording of one device; several clients may follow the same row.
+    bounds: float64, starts and ends in turn, row after row, in virtual seconds.
+    first: int [rows + 1], the position in `bounds` at which each row begins.
+    periods: float64 [rows], the seconds after which a row repeats if `wrap` is True.
+    row_of: int [clients], the row of each client. An interval includes its start and excludes its
+    end.
     """
 
     def __init__(

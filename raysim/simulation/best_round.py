@@ -13,7 +13,8 @@ class BestRounds:
     """The first round with the best validation score so far; checkpoints contain it.
 
     Scores are transformed so that higher is better. For a client without validation samples the
-    last round is used. tests: each client's test rows.
+    last round is used.
+    tests: each client's test rows.
     """
 
     def __init__(self, tests: CSR):

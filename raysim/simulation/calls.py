@@ -50,8 +50,8 @@ class WorkerCalls:
     """The object that makes every call to workers.
 
     A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
-    workers get these calls. timeout_s: a worker counts as dead if it does not answer a call for so
-    many seconds.
+    workers get these calls.
+    timeout_s: a worker counts as dead if it does not answer a call for so many seconds.
 
     workers: the number of workers, the released ones included. active: the workers that get new
     calls, ascending.

@@ -56,8 +56,9 @@ SERVER_FILE_BYTES = 2**28  # of tensors in a file of the server, about; all of t
 class Snapshot:
     """The state of a run between two aggregations.
 
-    numbers: values for a JSON file. clients: the named tensors of each accepted client state. jobs:
-    for each client, the number of the job that left the state.
+    numbers: values for a JSON file.
+    clients: the named tensors of each accepted client state.
+    jobs: for each client, the number of the job that left the state.
     """
 
     numbers: Mapping[str, Any]
@@ -126,8 +127,10 @@ def _incomplete_versions(place: Store) -> list[int]:
 class Checkpoints:
     """A writer of one run's checkpoints, which keeps the last few.
 
-    No other run may write to the same place. where: a folder or a URL. resume: the address of the
-    checkpoint that the run continues from; if it is in `where`, its log is continued.
+    No other run may write to the same place.
+    where: a folder or a URL.
+    resume: the address of the checkpoint that the run continues from; if it is in `where`, its log
+    is continued.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):

@@ -26,8 +26,9 @@ from raysim.vectors.layout import Layout
 class StateUse(NamedTuple):
     """The client state that a part of a call starts from.
 
-    job: the number of the job that left the state; -1 is the initial state. next_job: the number of
-    the job in the call that leaves the client's next state; -1 if the call only reads the state.
+    job: the number of the job that left the state; -1 is the initial state.
+    next_job: the number of the job in the call that leaves the client's next state; -1 if the call
+    only reads the state.
     """
 
     client: int
@@ -317,7 +318,10 @@ class ClientStates:
 def make_client_states(
     spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
 ) -> ClientStates:
-    """Return the client states of a run at its start. folder: the run's folder."""
+    """Return the client states of a run at its start.
+
+    folder: the run's folder.
+    """
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer
     return ClientStates(runtime, declarations.layout, is_stateful, settings.state.bytes, folder)

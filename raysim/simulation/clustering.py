@@ -70,7 +70,12 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SplitByUpdates(ClusterRule):
-    """The rule of CFL. mean_norm: eps_1. max_norm: eps_2. gamma: gamma_max."""
+    """The rule of CFL.
+
+    mean_norm: eps_1.
+    max_norm: eps_2.
+    gamma: gamma_max.
+    """
 
     mean_norm: float = 0.4
     max_norm: float = 1.6

@@ -47,8 +47,8 @@ from raysim.vectors.layout import Vector
 class Coordinator:
     """The coordinator of one run. `run()` yields the events of the run and ends with `Finished`.
 
-    folder: where model and checkpoints are written; "" writes none. resume: the address of the
-    checkpoint to continue from; "" starts a new run.
+    folder: where model and checkpoints are written; "" writes none.
+    resume: the address of the checkpoint to continue from; "" starts a new run.
     """
 
     def __init__(

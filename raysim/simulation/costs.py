@@ -27,8 +27,9 @@ COLUMNS = ("energy_wh", "idle_wh", "money", "co2_g")
 class Cost:
     """The power of a device, and what a gigabyte (10^9 bytes) on its link costs.
 
-    computing_w, receiving_w, sending_w, idle_w: watts. gb_price: money, in any currency. gb_co2:
-    grams of CO2 for the electricity of the network.
+    computing_w, receiving_w, sending_w, idle_w: watts.
+    gb_price: money, in any currency.
+    gb_co2: grams of CO2 for the electricity of the network.
     """
 
     computing_w: float = 0.0
@@ -39,7 +40,10 @@ class Cost:
     gb_co2: float = 0.0
 
     def check(self, path: str) -> None:
-        """Raise ValueError for a value below 0. path: the key of this object."""
+        """Raise ValueError for a value below 0.
+
+        path: the key of this object.
+        """
         for name, value in vars(self).items():
             at_least(f"{path}.{name}", value, 0)
 
@@ -53,8 +57,9 @@ class Cost:
 class FleetCosts:
     """The costs of all clients of a run.
 
-    costs: of each kind of client. kinds: int [clients], an index into `costs`. kwh_price, kwh_co2:
-    money and grams of CO2 for a kilowatt-hour of the devices.
+    costs: of each kind of client.
+    kinds: int [clients], an index into `costs`.
+    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
     """
 
     costs: Sequence[Cost]
@@ -74,7 +79,8 @@ class JobCost(NamedTuple):
 class Costs:
     """The object that adds up what the jobs of a run cost.
 
-    devices: the devices of the run. eligible: the clients with samples; others are not counted.
+    devices: the devices of the run.
+    eligible: the clients with samples; others are not counted.
     """
 
     def __init__(self, fleet: FleetCosts, devices: Any, eligible: np.ndarray):

@@ -64,9 +64,10 @@ from raysim.simulation.fleet import Fleet, Labels, Speeds
 class DeviceClass:
     """One class of devices.
 
-    share: the share of the clients, 0 to 1. flops: floating-point operations per second in
-    training. bandwidth_down, bandwidth_up: bytes per second. These three are medians. cost: the
-    power of a device, and what its link costs.
+    share: the share of the clients, 0 to 1.
+    flops: floating-point operations per second in training.
+    bandwidth_down, bandwidth_up: bytes per second. These three are medians.
+    cost: the power of a device, and what its link costs.
     """
 
     share: float
@@ -100,8 +101,9 @@ def _default_classes() -> dict[str, DeviceClass]:
 class DeviceClasses(Fleet):
     """A fleet in which each client has a device of one class, drawn once.
 
-    The time of a job follows from the FLOPs of the run's model. sigma, bandwidth_sigma: standard
-    deviations of the logarithms of speed and bandwidth within a class.
+    The time of a job follows from the FLOPs of the run's model.
+    sigma, bandwidth_sigma: standard deviations of the logarithms of speed and bandwidth within a
+    class.
     """
 
     classes: dict[str, DeviceClass] = field(default_factory=_default_classes, kw_only=False)

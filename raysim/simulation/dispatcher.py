@@ -118,8 +118,8 @@ class Dispatcher:
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
         """Send the jobs of the next aggregation that are still in the queue.
 
-        Then send other jobs to idle workers. jobs: all jobs of the aggregation, in the order of
-        acceptance.
+        Then send other jobs to idle workers.
+        jobs: all jobs of the aggregation, in the order of acceptance.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -239,7 +239,10 @@ class Dispatcher:
         groups: Sequence[Group],
         uses: Sequence[StateUse] = (),
     ) -> TrainCall:
-        """Start a call that trains jobs. method: "train_apart" leaves the sums on the node."""
+        """Start a call that trains jobs.
+
+        method: "train_apart" leaves the sums on the node.
+        """
         versions = list(dict.fromkeys(version for job in jobs for version in job.received))
         # A job sends less than its delta where clients have replicas of their own.
         floats = sum(max(job.up, self._floats) for job in jobs)

@@ -50,11 +50,14 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version.
 
-    clients: the scored clients that are trained. unseen: the scored clients that are never trained.
-    reports: the calls for each view (see the module). members: the clients of the loss
-    decomposition. models: the calls that score the local model of each member, and the next shared
-    model. replicas: the calls that score each replica on the central test set. client_scores: for
-    each column, arrays of clients and of their scores; `Evaluator.columns` fills it.
+    clients: the scored clients that are trained.
+    unseen: the scored clients that are never trained.
+    reports: the calls for each view (see the module).
+    members: the clients of the loss decomposition.
+    models: the calls that score the local model of each member, and the next shared model.
+    replicas: the calls that score each replica on the central test set.
+    client_scores: for each column, arrays of clients and of their scores; `Evaluator.columns` fills
+    it.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -144,7 +147,10 @@ class Evaluator:
 
     # --- tasks ------------------------------------------------------------------------------------
     def score(self, server: Server, published: Ref) -> Scoring:
-        """Start scoring the server's version. published: the version in the runtime's store."""
+        """Start scoring the server's version.
+
+        published: the version in the runtime's store.
+        """
         scoring = self._begin(server.version)
         clients, unseen = scoring.clients, scoring.unseen
         if self.sets is not None:
@@ -178,7 +184,8 @@ class Evaluator:
         """Start scoring each client with the replica that serves it.
 
         If there is a central test set, also score there the mean of the replicas, and the replicas
-        of the scored clients. mean: the mean, as a version in the runtime's store.
+        of the scored clients.
+        mean: the mean, as a version in the runtime's store.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -367,8 +374,9 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of a model on the training samples of each client.
 
-        float64 [clients]; waits. samples: the most samples of each client, drawn by client and
-        version; None uses all. sources: the published version for each client.
+        float64 [clients]; waits.
+        samples: the most samples of each client, drawn by client and version; None uses all.
+        sources: the published version for each client.
         """
         calls = self._start_losses(clients, samples, version, sources)
         return self._collect_losses(clients, calls)
@@ -401,7 +409,8 @@ class Evaluator:
         """Start scoring each participant's local model and the next shared model.
 
         Each model is scored on the samples of every participant, with the personal part of the
-        client that owns the samples. bases: the vectors that updates started from, by version.
+        client that owns the samples.
+        bases: the vectors that updates started from, by version.
         """
         tasks = [self._training_task(update.client) for update in updates]
         scoring = Scoring(members=tuple(update.client for update in updates))

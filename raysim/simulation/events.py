@@ -16,11 +16,14 @@ from raysim.training.identity import Identity
 class JobRecord(NamedTuple):
     """A job that has ended, or that was in flight when the run ended.
 
-    version: the base version. start, finish: virtual seconds. fate: "aggregated", "failed",
-    "discarded", "lost" or "in flight". round: the aggregation that used the update; for other jobs
-    the first aggregation after the job's end, or after the run. staleness: of an aggregated or
-    failed job; 0 for other jobs. energy_wh, money, co2_g: what the job costs, as far as the fleet
-    has costs; of a job in flight, what it will cost.
+    version: the base version.
+    start, finish: virtual seconds.
+    fate: "aggregated", "failed", "discarded", "lost" or "in flight".
+    round: the aggregation that used the update; for other jobs the first aggregation after the
+    job's end, or after the run.
+    staleness: of an aggregated or failed job; 0 for other jobs.
+    energy_wh, money, co2_g: what the job costs, as far as the fleet has costs; of a job in flight,
+    what it will cost.
     """
 
     client: int
@@ -49,7 +52,9 @@ class ClientScores:
 
 @dataclass(frozen=True)
 class Started:
-    """The start of a run. rows: the rounds that a resumed run already has.
+    """The start of a run.
+
+    rows: the rounds that a resumed run already has.
 
     processes: the processes that take part, if there are several.
     """
@@ -73,11 +78,15 @@ class Round:
 class Waiting:
     """The event that no worker has answered for a long time.
 
-    worker: the worker that the run waits for. clients: the clients that it trains, if any. seconds:
-    the time since its last answer or, if it has not answered yet, since its current call began.
-    node: name and address of its machine; "" if unknown. replaced_after: the seconds without an
-    answer after which another worker takes its place; infinite if none does. node_timeout: if the
-    machine does not answer either, the seconds after which it counts as lost; otherwise None.
+    worker: the worker that the run waits for.
+    clients: the clients that it trains, if any.
+    seconds: the time since its last answer or, if it has not answered yet, since its current call
+    began.
+    node: name and address of its machine; "" if unknown.
+    replaced_after: the seconds without an answer after which another worker takes its place;
+    infinite if none does.
+    node_timeout: if the machine does not answer either, the seconds after which it counts as lost;
+    otherwise None.
     stacks: where the threads of the worker's process stand; "" if that is unknown.
     """
 
@@ -128,9 +137,9 @@ class Profiled:
 class Finished:
     """The end of a run.
 
-    jobs: the jobs that no aggregation used. best_model: the round, the column that decided, its
-    value, and the sha256 of the weights. processes: the processes that took part, if there were
-    several.
+    jobs: the jobs that no aggregation used.
+    best_model: the round, the column that decided, its value, and the sha256 of the weights.
+    processes: the processes that took part, if there were several.
     """
 
     model_sha256: str

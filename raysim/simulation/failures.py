@@ -14,7 +14,8 @@ def check_failures(
 ) -> None:
     """Raise TooManyFailuresError, after writing a checkpoint, if too many jobs failed.
 
-    jobs: the jobs of the aggregation. version: the version that their updates would be added to.
+    jobs: the jobs of the aggregation.
+    version: the version that their updates would be added to.
     tolerate: the largest share of jobs that may fail.
     """
     if len(failures) <= tolerate * jobs:

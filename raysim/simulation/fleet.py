@@ -23,8 +23,9 @@ from raysim.simulation.costs import Cost, FleetCosts
 class Trip(NamedTuple):
     """The end of a job in virtual time.
 
-    finish: virtual seconds. arrives: True if the update arrives at that time; False if the client
-    dropped out, and the server learns of it at that time.
+    finish: virtual seconds.
+    arrives: True if the update arrives at that time; False if the client dropped out, and the
+    server learns of it at that time.
     """
 
     finish: float
@@ -77,10 +78,11 @@ class Fleet:
 
     availability: "always"; "diurnal", for `hours` of each day, in time zones around the world; or
     "markov", for `on` seconds on average and then not for `off` seconds. A client that becomes
-    unavailable loses its job. dropout: the probability that a job is lost for another reason, at
-    any moment of the job. patience: how many virtual seconds a run waits at most for its first
-    client. cost: the power of each device, and what its link costs. kwh_price, kwh_co2: money and
-    grams of CO2 for a kilowatt-hour of the devices.
+    unavailable loses its job.
+    dropout: the probability that a job is lost for another reason, at any moment of the job.
+    patience: how many virtual seconds a run waits at most for its first client.
+    cost: the power of each device, and what its link costs.
+    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
@@ -152,7 +154,10 @@ class Fleet:
         return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices of a run's clients. sample_flops: see `speeds`."""
+        """Return the devices of a run's clients.
+
+        sample_flops: see `speeds`.
+        """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         return Fixed(self.speeds(seed, clients, sample_flops), fate)
 
@@ -240,7 +245,8 @@ class Ideal(Fleet):
 class Lognormal(Fleet):
     """A fleet with log-normally distributed speed and bandwidth, drawn once per client.
 
-    speed: median samples per second. bandwidth_down, bandwidth_up: median bytes per second. sigma,
+    speed: median samples per second.
+    bandwidth_down, bandwidth_up: median bytes per second. sigma,
     bandwidth_sigma: standard deviations of the logarithms.
     """
 

@@ -22,8 +22,10 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """Means over the second half of the planned aggregations; the first half is the warm-up.
 
-    at_work: clients in flight. seconds: virtual seconds from one aggregation to the next.
-    staleness: the staleness of aggregated updates. lost, discarded: shares of the jobs that end.
+    at_work: clients in flight.
+    seconds: virtual seconds from one aggregation to the next.
+    staleness: the staleness of aggregated updates.
+    lost, discarded: shares of the jobs that end.
     workers_busy: share of wall time in which workers work, over all planned aggregations.
     workers_busy_ahead: the same share, if the selection could be planned ahead.
     """
@@ -89,8 +91,9 @@ def workers_busy(
 
     Every worker needs the same time for a sample. As in a run, a job can begin when its base
     version exists, the jobs of the next aggregation come first, and a job whose update is never
-    aggregated is not trained. plans_ahead: False if an aggregation is planned after the one before
-    it was made; a job can then begin when its aggregation is planned.
+    aggregated is not trained.
+    plans_ahead: False if an aggregation is planned after the one before it was made; a job can then
+    begin when its aggregation is planned.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -119,8 +119,9 @@ class RowWriter:
     def store_bytes(self, versions: int, results: int) -> int:
         """Return the bytes in the object store after all updates of a round have arrived.
 
-        versions: bytes of the stored versions. results: floats of the updates in flight. An unknown
-        size counts as the upload of a job, or as the mean of the other states.
+        versions: bytes of the stored versions.
+        results: floats of the updates in flight. An unknown size counts as the upload of a job, or
+        as the mean of the other states.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 

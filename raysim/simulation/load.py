@@ -38,8 +38,8 @@ class _Traffic:
 class VaryingTensors:
     """The tensors of a method whose sizes change from version to version.
 
-    sent, uploaded: the floats in version 0, by full name. planned: for each upload, the function of
-    `Setup.upload`, by full name.
+    sent, uploaded: the floats in version 0, by full name.
+    planned: for each upload, the function of `Setup.upload`, by full name.
     """
 
     sent: Mapping[str, int]
@@ -90,9 +90,10 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 class Loads:
     """A function that returns the load of a job: samples to process, floats received and sent.
 
-    A forward pass without a backward pass counts as a part of a sample (`FORWARD`). counts: int64
-    [clients], the training samples of each client. sent_floats: returns the floats of a tensor that
-    a client receives with the current version; None counts all tensors as in version 0.
+    A forward pass without a backward pass counts as a part of a sample (`FORWARD`).
+    counts: int64 [clients], the training samples of each client.
+    sent_floats: returns the floats of a tensor that a client receives with the current version;
+    None counts all tensors as in version 0.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class Loads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job, which starts from this version.
 
-        version: the current one, or 0 for an estimate. earlier, accepted: the client's earlier
-        jobs, and those of them that were accepted.
+        version: the current one, or 0 for an estimate.
+        earlier, accepted: the client's earlier jobs, and those of them that were accepted.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -190,7 +191,8 @@ class PeerLoads:
     """A function that returns the load of a job if every client has a replica of its own.
 
     Instead of receiving and sending the model, a client receives and sends the floats of its
-    exchange. model: the floats of a replica.
+    exchange.
+    model: the floats of a replica.
     """
 
     def __init__(self, loads: Loads, network: Network, model: int):
@@ -240,7 +242,8 @@ def make_planner(
 ) -> Planner:
     """Return the planner of a run, at its start.
 
-    network: None makes the one of the topology. sent_floats: see `Loads`.
+    network: None makes the one of the topology.
+    sent_floats: see `Loads`.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

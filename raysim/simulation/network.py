@@ -172,7 +172,8 @@ def make_replicas(
 ) -> Replicas:
     """Return the servers of a run at its start.
 
-    size: the most updates in one aggregation. folder: the run's folder.
+    size: the most updates in one aggregation.
+    folder: the run's folder.
     """
     vector = initial.shared.clone()
     counters = initial.counters[: initial.layout.shared_counters].clone()

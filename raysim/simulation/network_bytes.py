@@ -21,7 +21,8 @@ class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
     A stored value goes to a node once, as in an object store. Messages around the arrays, some
-    hundred bytes per job, are not counted. vector_bytes: the size of a sum of updates.
+    hundred bytes per job, are not counted.
+    vector_bytes: the size of a sum of updates.
     """
 
     def __init__(self, runtime: Runtime, vector_bytes: int):

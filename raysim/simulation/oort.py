@@ -42,12 +42,15 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """Choose clients by statistical and system utility, and explore others.
 
-    exploration: the share of clients without a report in the first round. exploration_decay: its
-    factor in every round. exploration_min: the smallest share. cutoff: clients whose utility is at
-    least this share of the last chosen one's may be drawn, too. clip: the quantile above which U
-    does not count. preferred: the percentile of known durations that is T at first; 100 prefers
-    none. pacer_step: rounds in a window of the pacer. pacer_delta: percentage points by which it
-    increases `preferred`. penalty: the exponent of the system utility.
+    exploration: the share of clients without a report in the first round.
+    exploration_decay: its factor in every round.
+    exploration_min: the smallest share.
+    cutoff: clients whose utility is at least this share of the last chosen one's may be drawn, too.
+    clip: the quantile above which U does not count.
+    preferred: the percentile of known durations that is T at first; 100 prefers none.
+    pacer_step: rounds in a window of the pacer.
+    pacer_delta: percentage points by which it increases `preferred`.
+    penalty: the exponent of the system utility.
     """
 
     exploration: float = 0.9

@@ -152,14 +152,16 @@ class Site:
 class Planner:
     """A planner that applies a schedule to a fleet.
 
-    counts: int64 [clients], training samples; a client without samples is never dispatched. load:
-    function that returns the `Load` of a client's next job from client, version, the number of the
-    client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
-    to wait at most for a first client. selection: the rule that chooses the clients. network: the
-    replicas of the run; None: there is one. If each replica has its own schedule, every one of them
-    is a site. costs: adds up what jobs cost; None if nothing costs anything. messages: the
-    compressed steps that clients receive; None if they receive the parameters. loads_vary: True if
-    the load of a job is known only when its base version exists.
+    counts: int64 [clients], training samples; a client without samples is never dispatched.
+    load: function that returns the `Load` of a client's next job from client, version, the number
+    of the client's earlier jobs, and how many of those were aggregated.
+    patience: how many virtual seconds to wait at most for a first client.
+    selection: the rule that chooses the clients.
+    network: the replicas of the run; None: there is one. If each replica has its own schedule,
+    every one of them is a site.
+    costs: adds up what jobs cost; None if nothing costs anything.
+    messages: the compressed steps that clients receive; None if they receive the parameters.
+    loads_vary: True if the load of a job is known only when its base version exists.
     """
 
     def __init__(

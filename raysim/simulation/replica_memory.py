@@ -22,7 +22,8 @@ class ReplicaMemory:
 
     Their vectors and server state are then tensors in a memory-mapped file, with the same values.
 
-    budget: bytes of replicas in memory; infinite if there is no limit. folder: see `MappedFile`.
+    budget: bytes of replicas in memory; infinite if there is no limit.
+    folder: see `MappedFile`.
     moves_state: False if all replicas share their server state, which stays in memory.
     """
 

@@ -248,8 +248,10 @@ class Replicas:
     ) -> None:
         """Make the next version of every replica with updates; let replicas exchange if planned.
 
-        jobs, updates: in the order of acceptance; None for a failed client. sums: the sums that
-        workers made. versions: the vectors that updates started from. Raises AggregationError.
+        jobs, updates: in the order of acceptance; None for a failed client.
+        sums: the sums that workers made.
+        versions: the vectors that updates started from.
+        Raises AggregationError.
         """
         staleness = aggregation.staleness
         changed: set[int] = set()
@@ -400,7 +402,10 @@ class Replicas:
     def restore(
         self, version: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Continue from a checkpoint; the servers are already restored. arrays: of `arrays`."""
+        """Continue from a checkpoint; the servers are already restored.
+
+        arrays: of `arrays`.
+        """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)
         if not arrays:

@@ -20,7 +20,8 @@ class WorkerDiedError(RuntimeError):
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: a clause about the node. is_reachable: True if values on the node can still be read.
+    reason: a clause about the node.
+    is_reachable: True if values on the node can still be read.
     """
 
     reason: str

@@ -19,10 +19,11 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """The object that saves and restores a run.
 
-    initial: the initial model, whose tensors have the names that the final one needs. folder: where
-    the model and checkpoints are written; "" writes none. address: the address of the checkpoint to
-    continue from; "" starts a new run. base: the checksum of the frozen weights to which the model
-    belongs, which its file holds; "" if no weight is frozen.
+    initial: the initial model, whose tensors have the names that the final one needs.
+    folder: where the model and checkpoints are written; "" writes none.
+    address: the address of the checkpoint to continue from; "" starts a new run.
+    base: the checksum of the frozen weights to which the model belongs, which its file holds; "" if
+    no weight is frozen.
     """
 
     def __init__(

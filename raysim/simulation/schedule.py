@@ -21,13 +21,17 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """The read-only view that a schedule decides on, after all events of one instant.
 
-    now: virtual seconds. version: the number of aggregations made. running: the jobs in flight by
-    number, in the order of their dispatch, without discarded ones. arrived: the jobs whose updates
-    have arrived, in the order of arrival; equal times are ordered by client. idle: the number of
-    clients that are not busy; some may be unavailable. sent: the number of jobs dispatched with
-    this version. since: when the first of them was dispatched. in_pool: how many of `running` each
-    pool has. short: the pools in which, at this moment, fewer clients were available than a
-    dispatch requested.
+    now: virtual seconds.
+    version: the number of aggregations made.
+    running: the jobs in flight by number, in the order of their dispatch, without discarded ones.
+    arrived: the jobs whose updates have arrived, in the order of arrival; equal times are ordered
+    by client.
+    idle: the number of clients that are not busy; some may be unavailable.
+    sent: the number of jobs dispatched with this version.
+    since: when the first of them was dispatched.
+    in_pool: how many of `running` each pool has.
+    short: the pools in which, at this moment, fewer clients were available than a dispatch
+    requested.
     """
 
     now: float = 0.0
@@ -165,8 +169,8 @@ class Synchronous(_Policy):
 class Oversample(_Policy):
     """Rounds that begin with more clients than needed and end after `cohort` updates.
 
-    The other jobs are discarded. factor: the number of dispatched clients divided by `cohort`
-    (Bonawitz et al., MLSys 2019: 1.3).
+    The other jobs are discarded.
+    factor: the number of dispatched clients divided by `cohort` (Bonawitz et al., MLSys 2019: 1.3).
     """
 
     cohort: int = 10
@@ -206,9 +210,9 @@ class Oversample(_Policy):
 class Deadline(_Policy):
     """Rounds with a time limit of `seconds` virtual seconds.
 
-    If no update has arrived at the limit, a round waits for the first one. late: decides about
-    later updates. "discard": they are discarded. "stale": they enter the aggregation of the round
-    in which they arrive, if that is at most `max_staleness` rounds later.
+    If no update has arrived at the limit, a round waits for the first one.
+    late: decides about later updates. "discard": they are discarded. "stale": they enter the
+    aggregation of the round in which they arrive, if that is at most `max_staleness` rounds later.
     """
 
     cohort: int = 10
@@ -297,8 +301,9 @@ class Immediate(_Policy):
 class Tiered(_Policy):
     """A schedule with tiers of equally fast clients; each tier has rounds of its own.
 
-    All tiers update one model (FedAT, Chai et al., SC 2021). tiers: the number of tiers; clients
-    are divided by the time of one job. cohort: clients in a round of a tier.
+    All tiers update one model (FedAT, Chai et al., SC 2021).
+    tiers: the number of tiers; clients are divided by the time of one job.
+    cohort: clients in a round of a tier.
     """
 
     tiers: int = 3
@@ -348,7 +353,8 @@ def _refill(view: View, concurrency: int) -> Action:
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
     """Raise ValueError if a schedule does not fit all clients, or the clients of each replica.
 
-    counts: [clients], training samples. network: the replicas, which may have own schedules.
+    counts: [clients], training samples.
+    network: the replicas, which may have own schedules.
     """
     if not network.own_schedules:
         check_concurrency(schedule, counts)
@@ -365,7 +371,8 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
     """Raise ValueError if a schedule needs more busy clients than there are with samples.
 
-    counts: [clients], training samples. of: the end of "clients" in the error.
+    counts: [clients], training samples.
+    of: the end of "clients" in the error.
     """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:

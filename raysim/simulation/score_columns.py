@@ -39,10 +39,11 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The maker of the columns of one metric.
 
-    place: the position of the metric's values in `ScoringReport.scores`. personal: True if each
-    client has its own model. test_counts, validation_counts: int64 [clients]. best: the clients'
-    best rounds, which the main metric decides; None for other metrics, and without validation
-    samples.
+    place: the position of the metric's values in `ScoringReport.scores`.
+    personal: True if each client has its own model.
+    test_counts, validation_counts: int64 [clients].
+    best: the clients' best rounds, which the main metric decides; None for other metrics, and
+    without validation samples.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class ScoreColumns:
     ) -> Row:
         """Return the columns of the mean of the replicas, and of single replicas.
 
-        mean, replicas: the values of the central test set. own: the columns of the clients' models.
+        mean, replicas: the values of the central test set.
+        own: the columns of the clients' models.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])

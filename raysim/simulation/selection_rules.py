@@ -62,11 +62,12 @@ class PowerOfChoice(Selection):
     Power-of-Choice Selection Strategies" (arXiv 2010.01243, 2020). Candidates are drawn without
     replacement, with a probability in proportion to their samples.
 
-    candidates: the number d of candidates. loss: "measured" is pi_pow-d: the candidates compute the
-    loss of the current model, which takes a pass, traffic and time; with `samples` it is pi_cpow-d,
-    a pass over a few samples. "last" is pi_rpow-d: the mean training loss of a client's last
-    aggregated job; as in the paper, it is infinite for a client without one, so that unknown
-    clients are chosen first. samples: the most samples of each client in the pass; None uses all.
+    candidates: the number d of candidates.
+    loss: "measured" is pi_pow-d: the candidates compute the loss of the current model, which takes
+    a pass, traffic and time; with `samples` it is pi_cpow-d, a pass over a few samples. "last" is
+    pi_rpow-d: the mean training loss of a client's last aggregated job; as in the paper, it is
+    infinite for a client without one, so that unknown clients are chosen first.
+    samples: the most samples of each client in the pass; None uses all.
     """
 
     candidates: int = 20
@@ -121,11 +122,11 @@ class FedCS(Selection):
     Mobile Edge" (ICC 2019), Algorithm 3: add the client that prolongs the round least, until the
     next one would miss the deadline. Times are those that the devices take without drop-outs.
 
-    deadline: virtual seconds of a round. candidates: the clients that are drawn and asked for their
-    times; None asks all idle clients. uplink: "shared": clients send one after another, as in the
-    paper. "own": each client has a link of its own, as on the virtual clock, so that all clients
-    whose own time is short enough fit. If no client fits, the one that prolongs the round least is
-    chosen alone.
+    deadline: virtual seconds of a round.
+    candidates: the clients that are drawn and asked for their times; None asks all idle clients.
+    uplink: "shared": clients send one after another, as in the paper. "own": each client has a link
+    of its own, as on the virtual clock, so that all clients whose own time is short enough fit. If
+    no client fits, the one that prolongs the round least is chosen alone.
     """
 
     deadline: float = 60.0
@@ -154,7 +155,8 @@ class FedCS(Selection):
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
         """Return the places of the clients that fit, in the order in which they send.
 
-        ready: when each client has received and trained. sending: the seconds that it then sends.
+        ready: when each client has received and trained.
+        sending: the seconds that it then sends.
         """
         is_left = np.ones(len(ready), bool)
         chosen: list[int] = []

@@ -29,7 +29,8 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A pass in which clients compute the loss of the current model before jobs start.
 
-    seconds: until the slowest of them has answered. work: samples of each client's pass, by client.
+    seconds: until the slowest of them has answered.
+    work: samples of each client's pass, by client.
     down: floats that each client received, by client; it sent one.
     """
 
@@ -97,8 +98,10 @@ class IdleMask:
 class Selector:
     """The object that asks a rule for clients, and stores what the rule may know.
 
-    counts: int64 [clients], training samples. pools: the clients of each pool. participations,
-    accepted: int32 [clients], the planner's own counts. load: see `Planner`.
+    counts: int64 [clients], training samples.
+    pools: the clients of each pool. participations,
+    accepted: int32 [clients], the planner's own counts.
+    load: see `Planner`.
     """
 
     def __init__(

@@ -52,11 +52,14 @@ class Server:
     w_i and delta_i are the weight and the delta of update i. Sums are made in a tree over the order
     of acceptance (`tree_sum`), on the server or on workers.
 
-    vector: [layout.shared] at the start. counters: [layout.shared_counters]. counts: int64
-    [clients], training samples; 0 for clients that are never trained. size: the most updates in one
-    aggregation. format_client: function that returns the name of a client for errors. unseen: the
-    number of clients that are never trained (`evaluate.unseen`). replica: the number of this model,
-    if the run has several; `counts` is then 0 for clients of other models.
+    vector: [layout.shared] at the start.
+    counters: [layout.shared_counters].
+    counts: int64 [clients], training samples; 0 for clients that are never trained.
+    size: the most updates in one aggregation.
+    format_client: function that returns the name of a client for errors.
+    unseen: the number of clients that are never trained (`evaluate.unseen`).
+    replica: the number of this model, if the run has several; `counts` is then 0 for clients of
+    other models.
     """
 
     def __init__(
@@ -108,7 +111,10 @@ class Server:
                 self.state[f"{declared.method}.{name}"] = initial(self._views[declared.method])
 
     def set_clients(self, counts: np.ndarray, unseen: int) -> None:
-        """Set the clients of this model. counts, unseen: see `Server`."""
+        """Set the clients of this model.
+
+        counts, unseen: see `Server`.
+        """
         self.counts = counts
         self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for a million clients.
@@ -236,8 +242,9 @@ class Server:
         """Make the next version. Raises AggregationError.
 
         updates: in the order of acceptance; None for a failed client, which keeps its position.
-        sums: the sums that workers made. staleness: a value for each update. bases: the vectors
-        that updates started from, by version.
+        sums: the sums that workers made.
+        staleness: a value for each update.
+        bases: the vectors that updates started from, by version.
         """
         self.report = {}
         if any(update is not None for update in updates):
@@ -459,8 +466,9 @@ def make_server(
 ) -> Server:
     """Return the server of a replica at the start of a run.
 
-    vector, counters: see `Server`; replicas may share them. size: the most updates in one
-    aggregation. counts, unseen, replica: see `Server`; None: those of all clients.
+    vector, counters: see `Server`; replicas may share them.
+    size: the most updates in one aggregation.
+    counts, unseen, replica: see `Server`; None: those of all clients.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

@@ -48,7 +48,10 @@ class SetScores:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
     def tasks(self, clients: Sequence[ScoringTask]) -> list[ScoringTask]:
-        """Return the tasks of an evaluation. clients: the task of each scored client."""
+        """Return the tasks of an evaluation.
+
+        clients: the task of each scored client.
+        """
         tasks = [replace(task, name=CLIENT) for task in clients if len(task.rows)]
         if self.validation is not None:
             for task in clients:

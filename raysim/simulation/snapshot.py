@@ -30,8 +30,8 @@ from raysim.simulation.versions import Versions
 class _ServerArrays(Mapping[str, np.ndarray]):
     """The arrays of a snapshot, by name.
 
-    replica_of: the replicas whose arrays follow these names. note_read: function that is called
-    with a replica before its arrays are read.
+    replica_of: the replicas whose arrays follow these names.
+    note_read: function that is called with a replica before its arrays are read.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ class MappedFile:
     of an array is used again when the array and all its views are gone. The file is removed when
     the process ends in any way.
 
-    folder: on the disk to use; "" is the system's folder for temporary files. what: the kind of
-    arrays, for errors.
+    folder: on the disk to use; "" is the system's folder for temporary files.
+    what: the kind of arrays, for errors.
     """
 
     def __init__(self, folder: Path | str, what: str, resident: float):
@@ -153,7 +153,10 @@ class MappedFile:
 
 
 class _UnnamedFile:
-    """A temporary file. folder, what: see `MappedFile`."""
+    """A temporary file.
+
+    folder, what: see `MappedFile`.
+    """
 
     def __init__(self, folder: Path | str, what: str):
         self._folder: str | None = None
@@ -166,7 +169,11 @@ class _UnnamedFile:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
 
     def write(self, start: int, array: np.ndarray, total: int) -> None:
-        """Write an array. total: bytes of the file, for errors. Raises OSError with the folder."""
+        """Write an array.
+
+        total: bytes of the file, for errors.
+        Raises OSError with the folder.
+        """
         try:
             self._file.seek(start)
             self._file.write(np.ascontiguousarray(array).data)

@@ -55,8 +55,8 @@ class StateIndex:
     """The file of each client's accepted state.
 
     states: int64 [clients, 4]: client, the job that left its state, number of the file, bytes; a
-    client that is accepted for the first time comes last. files: int64 [files, 2]: number of the
-    file, bytes written into it.
+    client that is accepted for the first time comes last.
+    files: int64 [files, 2]: number of the file, bytes written into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))

@@ -34,11 +34,12 @@ class Hierarchical(Topology):
     2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge waits for the others. Then all
     edges become the mean of the edges, weighted by the weights of their clients.
 
-    edges: the number of edge servers. every: aggregations of an edge from one meeting to the next;
-    kappa_2 in the paper. seconds: None; or virtual seconds from one meeting to the next, instead of
-    `every`: an edge then waits after its first aggregation at or after each multiple. assign: the
-    clients of an edge. "random": equally many. "region": neighbouring regions of the fleet, with
-    equally many clients. "data": clients with similar shares of classes.
+    edges: the number of edge servers.
+    every: aggregations of an edge from one meeting to the next; kappa_2 in the paper.
+    seconds: None; or virtual seconds from one meeting to the next, instead of
+    `every`: an edge then waits after its first aggregation at or after each multiple.
+    assign: the clients of an edge. "random": equally many. "region": neighbouring regions of the
+    fleet, with equally many clients. "data": clients with similar shares of classes.
 
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
@@ -149,8 +150,10 @@ class Clustered(Topology):
 
     clusters: the most models. For rule="updates": mean_norm, max_norm: a cluster is split only if
     the norm of its mean update is less than mean_norm (eps_1 in the paper) and the longest update
-    longer than max_norm (eps_2). gamma: gamma_max of the paper; 0 splits by the norms alone. start:
-    aggregations before the first split. min_size: clusters of so many clients are not split.
+    longer than max_norm (eps_2).
+    gamma: gamma_max of the paper; 0 splits by the norms alone.
+    start: aggregations before the first split.
+    min_size: clusters of so many clients are not split.
     """
 
     rule: str = "updates"
@@ -214,14 +217,16 @@ class Gossip(Topology):
     theirs, at the bandwidth of its device.
 
     graph: "ring", "torus" (a grid whose ends are joined), "erdos_renyi" (each pair with
-    `probability`), "expander" (degree / 2 random rings), "complete", or "edges". edges: for
-    graph="edges", pairs of clients [i, j], or [i, j, weight] with the weight of each other's model.
+    `probability`), "expander" (degree / 2 random rings), "complete", or "edges".
+    edges: for graph="edges", pairs of clients [i, j], or [i, j, weight] with the weight of each
+    other's model.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours;
-    "pairwise" makes a replica and one random neighbour their mean. weights: "metropolis" gives
-    client i and neighbour j the weight 1 / (1 + max(d_i, d_j)), where d is the number of neighbours
-    (Metropolis-Hastings; symmetric). "uniform" gives 1 / (1 + d_i). mix: "after" exchanges the
-    trained models; "before" exchanges the models that clients trained from, and then adds the
-    updates. every: aggregations from one exchange to the next.
+    "pairwise" makes a replica and one random neighbour their mean.
+    weights: "metropolis" gives client i and neighbour j the weight 1 / (1 + max(d_i, d_j)), where d
+    is the number of neighbours (Metropolis-Hastings; symmetric). "uniform" gives 1 / (1 + d_i).
+    mix: "after" exchanges the trained models; "before" exchanges the models that clients trained
+    from, and then adds the updates.
+    every: aggregations from one exchange to the next.
     """
 
     graph: str = "ring"
@@ -432,9 +437,10 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    points: [n, features]. is_counted: [n] bool, the points that decide the centers; at least
-    `groups`. The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group
-    that becomes empty takes the counted point that is farthest from its center.
+    points: [n, features].
+    is_counted: [n] bool, the points that decide the centers; at least `groups`. The first centers
+    are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that becomes empty takes the
+    counted point that is farthest from its center.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)

@@ -47,7 +47,9 @@ _BUFFER_BYTES = 1 << 18  # of each column, read at once: a row group may be the 
 
 
 class RecordedDevices(NamedTuple):
-    """The rows of a trace. bounds, first: see `Intervals`.
+    """The rows of a trace.
+
+    bounds, first: see `Intervals`.
 
     rate: [rows], the column `rate_name`, which is "speed" or "flops".
     """
@@ -67,9 +69,10 @@ class Trace(Fleet):
 
     If the run has as many clients as the trace has rows, client k is row k (the first is 0). With
     fewer clients, each client gets a different random row, drawn at the start; with more, every row
-    is used equally often, or once more. wrap: True repeats a client's trace after its period; False
-    makes the client unavailable after it. availability: "trace", or as in any other fleet; then
-    only the speeds come from the file.
+    is used equally often, or once more.
+    wrap: True repeats a client's trace after its period; False makes the client unavailable after
+    it.
+    availability: "trace", or as in any other fleet; then only the speeds come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -209,8 +212,8 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Return the bounds, the number of bounds of each row, and the numbers of each row.
 
-    earlier_rows: the number of rows before this batch. Raises ValueError for the first row with an
-    error.
+    earlier_rows: the number of rows before this batch.
+    Raises ValueError for the first row with an error.
     """
     for name in ("client", *LISTS):
         if batch.column(name).null_count:

@@ -40,7 +40,8 @@ class Versions(Mapping[int, PublishedVersion]):
     ) -> None:
         """Store a replica's current version unless it is stored; drop the previous one if not held.
 
-        version: its number. make: function that returns the version, as long as it is current.
+        version: its number.
+        make: function that returns the version, as long as it is current.
         is_on_disk: True stores the version only when it is needed.
         """
         before = self._current.get(replica, -1)

@@ -232,11 +232,14 @@ class RayCoordinator:
 class RayRuntime:
     """A `Runtime` whose workers are actors and whose values lie in the object store.
 
-    start: starts the actor of a worker, given its number. node_ids: Ray's name of the node of each
-    worker; the node of the coordinator has number 0. combine_from: see `Runtime`. actors: the
-    actors of the workers, if they exist. participants: compares each worker that is ready with the
-    driver; None compares nothing. identify: starts a task at the place of a worker that died, given
-    its number; it returns the identity of that place. growth: how workers start during the run;
+    start: starts the actor of a worker, given its number.
+    node_ids: Ray's name of the node of each worker; the node of the coordinator has number 0.
+    combine_from: see `Runtime`.
+    actors: the actors of the workers, if they exist.
+    participants: compares each worker that is ready with the driver; None compares nothing.
+    identify: starts a task at the place of a worker that died, given its number; it returns the
+    identity of that place.
+    growth: how workers start during the run;
     None: none do.
     """
 
@@ -355,7 +358,8 @@ class RayRuntime:
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
         """Notice lost nodes from now on, and start workers on nodes that join.
 
-        timeout_s: see `NodeWatch`. worker_bytes, dataset_path: see `Recruiter`.
+        timeout_s: see `NodeWatch`.
+        worker_bytes, dataset_path: see `Recruiter`.
         """
         if self._growth is not None:
             self._watch = NodeWatch(timeout_s)
@@ -516,8 +520,8 @@ class RayRuntime:
     def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
         """Wait until all workers are ready, and compare them with the driver.
 
-        processes: other processes of the run to compare. Raises UnequalWorkersError, or
-        ProcessLostError if a worker does not start in time.
+        processes: other processes of the run to compare.
+        Raises UnequalWorkersError, or ProcessLostError if a worker does not start in time.
         """
         assert self.participants is not None, "a runtime without participants compares nothing"
         answers = [actor.identity.remote() for actor in self.actors]
@@ -622,8 +626,10 @@ def start_workers_in(
     """Start workers in the bundles of a group, all at once, or let actors become them.
 
     kind: the class of the workers. The run stays in the object store, for replacements of dead
-    workers. participants: see `RayRuntime`. packages, device: see `identify`. most: the most
-    workers that the run may have if nodes join; 0 starts none later.
+    workers.
+    participants: see `RayRuntime`.
+    packages, device: see `identify`.
+    most: the most workers that the run may have if nodes join; 0 starts none later.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)

@@ -154,9 +154,10 @@ def reserve(
     """Wait until Ray has reserved the run's resources; free them when the context ends.
 
     Ray calls the reservation a placement group. Inside the placement group of a trial, that group
-    is used and not removed. say: function that gets a text about what the run waits for. Raises
-    ValueError if other runs still have the resources after `options.wait` seconds. Ray also removes
-    the group when this process dies.
+    is used and not removed.
+    say: function that gets a text about what the run waits for.
+    Raises ValueError if other runs still have the resources after `options.wait` seconds. Ray also
+    removes the group when this process dies.
     """
     outer = ray.util.get_current_placement_group()
     if outer is not None:

@@ -100,8 +100,10 @@ def plan_now(
 
     These are the requested workers if the cluster is large enough. If no number is requested, as
     many as the nodes' CPUs, GPUs and memory allow, and as can have work. Inside a placement group
-    (a trial of a search) the group decides. concurrency: the number of clients in flight. measure:
-    see `preflight.measure`. Raises ValueError with the number that would fit.
+    (a trial of a search) the group decides.
+    concurrency: the number of clients in flight.
+    measure: see `preflight.measure`.
+    Raises ValueError with the number that would fit.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -312,9 +314,11 @@ def _receive(
     """Yield the coordinator's messages. Raises ProcessLostError if none comes in time.
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
-    worker; then a line tells the user. timeout: `faults.timeout`; None waits forever. extra_s:
-    additional seconds for the first message. write_coordinator_stacks: writes where the threads of
-    the coordinator stand, and returns the file.
+    worker; then a line tells the user.
+    timeout: `faults.timeout`; None waits forever.
+    extra_s: additional seconds for the first message.
+    write_coordinator_stacks: writes where the threads of the coordinator stand, and returns the
+    file.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s
     silent_s = 0.0

@@ -31,7 +31,10 @@ DRAINING = "DRAINING"  # the status of a node that will leave the cluster
 
 
 def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-    """Return True if a node's raylet answers. node: an entry of `ray.nodes()`."""
+    """Return True if a node's raylet answers.
+
+    node: an entry of `ray.nodes()`.
+    """
     address = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
@@ -77,9 +80,9 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 class ClusterState(NamedTuple):
     """What the head of a cluster knows about it.
 
-    draining: the nodes that will leave, as a spot instance does after its notice. free: for each
-    node, the resources that nothing has reserved. has_demand: True if something waits for
-    resources.
+    draining: the nodes that will leave, as a spot instance does after its notice.
+    free: for each node, the resources that nothing has reserved.
+    has_demand: True if something waits for resources.
     """
 
     draining: Collection[str] = ()

@@ -27,9 +27,10 @@ def object_workers(
 ) -> Iterator[RayRuntime]:
     """Start actors that hold `kind(spec)` each; end them with the context.
 
-    kind: a class with a function `ready`. most: the largest number of workers that can have work.
-    say: gets a text about what the workers wait for. Raises ValueError if Ray does not start or
-    the cluster is too small.
+    kind: a class with a function `ready`.
+    most: the largest number of workers that can have work.
+    say: gets a text about what the workers wait for.
+    Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):
         per_worker = worker_resources(options, device, threads)

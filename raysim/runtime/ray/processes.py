@@ -35,7 +35,10 @@ Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
 
 @dataclass(frozen=True)
 class RunProcesses:
-    """The processes of a run, and their bundles. end: function that ends the processes."""
+    """The processes of a run, and their bundles.
+
+    end: function that ends the processes.
+    """
 
     request: Request
     group: PlacementGroup

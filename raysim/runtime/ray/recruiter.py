@@ -24,7 +24,10 @@ ROOM_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A place where a worker starts. bundle: the index of a bundle of the group."""
+    """A place where a worker starts.
+
+    bundle: the index of a bundle of the group.
+    """
 
     node: str
     group: PlacementGroup
@@ -35,10 +38,12 @@ class WorkerPlace:
 class Growth:
     """How workers start during a run.
 
-    group: the run's own placement group. per_worker: the resources of a worker. most: the most
-    workers that can have work. start: function that starts the actor of a worker, given its number,
-    its place, and the stored content of the data set's file. content: this content, if it is
-    stored.
+    group: the run's own placement group.
+    per_worker: the resources of a worker.
+    most: the most workers that can have work.
+    start: function that starts the actor of a worker, given its number, its place, and the stored
+    content of the data set's file.
+    content: this content, if it is stored.
     """
 
     group: PlacementGroup
@@ -51,7 +56,10 @@ class Growth:
 
 @dataclass
 class _Recruit:
-    """A worker that starts. answer: will be its identity."""
+    """A worker that starts.
+
+    answer: will be its identity.
+    """
 
     worker: int
     place: WorkerPlace
@@ -63,8 +71,9 @@ class _Recruit:
 class Recruiter:
     """The object that starts workers during a run.
 
-    watch: knows the nodes. worker_bytes: the memory that a worker needs. dataset_path: the file of
-    the data set on this node, which a node that joins may lack.
+    watch: knows the nodes.
+    worker_bytes: the memory that a worker needs.
+    dataset_path: the file of the data set on this node, which a node that joins may lack.
     """
 
     def __init__(self, growth: Growth, watch: NodeWatch, worker_bytes: int, dataset_path: Path):
@@ -84,8 +93,9 @@ class Recruiter:
     ) -> list[tuple[int, WorkerPlace]]:
         """Return pairs of a worker's number and the place where it can start now.
 
-        The number of a new worker is -1. free_workers: the workers of the run's own group that
-        were lost. active: the number of workers in use.
+        The number of a new worker is -1.
+        free_workers: the workers of the run's own group that were lost.
+        active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
