@@ -21,7 +21,9 @@ from raysim.methods.fedopt import FedAvgM
 from raysim.simulation.server import AggregationError, Server
 from raysim.training.run_spec import declare_run
 from raysim.training.worker_sums import WorkerSums
+from raysim.vectors.blocks import BLOCK
 from raysim.vectors.layout import plan_layout
+from raysim.vectors.tree_sum import weighted_sum
 
 CLIENTS = 12
 MODEL = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -98,6 +100,17 @@ def test_sums_and_single_updates_give_the_same_bits(size: int) -> None:
     assert torch.equal(single.vector, summed.vector)
     average = (COUNTS[:, None] * DELTAS.astype(np.float64)).sum(0) / COUNTS.sum()
     np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_long_vectors_are_those_of_the_tree() -> None:
+    vectors = RNG.standard_normal((5, BLOCK + 3)).astype(np.float32)  # two blocks each
+    weights = [0.3, 1.7, 2.0, 0.9, 5.1]
+    group = (0, 1, 2, 3, 4)
+    sums = WorkerSums([group])
+    for number in (3, 2, 0, 1, 4):
+        sums.add(Job(number, number, 0, 0, weight=weights[number]), torch.tensor(vectors[number]))
+    expected = weighted_sum(list(vectors), weights)
+    assert torch.equal(sums.totals[group], expected)
 
 
 def test_bits_do_not_depend_on_the_order_of_sums() -> None:
