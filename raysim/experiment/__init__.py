@@ -1,1 +1,1 @@
-"""From overrides to a configuration, from a configuration to objects, from objects to a run."""
+"""Compose configurations, build objects from them, and execute runs."""

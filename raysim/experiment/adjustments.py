@@ -25,8 +25,8 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
     """Set the keys that methods require, except for keys that the user set.
 
-    Return the new configuration, and a sentence for each change. If a value of the user is wrong,
-    `Method.setup` refuses it later.
+    Return the new configuration, and a sentence for each change. If the user set a required key to
+    a wrong value, the value stays here; `Method.setup` refuses it later.
     """
     sentences = []
     for method in methods:
@@ -55,8 +55,8 @@ def drop_untrainable_clients(
 ) -> tuple[RunSpec, tuple[str, ...]]:
     """Leave out clients with one training sample if the model cannot train on one row.
 
-    Also return a warning if there are such clients. Raise `ValueError` if every batch, or every
-    client, has one row.
+    Return the changed `spec`, and a warning if clients were left out. Raise `ValueError` if every
+    batch, or every client, has one row.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
     clients = len(counts)
@@ -91,7 +91,7 @@ def drop_untrainable_clients(
 
 
 def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the options with an absolute folder, which processes in other folders find, too."""
+    """Return the checkpoint options with an absolute folder, so that every process finds it."""
     if not checkpoint.folder or "://" in checkpoint.folder:
         return checkpoint
     return replace(checkpoint, folder=str(user_path(checkpoint.folder).absolute()))
@@ -100,10 +100,11 @@ def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
 def pool_training(
     data: FederatedData, schedule: Schedule, local: Local, method: str
 ) -> tuple[FederatedData, Schedule, Local]:
-    """Return data, schedule and local training of one model on all clients' samples.
+    """Return data, schedule and local training for one model on all clients' samples.
 
-    A round processes as many samples as the cohort of a federated run does on average. `method` is
-    the name of the method that needs this.
+    A round processes as many samples as a round of the federated run does on average.
+    method: name of the method that needs this, for errors.
+    Raise `RefusedError` if the schedule is not synchronous.
     """
     if not isinstance(schedule, Synchronous):
         raise RefusedError(

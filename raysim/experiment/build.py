@@ -86,8 +86,8 @@ def build(
 ) -> Experiment:
     """Build and check all objects of a run; download and cache its data if necessary.
 
-    Nothing else is written. See `run` for the arguments. Raise `RefusedError` for a run that cannot
-    be made.
+    Besides the cached data, no file is written. `run` describes the arguments. Raise `RefusedError`
+    for a run that cannot be made.
     """
     parts = {
         "model": model,
@@ -265,7 +265,10 @@ def _build_experiment(
 
 
 def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why aggregations are planned one at a time; "" if they are planned ahead."""
+    """Return why aggregations are planned one at a time.
+
+    Return "" if the planner may work ahead of training.
+    """
     if not spec.selection.plans_ahead:
         return "the selection needs reports"
     if varying_tensors(declarations):
@@ -276,8 +279,9 @@ def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Write the names of metrics for which a lower score is better into the configuration.
 
-    Reports read them there. Raise ValueError for a name in `evaluate.lower` that is no metric; a
-    learner may have more of them.
+    Reports read the names from the key `evaluate.lower`. Raise ValueError if `evaluate.lower`
+    already has a name that is no metric of the run. Names are not checked if the run has a learner,
+    because a learner may report more metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)
@@ -298,7 +302,7 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Return the spec with lanes, graph and precision, chosen unless the user set them."""
+    """Return the spec with lanes, graph and precision; choose those that the user did not set."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise RefusedError(
             f"runtime.precision=tf32 needs an NVIDIA GPU, but device={spec.device}. Set "

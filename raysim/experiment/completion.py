@@ -1,4 +1,4 @@
-"""Complete words on the command line: configuration keys, and options, also after a "+"."""
+"""Complete words on the command line: keys, and options, also after a "+"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from raysim.primitives.errors import RefusedError
 def completions(
     prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that begin with `prefix`. other_words: the other words of the command."""
+    """Return the words that begin with `prefix`.
+
+    other_words: the other words of the command.
+    """
     try:
         options = find_groups(config_folders(folders)).files
         key, equals, value = prefix.partition("=")

@@ -1,8 +1,8 @@
-"""Make one checked configuration from overrides, the folder `conf` and a stored configuration.
+"""Make a checked configuration from overrides, the folder `conf` and stored values.
 
-Hydra composes the files (`hydra_composition`). Overrides are checked and applied here, because
-Hydra accepts too much (a misspelt key with `+` creates a new key) and its errors use internal
-names.
+Hydra composes the files (`hydra_composition`). This module checks and applies the overrides,
+because Hydra accepts too much (a misspelt key with `+` creates a new key) and its errors use
+internal names.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration whose references are not yet resolved.
+    """A configuration whose references, such as `${seed}`, are not yet resolved.
 
-    values: the values that the user set, by key. set_keys: all keys and groups that the user set.
-    stored: the configuration that it continues.
+    config: the configuration with the user's values.
+    values: the values that the user set, by key.
+    set_keys: all keys and groups that the user set.
+    stored: the stored configuration that `config` continues; None for a new one.
     """
 
     config: DictConfig
@@ -72,11 +74,14 @@ def compose(
 ) -> DictConfig:
     """Return one resolved configuration; its `choices` give the option of every group.
 
-    folders: the user's own folders, laid out like `conf`. stored: the configuration file of a run
-    or of a search, whose values are used for all keys without an override; with resume=, the file
-    in the run's folder. settings: more overrides, as values by their keys ("rounds", "local.lr";
-    {"local": {"lr": 0.1}} says the same). Raise `RefusedError` for keys, options and files that do
-    not exist.
+    overrides: texts "key=value".
+    folders: the user's own folders of options, laid out like `conf`.
+    stored: the configuration file of a run or of a search; its values are used for all keys without
+    an override. None with resume= takes the file in the folder of the resumed run.
+    settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
+    say the same.
+
+    Raise `RefusedError` for keys, options and files that do not exist.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -97,8 +102,9 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration and set the user's values in it.
 
-    A group without an override has the option that it has in `stored` or, with resume=, in the
-    configuration of the resumed run. settings: overrides as Python values, not as text.
+    A group without an override gets its option from `stored` or, with resume=, from the
+    configuration of the resumed run.
+    settings: overrides as Python values, not as text.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
@@ -123,7 +129,7 @@ def _draft_config(
 def _separate_options(
     overrides: Sequence[str], settings: Mapping[str, object], groups: Groups
 ) -> tuple[dict[str, list[str]], dict[str, SetValue]]:
-    """Return the chosen options by group and the values by key, from overrides and settings."""
+    """Separate overrides and settings into chosen options, by group, and values, by key."""
     parsed = [read_full_key(text) for text in overrides]
     setting_values = full_keys(flatten_settings(settings))
     setting_texts = {key: f"{key}={format_value(value)}" for key, value in setting_values.items()}
@@ -166,9 +172,10 @@ def _restore_objects(
 
 
 def _keep_runtime(config: DictConfig, stored: Node) -> None:
-    """Keep settings of a resumed run if an override chooses its runtime.
+    """Copy stored runtime settings if the overrides of a resumed run choose a runtime.
 
-    With the same option all of them stay, with another one those that bits depend on.
+    If the option is the stored one, all settings are copied; otherwise only those on which the bits
+    of the results depend.
     """
     stored_runtime = stored.get("runtime") or {}
     is_same = stored["choices"].get("runtime") == config.choices.get("runtime")
@@ -178,7 +185,10 @@ def _keep_runtime(config: DictConfig, stored: Node) -> None:
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:
-    """Add keys to those that the user set. Methods cannot change these."""
+    """Add keys to the list of keys that the user set.
+
+    Methods cannot change the keys in this list.
+    """
     earlier_keys = config.choices.get(SET_KEYS) or []
     config.choices[SET_KEYS] = sorted({*earlier_keys, *keys})
 
@@ -199,9 +209,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return a configuration as plain data in which the values of some keys are still to be set.
+    """Return a configuration as plain data in which the values of `keys` will be set later.
 
-    Also return an error text for each of the keys that it does not have. Raise `RefusedError`.
+    The second result maps those of `keys` that the configuration does not have to an error text.
+    Raise `RefusedError` for overrides that `compose` would refuse.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -217,7 +228,7 @@ def draft(
 
 
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
-    """Return a draft with these values, resolved. No file is read."""
+    """Set the missing values of a draft, by key, and resolve its references. No file is read."""
     config = OmegaConf.create(drafted)
     values = full_keys(values)
     for key, value in values.items():
@@ -229,7 +240,7 @@ def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
 
 # --- stored configurations ------------------------------------------------------------------------
 def _load_stored(path: str | Path | None) -> Node | None:
-    """Load a configuration to start from, without the keys that are only valid for one run."""
+    """Load a configuration to start from, without its folder (`out`) and its `resume`."""
     if path is None:
         return None
     advice = "Give the config.yaml of a run, or the best.yaml of a search."
@@ -245,7 +256,7 @@ def _load_stored(path: str | Path | None) -> Node | None:
 
 
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
-    """Load the stored configuration of the run that `resume` gives, if there is one."""
+    """Load the configuration of the run that `resume` names; None if there is no such file."""
     for place in _resumed_places(values):
         folder = open_store(place if "://" in place else user_path(place))
         if CONFIG_FILE not in folder.names():
@@ -262,7 +273,7 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
 
 
 def _resumed_places(values: Mapping[str, Any]) -> list[str]:
-    """Return the folders in which the configuration of a resumed run may be."""
+    """Return the folders that may hold the configuration of the resumed run."""
     resume = values.get("resume")
     if resume == "latest":
         places = [values.get("out"), values.get("checkpoint.folder")]
@@ -278,7 +289,7 @@ def _resumed_places(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_complete(node: Node) -> bool:
-    """Return True if a configuration has every group, and for each the name of its option."""
+    """Return True if a configuration has a value for every group and the name of its option."""
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:
         return False

@@ -29,7 +29,7 @@ def to_dict(config: DictConfig | Mapping[str, Any]) -> Node:
 
 
 def to_yaml(config: Node) -> str:
-    """Return a configuration as YAML for a run's folder, without passwords in addresses."""
+    """Return a configuration as YAML for a run's folder, without the passwords in URLs."""
     text = OmegaConf.to_yaml(OmegaConf.create(drop_set_keys(config)))
     return without_password(str(text))
 
@@ -37,7 +37,8 @@ def to_yaml(config: Node) -> str:
 def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.") -> Node:
     """Read a configuration file.
 
-    `advice` ends the error. Raise `RefusedError` if the file is broken, or is not a dictionary.
+    advice: sentence that ends the error.
+    Raise `RefusedError` if the file is broken, or is not a dictionary.
     """
     try:
         text = regular_file(path).read_text(encoding="utf-8")
@@ -56,10 +57,9 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
 
 @functools.lru_cache(maxsize=512)
 def parse_yaml(text: str) -> DictConfig | ListConfig:
-    """Return the content of a YAML file. Copy it before changing it.
+    """Return the content of a YAML file. The result is cached: copy it before you change it.
 
-    The same files are read again for every composed configuration, and parsing one takes
-    milliseconds.
+    Every composition reads the same files, and parsing a file takes milliseconds.
     """
     return OmegaConf.load(io.StringIO(text))
 
@@ -80,7 +80,10 @@ def _has_text_keys(node: object) -> bool:
 
 
 def is_set(key: str, node: Node) -> bool:
-    """Return True if the user set a key, its group, or a key below it; True if unknown."""
+    """Return True if the user set the key, its group, or a key below it.
+
+    Also return True if the configuration has no list of keys that the user set.
+    """
     set_keys = node["choices"].get(SET_KEYS)
     if set_keys is None:
         return True
@@ -90,7 +93,10 @@ def is_set(key: str, node: Node) -> bool:
 
 
 def drop_set_keys(node: Node) -> Node:
-    """Return the configuration without the list of keys that the user set, as files hold it."""
+    """Return the configuration without the list of keys that the user set.
+
+    Files do not store this list.
+    """
     choices = node.get("choices")
     if not isinstance(choices, Mapping) or SET_KEYS not in choices:
         return node

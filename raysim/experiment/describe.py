@@ -1,4 +1,4 @@
-"""Describe a run: the overview before the start, the split, and what the bits depend on."""
+"""Describe a run: the overview, the split, and everything that the run's bits depend on."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 # --- the overview ---------------------------------------------------------------------------------
 def overview(experiment: Experiment, folder: Path) -> str:
-    """Return a few lines about a run: methods, model, data, clients, schedule, workers, folder.
+    """Describe a run in a few lines: methods, model, data, clients, schedule, workers, folder.
 
-    Raise `ValueError` if the run cannot begin with its fleet.
+    Raise `ValueError` if the run cannot start with its fleet.
     """
     spec, settings = experiment.spec, experiment.spec.settings
     declarations = declare_as_drawn(spec)
@@ -180,7 +180,7 @@ def _local(local: Local, declarations: Declarations) -> str:
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:
-    """Return the forecast of schedule and fleet; "" if one client has all data."""
+    """Return the forecast for schedule and fleet; "" if one client has all data."""
     schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
     concurrency = schedule.concurrency
     if concurrency < 2:
@@ -217,7 +217,10 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """Describe the rule that chooses clients, and how far ahead it decides; "" if random."""
+    """Describe the rule that chooses clients, and how far ahead it decides.
+
+    Return "" if clients are chosen at random.
+    """
     if type(selection) is Random:
         return ""
     ahead = "planned ahead of the training"
@@ -228,7 +231,7 @@ def _selection(selection: Selection) -> str:
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Return the file of the initial weights and what is missing in it; "" without a file."""
+    """Return the file of the initial weights and the tensors that it lacks; "" without a file."""
     init, weights = experiment.spec.settings.init, experiment.spec.weights
     if weights is None:
         return ""
@@ -316,7 +319,7 @@ def _workers(experiment: Experiment) -> str:
 
 
 def _sums(experiment: Experiment, declarations: Declarations) -> str:
-    """Return why every update is sent to the coordinator by itself; "" if workers send sums."""
+    """Return why workers send every update separately; "" if they send sums of updates."""
     uses = declarations.uses_of_single_updates
     if experiment.network.moves_clients:
         uses.append("the topology moves clients by them")

@@ -88,19 +88,20 @@ def run(
         )
 
     config: overrides as on the command line, in one text or a list; or the result of `compose` or
-    `build`. settings: overrides as keyword arguments: a group with the name of an option
+    `build`.
+    settings: overrides as keyword arguments: a group with the name of an option
     (`fleet="lognormal"`), or a key with a value.
 
     methods: objects, and names of options. model, data, partition, schedule, selection, fleet,
-    topology, loss, learner, compression: an object, or the name of an option. data: also (inputs,
-    labels) or (inputs, labels, users), or two of these tuples for training and for central tests.
-    They contain arrays or tensors; a torch Dataset may replace a tuple. partition: also the rows of
-    each client, in a list of lists or a dictionary. loss: also a function from outputs and labels
-    to a loss per sample. metrics: names, functions of outputs and labels, and objects
-    `raysim.Metric`; the first one decides best rounds, thresholds and searches unless
-    `evaluate.metric` names another. An object is written into config.yaml if its class can be
-    imported and its arguments are plain values; then the run is continued and repeated like any
-    other. Any other object has to be given again.
+    topology, loss, learner, compression: an object, or the name of an option.
+    data: also (inputs, labels) or (inputs, labels, users), or two of these tuples for training and
+    for central tests. They contain arrays or tensors; a torch Dataset may replace a tuple.
+    partition: also the rows of each client, in a list of lists or a dictionary.
+    loss: also a function from outputs and labels to a loss per sample.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`; the first one
+    decides best rounds, thresholds and searches unless `evaluate.metric` names another. An object
+    is written into config.yaml if its class can be imported and its arguments are plain values;
+    then the run is continued and repeated like any other. Any other object has to be given again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own observers, for other moments. They are called after raysim's observers and
@@ -152,9 +153,10 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
     folder: also the URL of a run with `out=URL`. Its files are fetched into a temporary folder,
-    which this process removes when it ends; checkpoints are read where they lie. allow: as for
-    `run`. parts: objects (methods, model, data, ...) that config.yaml could not store. Raise
-    `RefusedError` if there is no run in the folder.
+    which this process removes when it ends; checkpoints are read where they lie.
+    allow: as for `run`.
+    parts: objects (methods, model, data, ...) that config.yaml could not store.
+    Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():
         url = str(folder) if is_url(folder) else ""
@@ -184,7 +186,7 @@ def _build_once(
 def _run_with_restarts(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Run to the end; continue from the last checkpoint if a process was lost."""
+    """Run to the end; restart from the last checkpoint after a process was lost."""
     options = experiment.spec.settings.checkpoint
     restarts_left = MAX_RESTARTS
     while True:
@@ -211,7 +213,7 @@ def _run_with_restarts(
 def _run_once(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Run to the end, or until a process is lost."""
+    """Run to the end. If a process is lost, the error goes to the caller."""
     if place.is_finished:
         say(console, place.note)
         return load_finished(experiment, place.folder, console)

@@ -1,4 +1,4 @@
-"""Configuration groups and their options: where the files are, and what a value selects."""
+"""Find configuration groups and their options, and the options that a value selects."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ SWEEP = "sweep"
 
 @dataclass(frozen=True)
 class Groups:
-    """The options of every group, and the shared files that options are made of.
+    """The files of all options, and the shared files that options include.
 
-    files: the file of each option, by group and name. common: the shared files, by "group/_name".
-    state: path, time of change and size of every file. If the states are equal, the configurations
-    are equal.
+    files: the file of each option, by group and name.
+    common: the shared files, by "group/_name".
+    state: path, time of change and size of every file. If two `Groups` have equal states, they give
+    equal configurations.
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
@@ -54,8 +55,8 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    The user's folders replace `conf`, and later folders replace earlier ones. Raise `RefusedError`
-    for a folder that does not exist, and for two files with one name.
+    The files of the user's folders replace equal names in `conf`, and later folders replace earlier
+    ones. Raise `RefusedError` for a folder that does not exist, and for two files with one name.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -141,7 +142,7 @@ def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
 
 
 def _has_key(path: Path, key: str, group: str) -> bool:
-    """Return True if a file, or a file next to it that it includes, has a key."""
+    """Return True if an option's file, or a file that it includes, has a key."""
     node = load_option(path, group)
     included = [entry for entry in node.get("defaults") or () if isinstance(entry, str)]
     files = [path.with_name(f"{entry}.yaml") for entry in included]
@@ -167,7 +168,10 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 
 
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
-    """Return the options of a group that a value selects. Raise `RefusedError` for unknown ones."""
+    """Return the options of a group that a value selects.
+
+    Raise `RefusedError` for unknown ones.
+    """
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]
     names = [name for name in values if isinstance(name, str)]

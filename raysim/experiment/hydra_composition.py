@@ -36,30 +36,34 @@ _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
 class ConfigFiles(ConfigSource):
-    """The configuration files of several folders; those of later folders replace earlier ones.
+    """A source of Hydra: the configuration files of several folders; later folders win.
 
     Hydra's own source parses each file again for each composition, which takes a third of the time.
 
-    roots: the folders while raysim composes, else none. `config.yaml` is that of the first folder.
+    roots: the folders while raysim composes; empty at any other time. `config.yaml` is read from
+    the first folder.
     """
 
     roots: Sequence[Path] = ()
 
     @staticmethod
     def scheme() -> str:
-        """Return the start of the addresses of such sources."""
+        """Return the start of this source's addresses: "raysim" in "raysim://conf"."""
         return "raysim"
 
     def available(self) -> bool:
-        """Return True: the folders have been read before."""
+        """Return True, because the folders were checked before."""
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return True if a folder has such a group."""
+        """Return True if one of the folders has this group."""
         return any((root / config_path).is_dir() for root in self.roots)
 
     def is_config(self, config_path: str) -> bool:
-        """Return True if a folder has such a file; `config_path` has no ending."""
+        """Return True if one of the folders has this file.
+
+        config_path: without the ending ".yaml".
+        """
         return self._file(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -73,7 +77,7 @@ class ConfigFiles(ConfigSource):
         return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
-        """Return the names in a group, for Hydra's errors: files without their ending."""
+        """Return the names of a group's files without their endings. Hydra lists them in errors."""
         names: set[str] = set()
         for root in self.roots:
             for path in (root / config_path).glob("*"):
@@ -93,19 +97,24 @@ class ConfigFiles(ConfigSource):
 
 
 class SearchConfigFiles(SearchPathPlugin):
-    """Let Hydra look for files in `ConfigFiles` first, while raysim composes."""
+    """A Hydra plugin that lets Hydra search `ConfigFiles` first while raysim composes."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source; change nothing if another application in this process uses Hydra."""
+        """Add `ConfigFiles` to the search path.
+
+        Do nothing if another application in this process composes with Hydra.
+        """
         if ConfigFiles.roots:
             search_path.prepend("raysim", f"{ConfigFiles.scheme()}://conf")
 
 
 class Composition(NamedTuple):
-    """The result of Hydra.
+    """The result of one composition by Hydra.
 
-    values: the complete configuration. chosen_values: the values, without any preset, of the chosen
-    groups that the preset mentions. choices: the option of every group.
+    values: the complete configuration.
+    chosen_values: for the groups that the preset mentions, the values of the chosen options without
+    the preset's changes.
+    choices: the option of every group.
     """
 
     values: Node
@@ -115,12 +124,12 @@ class Composition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
-    """Compose the files of these options. The result is cached: copy it before changing it.
+    """Compose the files of the chosen options.
 
-    A preset may have values for all methods of a paper's tables. Values for options that are not
-    chosen are dropped. If the user chose the option of a group, the preset's values for this group
-    are reduced to the keys that this option also has; all values of the default preset for this
-    group are dropped.
+    The result is cached: copy it before you change it. A preset may have values for many options,
+    such as all methods in the tables of a paper. Values for options that are not chosen are
+    dropped. If the user chose the option of a group, only those of the preset's values stay whose
+    keys this option has. The default preset has no effect on such a group.
     """
     chosen = {group: list(names) for group, names in options}
     try:
@@ -198,7 +207,10 @@ def _quote(name: str) -> str:
 
 
 def _values(config: DictConfig) -> Node:
-    """Return the values of a configuration, without Hydra's values, with unresolved references."""
+    """Return a configuration without Hydra's own values.
+
+    References such as `${seed}` stay unresolved.
+    """
     values = cast(Node, OmegaConf.to_container(config))
     values.pop("hydra", None)
     values.pop("experiment", None)
@@ -207,7 +219,7 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Let Hydra compose the files of these folders; files of later folders replace earlier ones."""
+    """Start Hydra on the files of these folders inside a `with` block; later folders win."""
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
         Plugins.instance().register(SearchConfigFiles)
@@ -241,7 +253,7 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
 def _check_user_files(
     chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
 ) -> None:
-    """Check the user's files that are used, because Hydra's errors do not say what is wrong."""
+    """Check the user's files that a run uses, because Hydra's errors do not say what is wrong."""
     roots = config_roots(folders)
     if len(roots) == 1:
         return

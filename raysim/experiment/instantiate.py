@@ -51,10 +51,12 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 def import_target(
     target: object, path: str, allow: Sequence[str] = (), key: str = f".{TARGET}"
 ) -> object:
-    """Return the object that a `_target_` gives, or None if its module has no such name.
+    """Import the object that a `_target_` names; return None if its module has no such name.
 
-    key: the end of the setting that has the name. Raise `RefusedError` for names outside `raysim`,
-    the allowed prefixes and the installed packages.
+    path: the key of the node, for errors.
+    key: the last part of the setting that holds the name, for errors.
+    Raise `RefusedError` for names outside `raysim`, the allowed prefixes and the installed
+    packages.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
@@ -100,7 +102,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the checked arguments that a node gives to a class.
 
-    `later` lists arguments that are added in the call, and may be missing here.
+    later: names of arguments that the caller adds, so that they may be missing here.
     """
     hints = _type_hints(cls)
     signature = inspect.signature(cls).parameters
@@ -163,7 +165,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return a constructor's message with the key, unless the message contains it already."""
+    """Add the key to a constructor's error message, unless the message contains it."""
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):
         return message
@@ -205,7 +207,10 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
 
 
 def _split_list(text: str, item_kind: Any) -> list[Any]:
-    """Split "a+b" or "1+28+28", a list without the brackets that shells read as patterns."""
+    """Split "a+b" or "1+28+28" into a list.
+
+    Lists with "+" need no brackets, which shells read as patterns.
+    """
     items = text.split("+")
     if item_kind is int:
         return [int(item) if item.isdecimal() else item for item in items]
@@ -213,7 +218,7 @@ def _split_list(text: str, item_kind: Any) -> list[Any]:
 
 
 def _convert_to_union(value: Any, union: Any, path: str) -> Any:
-    """Return the value in the first type of a union that it fits."""
+    """Return the value in the first type of a union to which it can be converted."""
     kinds = get_args(union)
     for kind in kinds:
         try:
@@ -249,7 +254,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _misfit(value: Any, kind: Any, path: str) -> str:
-    """Return the error for a value that an annotation does not allow."""
+    """Return the error for a value that does not have the annotated type."""
     allowed = describe_type(kind)
     if isinstance(value, float) and not math.isfinite(value):
         allowed += ", not infinite or nan"
@@ -276,7 +281,7 @@ def _nearest_choice(value: Any, kind: Any) -> str:
 
 # --- texts ----------------------------------------------------------------------------------------
 def describe_type(kind: Any) -> str:
-    """Return in words which values an annotation allows."""
+    """Describe in words which values a type annotation allows."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(format_value(choice) for choice in inner)

@@ -63,7 +63,11 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
 def _unknown_key(
     config: DictConfig, node: Any, path: list[str], part: str, key: str, groups: Groups
 ) -> str:
-    """Return the error for a key whose part `path` exists, and whose next part does not."""
+    """Return the error for a key of which only the first parts exist.
+
+    path: the parts that exist.
+    part: the next part, which does not.
+    """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
         return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
@@ -95,7 +99,7 @@ def _unknown_key(
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
-    """Return the error for a key below an option that a list does not have."""
+    """Return the error for a key below an option that is not in a group's list of options."""
     options = groups.files[group]
     if part == NONE.get(group):
         return f"{key} does not exist: {part} is the empty list of the group {group}, without keys"
@@ -128,7 +132,7 @@ def _suggest_top_key(config: DictConfig, key: str) -> str:
 
 
 def _longer_keys(config: DictConfig, key: str) -> list[str]:
-    """Return the keys of two or three parts that end with this one."""
+    """Return the keys of two or three parts that end with `key`."""
     nodes = {str(name): config[name] for name in config}
     for group in LISTS:
         for name, node in config[group].items():
@@ -141,7 +145,10 @@ def _longer_keys(config: DictConfig, key: str) -> list[str]:
 
 
 def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
-    """Set a key of a configuration, in place. text: the override, for errors."""
+    """Set a key of a configuration, in place.
+
+    text: the override, for errors.
+    """
     try:
         if _is_unbracketed_list(config, key, value):
             value = [read_setting(f"{key}={item}").value for item in value.split("+")]
@@ -158,9 +165,10 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set the alternatives of keys that the user has given to null, in place.
+    """Set keys to null, in place, that exclude a key which the user has set.
 
-    If local.epochs is given, local.steps becomes null.
+    If the user sets local.epochs, local.steps becomes null.
+    values: the values that the user set, by key.
     """
     for pair in ALTERNATIVES:
         for key, other in (pair, pair[::-1]):

@@ -1,7 +1,7 @@
-"""What `raysim study` and `raysim sweep` share: names, folders, scores and one Ray for many runs.
+"""Share code of `raysim study` and `raysim sweep`, which execute many runs.
 
-A single run names and checks its folder in the same way (`run_folder`). Imports no torch, so that a
-wrong override is refused at once.
+`run_folder` names and checks the folder of a single run in the same way. This module imports no
+torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_CREATE_ATTEMPTS = 5
 
 # --- names ----------------------------------------------------------------------------------------
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Return the last parts of each key, as many as tell the keys apart.
+    """Map each key to its last parts, as many as are needed to tell the keys apart.
 
-    "method.fedbr.lam" is "lam" if no other key ends so.
+    "method.fedbr.lam" becomes "lam" if no other key ends in "lam".
     """
     names = []
     for key in keys:
@@ -49,7 +49,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def value_label(value: object) -> str:
-    """Return a value for a reader: a list of methods by their names, [] as fedavg."""
+    """Return a value as text for tables: a list of methods by their names, [] as "fedavg"."""
     if isinstance(value, list):
         return join_options(value)
     return f"{value:.4g}" if isinstance(value, float) else format_value(value)
@@ -57,7 +57,10 @@ def value_label(value: object) -> str:
 
 # --- the folder, new or continued -----------------------------------------------------------------
 def dated_folder(root: Path, title: str = "") -> Path:
-    """Return a folder that does not exist yet: root/DATE-title, with a number if that is taken."""
+    """Return the path of a folder that does not exist yet: root/DATE-title.
+
+    If that path exists, a number is added.
+    """
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
     name = f"{date}-{title}" if title else date
     return next(folder for folder in _numbered(root / name) if not folder.exists())
@@ -72,11 +75,11 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
-    """Create and lock a folder; remove it in the end if nothing was written into it.
+    """Create and lock a folder for a `with` block; remove it at the end if it is still empty.
 
-    dated: `dated_folder` chose the name. If several processes chose it in the same second, the
-    first one gets it, and each of the others a name with a number. Raise `RefusedError` if the
-    folder exists.
+    dated: True if `dated_folder` chose the name. If several processes chose the same name in the
+    same second, one of them gets it, and the others get the name with a number.
+    Raise `RefusedError` if the folder exists.
     """
     with ExitStack() as cleanup:
         path = _create_folder(folder, dated, cleanup)
@@ -103,7 +106,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
 
 def _make_with_parents(path: Path) -> None:
-    """Create a folder; try again if another process removes an empty parent meanwhile."""
+    """Create a folder; try again if another process removes an empty parent at the same time."""
     for _ in range(MAX_CREATE_ATTEMPTS - 1):
         with suppress(FileNotFoundError):
             path.mkdir(parents=True)
@@ -120,7 +123,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RefusedError` if the folder for something new exists, or another process has it."""
+    """Raise `RefusedError` if a new folder exists, or if another process has locked it."""
     lock = folder / LOCK_FILE
     if lock.is_file() and os.access(lock, os.W_OK):
         with lock_folder(folder):
@@ -179,13 +182,19 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
 
 
 def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
-    """Return how to continue after an interrupt. allow: the packages of --allow."""
+    """Return how to continue after an interrupt.
+
+    allow: the packages of --allow.
+    """
     allow_options = "".join(f" --allow {package}" for package in allow)
     return f"raysim {command} out={folder} resume=latest{allow_options} continues it"
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:
-    """Connect to one Ray for all runs of a session: this process's, or that of the options."""
+    """Connect all runs of a session to one Ray.
+
+    It is the Ray of this process if there is one, else the Ray of `options`.
+    """
     listen_on_loopback(options)
     from raysim.runtime import ray
 
@@ -195,7 +204,11 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 
 # --- scores ---------------------------------------------------------------------------------------
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
-    """Return a column's last value in an unfinished history, and its deviation over seeds."""
+    """Return the last value of a column, and its deviation over the seeds.
+
+    A missing number is None.
+    rows: the history, which may be unfinished.
+    """
     row = last_measured(rows, metric)
     if row is None:
         return None, None

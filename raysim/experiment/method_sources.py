@@ -1,6 +1,6 @@
-"""Read what a method's source file says about it, without importing it and PyTorch.
+"""Read a method's docstrings and hooks from its source file, without importing it.
 
-`raysim methods` lists 60 methods; importing their classes takes most of its time.
+`raysim methods` lists 60 methods. Importing their classes would take most of its time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ UNLISTED_HOOKS = ("settings",)  # they only check settings
 
 @dataclass(frozen=True)
 class MethodSource:
-    """What a file says about one of its classes.
+    """The facts about a method's class that its source file shows.
 
-    module_text, class_text: the docstrings. hooks: the hooks that the class overrides. is_alone:
-    True if the file has no other method.
+    module_text, class_text: the docstrings.
+    paper: the class attribute `paper`.
+    hooks: the hooks that the class overrides.
+    is_alone: True if the file has no other method.
     """
 
     module_text: str
@@ -35,9 +37,9 @@ class MethodSource:
 
 
 def read_method(target: str) -> MethodSource | None:
-    """Return what the source says about a class, such as "raysim.methods.fedprox.FedProx".
+    """Read the source of a class, such as "raysim.methods.fedprox.FedProx".
 
-    Returns None if the class is not raysim's, or extends a class of another file: then it has to
+    Return None if the class is not raysim's, or extends a class of another file. Such a class must
     be imported.
     """
     module, _, name = target.rpartition(".")
@@ -63,7 +65,7 @@ def read_method(target: str) -> MethodSource | None:
 
 
 def read_module(module: str, constant: str) -> tuple[str, str]:
-    """Return the docstring of one of raysim's modules, and a text that it assigns to a name."""
+    """Return the docstring of a module of raysim, and the text of its variable `constant`."""
     path = _source_file(module)
     assert path is not None, module
     tree = _parse(path)
@@ -91,7 +93,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _lineage(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef] | None:
-    """Return a class and the classes that it extends up to `Method`; None if others are there."""
+    """Return a class and its base classes up to `Method`; None if a base is not in `classes`."""
     lineage = []
     while name != METHOD:
         node = classes.get(name)

@@ -1,4 +1,4 @@
-"""Parts of a run that a user gives as Python objects, and how configurations store them.
+"""Handle parts of a run that a user gives as Python objects, and store them in files.
 
 An object is stored like any option, by its class and its arguments, if its class can be imported
 and its arguments are plain values. Such a run is repeated and continued like any other. For any
@@ -66,7 +66,10 @@ class UserObjects:
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return the configuration with these parts; their methods come after its methods."""
+        """Return the configuration with these objects.
+
+        Methods are added after the methods in `config`.
+        """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
             group, _, name = place.partition(".")
@@ -83,7 +86,7 @@ class UserObjects:
         return config
 
     def notes(self) -> list[str]:
-        """Return a note for each part that has to be given again to continue the run."""
+        """Return a note for each object that the user must give again to continue the run."""
         return [
             f"{_argument(place)}: config.yaml cannot hold this object; {_give_again(place)}"
             for place, node in self.nodes.items()
@@ -95,11 +98,14 @@ class UserObjects:
 def separate_objects(
     parts: Mapping[str, object], methods: Sequence[object] | None = None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return objects by their place, and names or values of options by their group.
+    """Separate a user's parts into objects, by place, and options or values, by group.
 
     parts: for each group an object, a name or (except for data) a dictionary of values; None for a
-    group without one. methods: objects and names. Data, lists of rows and networks stay unchanged:
-    `describe_objects` makes parts from them. Raise `RefusedError` for a wrong method.
+    group without a part.
+    methods: objects and names.
+
+    Data, lists of rows and networks stay unchanged: `describe_objects` wraps them later. Raise
+    `RefusedError` for a wrong method.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -132,10 +138,11 @@ def separate_objects(
 
 
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
-    """Return the names that `evaluate.metrics` stores, and the metrics that are objects, by name.
+    """Return the names for `evaluate.metrics`, and the metrics that are objects, by name.
 
     metrics: names, functions and metrics. The name of a function that another process can import is
-    its path. Raise `RefusedError` for anything else.
+    its path.
+    Raise `RefusedError` for anything else.
     """
     if metrics is None:
         return [], {}
@@ -163,12 +170,14 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
 def describe_objects(
     objects: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
 ) -> UserObjects:
-    """Return the objects as parts of a run, with the settings next to them.
+    """Return the objects as parts of a run, with the user's settings for these parts applied.
 
-    settings: for each place, the overrides of its keys. config: the configuration without the
-    objects. If it stores values for the same arrays, lists or network, they are used for keys
-    without a setting. Raise `RefusedError` for an object that does not fit, and for a setting that
-    it cannot have.
+    objects: by place, such as "model".
+    settings: for each place, the overrides of its keys.
+    config: the configuration without the objects. If it stores values for the same arrays, lists or
+    network, these values are used for keys without a setting.
+    Raise `RefusedError` for an object that does not fit, and for a setting that an object cannot
+    have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -200,7 +209,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _no_effect(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for a setting that cannot change an object that was made without it."""
+    """Return the error for an override of a key that a finished Python object no longer reads."""
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
     argument = key.split(".")[0]
@@ -216,7 +225,7 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
 
 
 def _needs_wrapper(place: str, part: object) -> bool:
-    """Return True if a part is made from the object: from arrays, lists of rows or a network."""
+    """Return True if raysim must wrap the object: arrays, lists of rows, or a network."""
     if place == "data":
         return not hasattr(part, PARTS["data"])
     if place == "partition":
@@ -225,9 +234,9 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True if a part is a module, its class, or a function that makes one.
+    """Return True for a PyTorch module, a class of modules, or a function that makes a module.
 
-    Some arguments may be set by name in a `functools.partial`.
+    The class or function may be in a `functools.partial` with named arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -249,10 +258,10 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 def _wrapper_settings(
     cls: type, place: str, overrides: Overrides, stored: object, identity: str
 ) -> dict[str, Any]:
-    """Return the arguments of the class that wraps a user's object, checked.
+    """Return the checked arguments of the class that wraps a user's object.
 
-    They come from overrides and from the stored configuration. identity: the argument that is
-    computed from the object.
+    The values come from the overrides, else from the stored configuration.
+    identity: name of the argument that is computed from the object, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != identity]
     for key in overrides:
@@ -266,10 +275,10 @@ def _wrapper_settings(
 
 
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
-    """Return the recipe of a user's own network.
+    """Return a recipe that makes the user's own network.
 
-    Settings are the head, the adapters, and arguments of the class or function that makes the
-    network.
+    overrides: values for the head, the adapters (`lora`), and the arguments of the class or
+    function that makes the network.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):
@@ -296,14 +305,20 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
 
 
 def _stored_values(stored: object, target: str, *without: str) -> Node:
-    """Return the values of a stored node of the same class, or {}."""
+    """Return the values of a stored node if its class is `target`, else {}.
+
+    without: names of values that are left out.
+    """
     if not isinstance(stored, Mapping) or stored.get(TARGET) != target:
         return {}
     return {key: value for key, value in stored.items() if key not in (TARGET, OBJECT, *without)}
 
 
 def _merge(values: Mapping[str, Any], overrides: Overrides) -> Node:
-    """Return the values with the overrides set; "rotation.per" is an entry of "rotation"."""
+    """Return the values with the overrides set.
+
+    The key "rotation.per" sets the entry "per" of the value "rotation".
+    """
     merged = copy.deepcopy(dict(values))
     for key, override in overrides.items():
         *outer_names, name = key.split(".")
@@ -347,9 +362,9 @@ def _argument(place: str) -> str:
 
 # --- an object as a file has it -------------------------------------------------------------------
 def object_node(part: object) -> Node:
-    """Return the node of an object: its class, and the arguments that make an equal one.
+    """Return the configuration node of an object: its class and its constructor's arguments.
 
-    If no file can store these, the node describes the object.
+    If a file cannot store the class or the arguments, the node only describes the object.
     """
     if isinstance(part, CustomModel):
         return _network_node(part)

@@ -46,7 +46,10 @@ _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\
 
 @dataclass(frozen=True)
 class NumberRange:
-    """All numbers from low to high, both of one type. tags: tags of Hydra, such as "log"."""
+    """All numbers from low to high, which have the same type.
+
+    tags: tags of Hydra, such as "log".
+    """
 
     low: int | float
     high: int | float
@@ -55,12 +58,16 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class SettingOverride:
-    """An override after parsing.
+    """A parsed override.
 
-    text: as the user wrote it. value: the value, if there is only one. is_sweep: True if it has
-    more than one value. choices: the listed values; choice_texts: the text of each of them. range:
-    the interval.
-    package: the text after an "@".
+    text: as the user wrote it.
+    value: the value, if there is only one.
+    is_sweep: True if the override has more than one value.
+    choices: the listed values; None without a list.
+    choice_texts: the text of each listed value.
+    range: the interval of values; None without an interval.
+    is_delete: True for "~key".
+    package: the text after an "@"; None without an "@".
     """
 
     text: str
@@ -81,8 +88,9 @@ def _advise_key_and_value(text: str) -> str:
 def read_override(
     text: str, advise: Callable[[str], str] = _advise_key_and_value
 ) -> SettingOverride:
-    """Read one override; "0..4" is 0,1,2,3,4. Raise `RefusedError` for text that is no override.
+    """Read one override; "0..4" is 0,1,2,3,4.
 
+    Raise `RefusedError` for text that is no override.
     advise: function that returns what to write instead of a text without "=".
     """
     _check_text(text)
@@ -97,7 +105,7 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for texts that would give an unclear error of the grammar."""
+    """Raise `RefusedError` for texts for which Hydra's grammar would give an unclear error."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
             f"{text!r} is not text in UTF-8. Rename the file, or set the shell's encoding (LANG)."

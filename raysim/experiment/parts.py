@@ -1,4 +1,4 @@
-"""Make objects from a configuration's nodes: its parts, its lists of parts, its settings."""
+"""Make objects from the nodes of a configuration: parts, lists of parts, and settings."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ DEVICE_KINDS = ("cpu", "cuda", "mps")
 def build_part(
     config: Node, group: str, allow: Sequence[str], objects: Mapping[str, object]
 ) -> Any:
-    """Return the part of a group, such as "fleet": the user's object, or one of the node's class.
+    """Return the part of a group, such as "fleet".
 
-    Raise `RefusedError` if the node gives no class, or the class of another group.
+    The part is the user's object if there is one, else an object of the node's class.
+    objects: the user's objects, by group.
+    Raise `RefusedError` if the node gives no class, or a class that belongs to another group.
     """
     if group in objects:
         return objects[group]
@@ -70,9 +72,10 @@ def build_part(
 
 
 def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
-    """Return a recipe if `_target_` gives a module's class or a function that makes a module.
+    """Return a recipe if `_target_` names a module's class or a function, else None.
 
-    The keys besides `head` and `lora` are its arguments.
+    A function must return a module. The node's keys besides `head` and `lora` are the arguments of
+    the class or function.
     """
     target: Any = import_target(node[TARGET], "model", allow)
     is_module_class = isinstance(target, type) and issubclass(target, nn.Module)
@@ -86,9 +89,9 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
-    """Return the function that `_target_` gives, or None if it is not a function.
+    """Return the function that `_target_` names, or None if the name is not a function.
 
-    The keys are its arguments after outputs and labels.
+    The node's keys are the function's arguments after outputs and labels.
     """
     function = import_target(node[TARGET], "loss", allow)
     if not inspect.isfunction(function):
@@ -101,8 +104,9 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the learner of a configuration, its methods, and its compressor, if it has them.
+    """Return the learner of a configuration, its methods, and its compressor.
 
+    The learner or the compressor is None if the configuration has none.
     Raise `RefusedError` for names that are not allowed.
     """
     methods = build_list(config, "method", Method, allow, objects)
@@ -167,10 +171,11 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 def build_metrics(
     names: Sequence[str], allow: Sequence[str], own: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Return the user's metrics among `evaluate.metrics`, by name.
+    """Return the metrics in `evaluate.metrics` that the user wrote, by name.
 
-    A name with dots gives a function, a `raysim.Metric`, or a class whose objects are called like a
-    function. own: metrics from Python. Raise `RefusedError` for one that cannot be imported.
+    A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
+    own: metrics that the user gave as Python objects, by name.
+    Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -194,7 +199,7 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
 
 
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
-    """Return the settings of a configuration that have no `_target_`."""
+    """Return the settings of a configuration: all values outside of its parts."""
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     run_keys = {field.name for field in fields(RunSettings)}
     execution_keys = {field.name for field in fields(ExecutionOptions)}
@@ -213,7 +218,7 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
 def check_values(node: Node) -> None:
     """Raise `RefusedError` for values that are wrong on every machine.
 
-    Do not check whether data, devices and code outside raysim exist.
+    This does not check whether data, devices and code outside raysim exist.
     """
     with errors_as_refusals():
         build_settings(node)
@@ -232,8 +237,9 @@ def check_values(node: Node) -> None:
 
 
 def choose_device(name: str, is_remote: bool) -> str:
-    """Return the device's name; choose one for "auto". is_remote: workers run on other machines.
+    """Return the device's name; for "auto", choose a device.
 
+    is_remote: True if workers run on other machines.
     Raise `RefusedError` for a device that does not exist.
     """
     if name == "auto":

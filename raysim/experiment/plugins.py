@@ -1,7 +1,7 @@
-"""The user's own packages: classes, and options in a folder `conf` inside the package.
+"""Find the user's own packages: classes, and options in the package's folder `conf`.
 
-An installed package is found by its entry point, `[project.entry-points."raysim.plugins"] mine =
-"mine"`. `--allow mine` allows any other importable package for a single command. A package is
+raysim finds an installed package by its entry point, `[project.entry-points."raysim.plugins"] mine
+= "mine"`. `--allow mine` allows any other importable package for a single command. A package is
 imported only when a configuration uses one of its classes.
 """
 
@@ -29,7 +29,7 @@ def installed_packages() -> tuple[str, ...]:
 
 
 def allow_packages(packages: Sequence[str]) -> list[Path]:
-    """Return the folders `conf` inside these packages; search the current folder, too.
+    """Make packages importable, also from the current folder; return their folders `conf`.
 
     Raise `RefusedError` for a package that does not exist, and for one text in place of a list.
     """
@@ -51,9 +51,9 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 
 
 def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the packages besides raysim that are allowed, or whose classes a node uses.
+    """Return the allowed packages, and those whose classes a node uses, without raysim.
 
-    paths: more classes and functions that are used.
+    paths: full names of more classes and functions that are used.
     """
     names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))
@@ -73,9 +73,9 @@ def _target_packages(node: object) -> set[str]:
 
 
 def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
-    """Return a package in the current folder that has an option, and the option's file.
+    """Find a package in the current folder that has an option but is not allowed.
 
-    Both are "" if there is none.
+    Return the package and the option's file, or two empty texts if there is no such package.
     """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts
@@ -85,10 +85,10 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 
 
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
-    """Return the folders `conf` inside these packages, of those that have one.
+    """Return the folders `conf` inside these packages; skip packages without one.
 
-    Raise `RefusedError` for a folder that only contains the package: Python takes it for a package
-    of the same name.
+    Raise `RefusedError` if Python would import the folder around a package instead of the package,
+    because both have the same name.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):

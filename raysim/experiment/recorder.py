@@ -61,7 +61,7 @@ OnRound = Callable[[Row], object]
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line without markup; print nothing for ""."""
+    """Print a line without interpreting markup; print nothing if the text is ""."""
     if text:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -74,9 +74,9 @@ def warn(console: Console, text: str) -> None:
 
 
 class Follower:
-    """A reader of a run's events that calls its observers in order.
+    """A reader of a run's events that calls the run's observers in order.
 
-    If an error ends the run, it is passed to all observers that had started and had not finished.
+    If an error ends the run, all observers that have started and have not finished get the error.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Follower:
         self._started: list[Observer] = []
 
     def follow_until(self, number: int) -> Row:
-        """Follow the run up to a round, and return its row."""
+        """Read events until a round is done, and return the round's row."""
         with self._stop_on_error():
             while len(self.run.rows) < number:
                 self._handle(next(self.events))
         return self.run.rows[number - 1]
 
     def follow_event(self) -> None:
-        """Follow the run by one event."""
+        """Read one event."""
         with self._stop_on_error():
             self._handle(next(self.events))
 
     def follow_to_end(self) -> None:
-        """Follow the run to its end."""
+        """Read all events to the end of the run."""
         with self._stop_on_error():
             # The events are exhausted first: the runtime stops its workers before results are
             # drawn and sent.
@@ -159,7 +159,7 @@ def record(
     quiet: bool,
     users: Sequence[Observer] = (),
 ) -> Result:
-    """Follow a run to its end with raysim's own observers and the user's, and return the result.
+    """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
     If an error ends the run, its history so far is written and its tracking is closed. Raise
     `Interrupted` if the user stops it.
@@ -303,7 +303,7 @@ def _tracking(
 
 
 def _can_be_rebuilt(experiment: Experiment) -> bool:
-    """Return True if raysim alone can build the run again from its config.yaml."""
+    """Return True if config.yaml is enough to build the run again, without Python objects."""
     spec = experiment.spec
     return not spec.packages and not spec.own_metrics and not has_objects(experiment.config)
 

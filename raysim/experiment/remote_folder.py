@@ -1,7 +1,7 @@
-"""Keep a run's folder behind a URL (`out=s3://bucket/run`), for machines without a shared disk.
+"""Keep a run's folder behind a URL (`out=s3://bucket/run`), without a shared disk.
 
-While the run lasts, its files are in a temporary folder of this machine. Checkpoints are written to
-the URL at once; the other files are sent after each checkpoint and at the end.
+During the run, its files are in a temporary folder of this machine. Checkpoints are written to the
+URL at once; the other files are sent after each checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 
 class FolderCopy(Observer):
-    """The copy of a run's folder on this machine, which is sent after each checkpoint.
+    """A local copy of a run's folder, which is sent to the run's URL after each checkpoint.
 
-    folder: the copy. store: the folder behind the URL.
+    folder: the copy on this machine.
+    store: the folder behind the URL.
     """
 
     def __init__(self, folder: Path, store: Store, console: Console):
@@ -47,7 +48,7 @@ class FolderCopy(Observer):
         self._sent: dict[str, tuple[int, int]] = {}
 
     def fetch(self) -> None:
-        """Fetch the files of the run, besides its checkpoints."""
+        """Fetch all files of the run except its checkpoints."""
         for name in fetch_files(self._store, self.folder, is_result_file):
             self._sent[name] = self._state(self.folder / name)
 
@@ -68,7 +69,7 @@ class FolderCopy(Observer):
         return status.st_mtime_ns, status.st_size
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Send the files; a failure is a warning, because they are sent again later."""
+        """Send the files; a failure is only a warning, because the next call sends them again."""
         try:
             self.send()
         except OSError as error:
@@ -79,10 +80,10 @@ class FolderCopy(Observer):
 def local_copy(
     experiment: Experiment, console: Console
 ) -> Iterator[tuple[Experiment, list[Observer]]]:
-    """Yield a run whose folder is on this machine, and the observers that send it.
+    """Yield a run with a folder on this machine, and the observers that send the folder.
 
-    A run with a folder on this machine is unchanged. Raise `RefusedError` if the URL cannot be
-    used, and `RunStoppedError` if the files cannot be sent at the end.
+    A run without a URL is returned unchanged, without observers. Raise `RefusedError` if the URL
+    cannot be used, and `RunStoppedError` if the files cannot be sent at the end.
     """
     out = experiment.execution.out
     if not out or not is_url(out):
@@ -117,7 +118,10 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Return the run with a folder on this machine, and its checkpoints at an address."""
+    """Return the run with another folder on this machine.
+
+    checkpoints: the address that the run's checkpoints get.
+    """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint
     if not checkpoint.folder:
@@ -129,7 +133,10 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return the address of the checkpoints of a run whose folder lies at a URL."""
+    """Return the address of a run's checkpoints.
+
+    url: the run's folder.
+    """
     store = open_store(url)
     place = str(store.path) if isinstance(store, LocalStore) else url.rstrip("/")
     return f"{place}/{CHECKPOINTS}"

@@ -1,4 +1,4 @@
-"""A run in Python: tables of its rounds and clients, its models, and their predictions."""
+"""Show a run in Python: tables of rounds and clients, models, and their predictions."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 class Predictions(NamedTuple):
     """A model's outputs for n test samples.
 
-    labels: [n], as in the data. scores: [n, outputs], the values that evaluation compares: logits,
-    unless a method changes them. rows: [n], the positions of the samples in the data set, training
-    rows first.
+    labels: [n], as in the data.
+    scores: [n, outputs], the values that evaluation compares: logits, unless a method changes them.
+    rows: [n], the positions of the samples in the data set, training rows first.
     """
 
     labels: np.ndarray
@@ -68,9 +68,9 @@ class Predictions(NamedTuple):
 class Result:
     """A run: its folder, its summary, and its history (a row per aggregation).
 
-    Models are built from the folder's files when they are needed, in this process, on the CPU.
-    source: the run, or a function that builds it. url: the URL that has the files, too; "" for
-    none.
+    Models are built when they are needed, from the folder's files, in this process and on the CPU.
+    source: the run, or a function that builds it.
+    url: the URL to which the files were sent; "" for none.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ class Result:
     def client_scores(self) -> pd.DataFrame:
         """Return a row per scored round and client: `round`, `client`, and a column per score.
 
-        A score that is not defined for a client is nan. For a column per client:
+        A score that is not defined for a client is nan. To get one column per client:
         `result.client_scores.pivot(index="round", columns="client", values="accuracy")`.
         """
         with errors_as_refusals():
@@ -138,9 +138,9 @@ class Result:
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
-        Its keys are those of the user's model. best: True loads the weights of the best round, see
-        `summary["best_model"]`. Raise `RefusedError` if clients have personal parameters, or the
-        run has not finished.
+        The keys of its `state_dict` are those of the user's model.
+        best: True loads the weights of the best round, see `summary["best_model"]`.
+        Raise `RefusedError` if clients have personal parameters, or the run has not finished.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -157,10 +157,13 @@ class Result:
     ) -> list[str]:
         """Return the texts that the final language model writes after each prompt.
 
-        Without a prompt it is one text from the start of a document. The random numbers depend on
-        the run's seed. tokens, temperature: see `Generation`. best: see `model`. client: the client
-        whose own model writes, see `client_model`; None takes the shared model. Raise
-        `RefusedError` for data of another kind and for prompts that the data cannot read.
+        Without prompts the result is one text that begins like a document. The random numbers
+        depend on the run's seed.
+        tokens, temperature: see `Generation`.
+        best: see `model`.
+        client: the client whose own model writes, see `client_model`; None takes the shared model.
+        Raise `RefusedError` if the data are not text, and for prompts that the vocabulary cannot
+        encode.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":
@@ -194,7 +197,7 @@ class Result:
             return network.parameters_as_arrays()
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the model that is scored for a client: with its personal tensors, personalised.
+        """Return the model that scores a client: personalised, and with its personal tensors.
 
         Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
         client states.
@@ -205,10 +208,10 @@ class Result:
         return _model_with(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
-        """Return a client's state by full name: personal tensors, and state that methods declare.
+        """Return a client's state by full name: personal tensors, and what methods declare.
 
         A client that never trained has its initial state. The result is empty if clients have no
-        state. Raise `RefusedError` like `client_model`.
+        state. Raise `RefusedError` under the same conditions as `client_model`.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))
@@ -219,10 +222,12 @@ class Result:
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
         """Return labels and scores on the central test set, or on a client's test set.
 
-        The shared model scores the central test set, and a client's own model the client's test
-        set. Both have the weights that were evaluated last; a method (FedExP) may choose these.
-        best: True uses the shared model of the best round. Raise `RefusedError` if there are no
-        such samples, and like `model` and `client_model`.
+        client: None scores the shared model on the central test set; a number scores the client's
+        own model on the client's test set.
+        best: False uses the weights that were evaluated last, which a method (FedExP) may choose;
+        True uses the shared model of the best round.
+        Raise `RefusedError` if the test set is empty, and under the conditions of `model` and
+        `client_model`.
         """
         if client is None:
             self._refuse_personal()
@@ -300,9 +305,9 @@ def _no_best_client() -> RefusedError:
 
 
 class _FinalState:
-    """The coordinator and a worker at the end of a run, in this process.
+    """The coordinator and a worker in this process, restored to the end of a run.
 
-    path: the checkpoint of the last round, or "".
+    path: the checkpoint of the last round; "" without one.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
@@ -326,7 +331,10 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return the version that workers receive for these weights, which are by full name."""
+        """Return these weights as the version that workers receive.
+
+        shared: tensors by full name.
+        """
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
         for name, view in self.coordinator.initial.named(vector, counters).items():
@@ -334,9 +342,9 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return everything to score a client's model: worker, task, version and state.
+        """Return everything that scores a client's model: worker, task, version and client state.
 
-        client: None scores the shared model. The task has no rows.
+        client: None scores the shared model. The task has no rows; the caller adds them.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:
@@ -357,7 +365,7 @@ class _FinalState:
         return self.worker, task, published, client_states.state(client)
 
     def _server_of(self, client: int) -> Server:
-        """Return the server of the replica that a client is scored with."""
+        """Return the server of the replica whose model a client is scored with."""
         replicas = self.coordinator.replicas
         if not replicas.network.chosen_by_loss:
             return replicas.server_of(client)
@@ -373,7 +381,10 @@ class _FinalState:
 
 
 def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the run's model with a copy of these values, by full name."""
+    """Return the run's model with a copy of these tensors.
+
+    tensors: by full name.
+    """
     model = build_networks(spec)[0]["model"]
     state = model.state_dict()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, if it may be used, and which checkpoint is continued."""
+"""Choose and check a run's folder, and the checkpoint from which the run continues."""
 
 from __future__ import annotations
 
@@ -58,10 +58,13 @@ FREE_KEYS = (
 
 @dataclass(frozen=True)
 class Place:
-    """The folder that a run writes to, and the checkpoint that it continues from.
+    """The folder that a run writes to, and the checkpoint that the run continues from.
 
-    resume: a checkpoint's address; "" for a new run. note: a line for the user. is_restart: True if
-    the run restarts by itself, after it has lost a process.
+    exists: True if the folder exists already.
+    resume: a checkpoint's address; "" for a new run.
+    is_finished: True if the folder holds the complete run.
+    note: a line for the user.
+    is_restart: True if the run restarts by itself after a process was lost.
     """
 
     folder: Path
@@ -73,9 +76,9 @@ class Place:
 
 
 def choose_place(experiment: Experiment) -> Place:
-    """Return a run's folder and checkpoint. Nothing is written.
+    """Return a run's folder and the checkpoint to continue from. Nothing is written.
 
-    Raise `RefusedError` for a folder that is taken or holds another run.
+    Raise `RefusedError` for a folder that another process uses or that holds another run.
     """
     resume = experiment.execution.resume
     if resume is None:
@@ -124,7 +127,10 @@ def _latest_place(experiment: Experiment) -> Place:
 
 
 def _has_just_begun(folder: Path) -> bool:
-    """Return True if the folder has only the files of a run that was killed at its start."""
+    """Return True if the folder has only the files that a run writes at its start.
+
+    Such a folder remains if the run was killed.
+    """
     if not folder.is_dir():
         return False
     drafts = config_drafts(folder)
@@ -153,14 +159,18 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
 def last_checkpoint(folder: Path, options: Checkpoint) -> str:
     """Return the address of a run's last checkpoint, or "".
 
-    The folder of checkpoints may have changed since the run began, so both folders are searched.
+    The user may change `checkpoint.folder` when a run continues, so the run's folder is searched,
+    too.
     """
     addresses = dict.fromkeys((options.folder_for(folder), Checkpoint().folder_for(folder)))
     return max(map(checkpoint.find_latest, addresses), key=checkpoint.version_of)
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return the folder of the checkpoint's run, or a new `out` that continues from it."""
+    """Return the folder of the checkpoint's run, or a new folder that continues from it.
+
+    address: of the checkpoint.
+    """
     if not is_remote(address):
         address = str(user_path(local_path(address)))
         if not Path(address).is_dir():
@@ -226,7 +236,7 @@ def check_writable(folder: Path, options: Checkpoint) -> None:
 
 
 def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]:
-    """Return a list with the local folder of checkpoints if it is outside the run's folder."""
+    """Return [folder] for checkpoints in a local folder outside the run's folder, else []."""
     if not options.folder:
         return []
     store = open_store(options.folder)
@@ -246,7 +256,7 @@ def _check_run_in(address: str | None, config: Node) -> None:
 
 
 def _check_same_run(stored: Node, config: Node, store: Store) -> None:
-    """Raise `RefusedError` if a run would be resumed with other settings than the stored ones."""
+    """Raise `RefusedError` if a resumed run has other settings than the stored configuration."""
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
     for key in _keys_of_bits([*stored_values, *values]):
@@ -278,7 +288,7 @@ def _hide_password(value: object) -> object:
 
 
 def _finished_rounds(folder: Path) -> int:
-    """Return the rounds of a finished run; 0 for any other."""
+    """Return the number of rounds of a finished run; 0 if the run has not finished."""
     for summary in existing_file(folder / SUMMARY):
         try:
             return int(json.loads(summary.read_text())["rounds"])

@@ -1,4 +1,4 @@
-"""Check the overrides of one run: each gives one value to one key, as text or as a Python value."""
+"""Check the overrides of one run: each sets one key, as text or as a Python value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """Overrides in two parts: those of some places, by place and key, and all others."""
+    """Overrides in two parts: those that belong to given places, and all others.
+
+    overrides: the other overrides that are text.
+    settings: the other overrides that are Python values.
+    by_place: the extracted ones, by place and key.
+    """
 
     overrides: list[str]
     settings: dict[str, object]
@@ -32,12 +37,15 @@ class ExtractedOverrides(NamedTuple):
 
 
 def read_setting(text: str) -> SettingOverride:
-    """Read one override with one or several values. Raise `RefusedError` for other texts."""
+    """Read one override with one or several values.
+
+    Raise `RefusedError` for texts of other forms.
+    """
     return read_override(text, _suggest_key)
 
 
 def _suggest_key(word: str) -> str:
-    """Return advice for an override without a key, such as "fedprox", an option of method."""
+    """Return advice for a word without a key: "fedprox" is an option of the group method."""
     overrides = [
         f"{group}={word}"
         for group, options in find_groups().files.items()
@@ -49,7 +57,10 @@ def _suggest_key(word: str) -> str:
 
 
 def single_override(text: str) -> SettingOverride:
-    """Read one override with a single value. Raise `RefusedError` for Hydra's other kinds."""
+    """Read one override with a single value.
+
+    Raise `RefusedError` for every other override of Hydra.
+    """
     override = read_setting(text)
     key = override.key
     if override.is_delete:
@@ -111,9 +122,9 @@ def check_no_plus(text: str) -> None:
 
 
 def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return values by their full keys: {"local": {"lr": 0.1}} as {"local.lr": 0.1}.
+    """Return values by their full keys: {"local": {"lr": 0.1}} becomes {"local.lr": 0.1}.
 
-    Values are converted to the types of files: tuples and ranges to lists, paths to text.
+    Values become types that files can store: tuples and ranges become lists, paths become text.
     """
     flat: dict[str, Any] = {}
     for key, value in settings.items():
@@ -129,10 +140,10 @@ def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
 def extract_overrides(
     overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
 ) -> ExtractedOverrides:
-    """Separate the overrides of some places ("data", "method.fedprox") from the others.
+    """Separate the overrides of some places ("data", "method.fedprox") from all others.
 
     Raise `RefusedError` for an override that chooses an option of such a place, and for a key that
-    is given twice.
+    is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

@@ -33,12 +33,18 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def plan_file(folder: Path, command: str) -> Path:
-    """Return the file with the plan. command: "study" or "sweep"."""
+    """Return the file with the plan.
+
+    command: "study" or "sweep".
+    """
     return folder / f"{command}.yaml"
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with its own folder; the run continues if it has begun."""
+    """Return a run's configuration with the folder of this run.
+
+    If the folder contains an unfinished run of the same name, the run continues.
+    """
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")
     if checkpoint_folder:
@@ -54,9 +60,12 @@ def store_plan(
     conf: Sequence[str],
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the plan and create the folder of the logs.
+    """Write the plan into a folder, and create the folder of the logs.
 
-    facts: additional values, which the command reads again.
+    command: "study" or "sweep".
+    overrides: the overrides of the command.
+    conf: the user's own folders of options.
+    facts: additional values that the command reads again when it continues; None for none.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
@@ -78,7 +87,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if the overrides continue a folder that contains a plan.
 
     With out=DIR resume=latest and the overrides of a new study or sweep, a missing or empty folder
-    begins a new one. Raise `RefusedError` for any other folder without a plan.
+    gives False: the command starts in it. Raise `RefusedError` for any other folder without a plan.
     """
     if not is_resume_requested(overrides, command):
         return False
@@ -100,7 +109,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
 def describe_outcome(
     metric: str, value: float | None, deviation: float | None, rounds: int, seconds: float
 ) -> str:
-    """Return the end of a line about a run: "accuracy 0.8123 after 20 rounds in 12 s"."""
+    """Describe how a run ended: "accuracy 0.8123 after 20 rounds in 12 s"."""
     score = "unknown" if value is None else plus_minus(value, deviation)
     return f"{metric} {score} after {rounds} rounds in {format_duration(seconds)}"
 

@@ -1,8 +1,8 @@
 """Execute the runs of a study or a sweep, each in its own folder and with its own log.
 
-A run that has finished is not made again, and one that has begun continues at its last checkpoint.
-A study makes a run at once (`attempt`); a sweep makes it round by round (`SteppedRun`), because Ray
-Tune decides after each measurement whether it continues. Both write the same files.
+A finished run is not executed again; an unfinished one continues at its last checkpoint. A study
+executes a whole run at once (`attempt`); a sweep executes it round by round (`SteppedRun`), because
+Ray Tune decides after each measurement whether the run continues. Both write the same files.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ StartEvents: TypeAlias = Callable[[Experiment, Path, str], Iterator[Event]]
 
 
 class RunFailedError(Exception):
-    """The error of a failed run. Its text is one sentence; the run's log has the traceback."""
+    """The error of a failed run. Its message is one sentence; the run's log has the traceback."""
 
 
 @contextmanager
 def record_failure(log: Path) -> Iterator[None]:
-    """Write an error into a run's log and raise `RunFailedError` with one sentence."""
+    """Write an error of the `with` block into a log; raise `RunFailedError` with one sentence."""
     try:
         yield
     except (RefusedError, RunStoppedError) as error:
@@ -82,7 +82,7 @@ def log_console(log: Path) -> Iterator[Console]:
 def attempt(
     config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
 ) -> str:
-    """Make a complete run; return "", or a sentence that says why it failed."""
+    """Execute a complete run; return "", or a sentence that says why it failed."""
     try:
         with record_failure(log), log_console(log) as console:
             run(config, allow=allow, console=console, on_round=on_round)
@@ -92,11 +92,12 @@ def attempt(
 
 
 class SteppedRun:
-    """A run in its own folder that is made round by round, as far as the caller wants.
+    """A run in its own folder that advances round by round, as far as the caller requests.
 
-    config: with `out` and `resume=latest`, as `configure_run` returns it. accepts_changes: True if
-    the values of a run that has begun may differ from the stored ones, as in population-based
-    training. Raise `RunFailedError` for a run that cannot be made.
+    config: with `out` and `resume=latest`, as `configure_run` returns it.
+    accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
+    population-based training.
+    Raise `RunFailedError` for a run that cannot be made.
     """
 
     def __init__(
@@ -153,12 +154,12 @@ class SteppedRun:
         return self._settings.rounds
 
     def until(self, number: int) -> Row:
-        """Follow the run up to a round and return the round's row."""
+        """Advance the run to a round, and return the round's row."""
         with self._recorded():
             return self._follower.follow_until(number)
 
     def to_the_end(self) -> None:
-        """Finish a run after its last round: write its results."""
+        """Finish a run after its last round, and write its results."""
         if self.is_finished:
             return
         with self._recorded():
@@ -166,12 +167,12 @@ class SteppedRun:
         self.is_finished = True
 
     def write_history(self) -> None:
-        """Write the rows so far, because the caller may end the run without another step."""
+        """Write the history so far, because the caller may abandon the run between two calls."""
         with self._recorded():
             write_history(self._follower.run.rows, self.folder / HISTORY)
 
     def write_due_checkpoint(self, number: int) -> None:
-        """Follow the run until the checkpoint of a round is written, if it is due."""
+        """Advance the run until the checkpoint of a round is written; do nothing if none is due."""
         every = self._settings.checkpoint.every
         if self.is_finished or not every or number % every:
             return
@@ -183,7 +184,7 @@ class SteppedRun:
                 self._follower.follow_event()  # a checkpoint follows its round at once
 
     def close(self) -> None:
-        """Stop the run at its present round; nothing is written."""
+        """Stop the run at its current round, without writing anything."""
         self._session.close()
 
     @contextmanager
@@ -193,10 +194,10 @@ class SteppedRun:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the run's folder while a step works in it.
+        """Lock the run's folder during one call.
 
         Ray Tune may move a paused trial to another process without notice, so the lock is not kept
-        between steps.
+        between calls.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -213,7 +214,10 @@ class SteppedRun:
 
 
 def _close_events(events: Iterator[Event]) -> None:
-    """Stop a run's workers. Events are generators, whose type does not have `close`."""
+    """Stop a run's workers by closing the generator of its events.
+
+    The type of the events, an iterator, does not have `close`.
+    """
     close = getattr(events, "close", None)
     if close is not None:
         close()

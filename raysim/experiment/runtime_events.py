@@ -24,7 +24,10 @@ MAX_LOST_NODES = 3
 def runtime_events(
     experiment: Experiment, place: Place, console: Console, show_wait: PrintLine
 ) -> Generator[Event, None, None]:
-    """Yield the events of a run. show_wait: function that shows what the start waits for."""
+    """Start the runtime of a run, and yield the run's events.
+
+    show_wait: function that shows what the start is waiting for.
+    """
     if experiment.execution.runtime.name != "inprocess":
         yield from _ray_events(experiment, place, console, show_wait)
         return

@@ -1,4 +1,4 @@
-"""The settings of a run's execution, and the run itself, built and checked."""
+"""Define the settings of a run's execution, and the run itself, built and checked."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """The settings of a run's workers: where they are, and their resources.
+    """The settings of a run's workers: where they run, and their resources.
 
-    lanes: the number of clients that a worker trains at once. graph: True records steps once and
-    replays them. For both, None chooses what was fastest in measurements. precision: the type of
-    matrix products in a step.
+    name: workers are in this process, on a local Ray, or on a cluster.
+    threads: CPU threads of each worker.
+    lanes: the number of clients that a worker trains at once.
+    graph: True records training steps once and replays them (CUDA graphs). For lanes and graph,
+    None chooses the values that were fastest in our measurements.
+    precision: the number format of matrix products in a training step.
     """
 
     name: Literal["inprocess", "local", "cluster"] = "local"
@@ -65,9 +68,11 @@ class Tracking:
 class ExecutionOptions:
     """The settings of a run's execution and of the files that it keeps.
 
-    These are the keys that are not in `RunSettings` and have no class. out: the run's folder; None:
-    a dated one in runs. resume: "latest", or a checkpoint's folder. thresholds: accuracies for
-    `rounds_to`. profile: True measures how the wall time is spent.
+    These keys are neither in `RunSettings` nor in a class of their own.
+    out: the run's folder; None: a dated folder in runs.
+    resume: "latest", or a checkpoint's folder; None starts a new run.
+    thresholds: scores for which the summary has the first round that reaches them (`rounds_to`).
+    profile: True measures how the wall time is spent.
     """
 
     out: str | None = None
@@ -83,12 +88,16 @@ class ExecutionOptions:
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
-    config: as the run's folder stores it. spec: the final settings; `method=centralized`, for
-    example, has already changed its data and its local steps. observers: the observers of the
-    configuration. changes: a sentence for each setting that methods changed. round_warnings: checks
-    of methods, made after each round. network: the models of the server, and who uses them.
-    late_planning: why aggregations are planned one at a time; "" if they are planned ahead. url:
-    where the run's folder is sent; "" keeps it on this machine alone.
+    config: as the run's folder stores it.
+    spec: the final settings, after the changes that methods made; `method=centralized`, for
+    example, changes data and local steps.
+    observers: the observers of the configuration.
+    changes: a sentence for each setting that methods changed.
+    round_warnings: functions of methods that check each finished round.
+    network: the models of the server, and the clients that each of them serves.
+    late_planning: why aggregations are planned one at a time; "" if the planner may work ahead of
+    training.
+    url: where the run's folder is sent; "" keeps it only on this machine.
     """
 
     config: Node
@@ -110,7 +119,7 @@ class Experiment:
 
     @property
     def title(self) -> str:
-        """Return methods and data, for file names and plots: "fedbr+mixup-mnist"."""
+        """Return methods and data for file names and plots: "fedbr+mixup-mnist"."""
         methods = "+".join(method.name for method in self.spec.methods) or "fedavg"
         return f"{methods}-{self.config['choices']['data']}"
 
