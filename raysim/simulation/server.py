@@ -389,6 +389,8 @@ class Server:
         added, because a stale change could make a variance negative.
         """
         trained = self.layout.trained
+        if len(total) == 0:
+            return total
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             if update.version != self.version or self.has_moved:
                 moved = aggregation.base(update)[trained:] - self.vector[trained:]
