@@ -1,9 +1,10 @@
 """Assign jobs to workers.
 
-The assignment changes no result; it decides how busy the workers are.
+The assignment does not change any result. It only decides how busy each worker is.
 
-A unit is a sequence of jobs that go to one worker: a group whose deltas are summed on that worker,
-or the jobs of one client. The work of a unit is its number of samples.
+A unit is a sequence of jobs that are trained by one worker. It is either the jobs of one client, or
+a group of jobs whose updates are summed by that worker. The work of a unit is its number of
+samples.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ class StateHome(NamedTuple):
 
 
 def total_work(unit: Sequence[Job]) -> float:
-    """Return the work of a unit in samples."""
+    """Return the work of a unit: the number of samples of all its jobs."""
     return sum(job.work for job in unit)
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return a unit per client with the jobs in order of dispatch; the longest units come first."""
+    """Return one unit for each client; the units with the most work come first.
+
+    Each unit contains the client's jobs in the order of their dispatch.
+    """
     units: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.number):
         units.setdefault(job.client, []).append(job)
@@ -49,12 +53,13 @@ def assign_units(
     nodes: Sequence[int],
     home_of: Callable[[int], StateHome | None],
 ) -> list[int]:
-    """Return a worker per unit: the one with the client's state, or the least loaded.
+    """Return the worker of each unit: the one with the client's state, or the least loaded.
 
-    loads: for each worker, the samples that it must already train.
+    If the worker that has the state is too busy, the least loaded worker of the same node is tried
+    next.
+    loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.
     home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
-    If the home is too busy, the least loaded worker of the same node is tried next.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -84,15 +89,16 @@ def assign_groups(
     nodes: Sequence[int],
     keeps_nodes: bool = False,
 ) -> list[list[Job]]:
-    """Return the jobs of each worker, such that few sums are made and no worker is idle for long.
+    """Return the jobs of each worker, so that workers make few sums and are rarely idle.
 
-    groups: parts of the tree of the aggregation (`tree_sum`), each in the order of acceptance. A
-    group is split in half, again and again, until the busiest worker has at most `MAX_SLOWDOWN`
-    times the work that it would have without groups.
-    loads: for each worker, the samples that it must already train.
+    A group is split in half repeatedly, until the busiest worker has at most `MAX_SLOWDOWN` times
+    the work that it would have without groups.
+    groups: parts of the summation tree of an aggregation (see `tree_sum`). The jobs of a group are
+    in the order in which they are aggregated.
+    loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.
-    keeps_nodes: True splits groups among nodes first, so that a node can add up the sums of its
-    workers.
+    keeps_nodes: True splits groups among nodes before workers, so that a node can add up the sums
+    of its workers.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -109,13 +115,16 @@ def assign_groups(
 
 
 class _Unit(NamedTuple):
-    """The jobs of a part of the tree, which go to one worker or node; work: samples in all."""
+    """The jobs of one part of a summation tree, which are trained by one worker or node.
+
+    work: the number of samples of all jobs.
+    """
 
     work: float
     jobs: tuple[Job, ...]
 
     def halves(self) -> tuple[_Unit, _Unit]:
-        """Return both halves of this part of the tree."""
+        """Return the two halves of this part of the summation tree."""
         first, second = (
             self.jobs[half.start : half.stop] for half in halves(range(len(self.jobs)))
         )
@@ -123,7 +132,7 @@ class _Unit(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """The units of each worker or node, and its load."""
+    """The units of each worker (or of each node), and the load of each."""
 
     units: list[list[_Unit]]
     loads: list[float]
@@ -136,10 +145,11 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Give the longest units first, each to the place with the least load after the others.
+    """Give units to places, the longest unit first, always to the least loaded place.
 
-    loads: the load of each place before, per worker.
-    capacities: the workers of each place.
+    A place is a worker or a node.
+    loads: the initial load of each place, divided by its number of workers.
+    capacities: the number of workers of each place.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -155,8 +165,9 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Return the units of each place, split so that no load is above the limit; None if one is.
+    """Split units until no place has a load above `limit`; return the units of each place.
 
+    Return None if the load stays above the limit.
     loads, capacities: see `_distribute`.
     """
     remaining = list(units)
@@ -175,9 +186,10 @@ def _split_until_balanced(
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
-    """Return the shortest unit whose half has the excess work, else the longest; None if none can.
+    """Return the shortest unit of which one half contains at least `excess` samples.
 
-    Long units that are kept whole make few sums.
+    If no unit is that long, return the longest unit of several jobs; None if every unit is one job.
+    Splitting a short unit keeps the long ones whole, so that fewer sums are made.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:
@@ -189,7 +201,12 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
 def _split_among_nodes(
     units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Return the units of each worker, split among nodes first; None if a load is too high."""
+    """Split units among nodes, then each node's units among its workers.
+
+    Return the units of each worker.
+
+    Return None if a load stays above the limit.
+    """
     members: dict[int, list[int]] = {}
     for worker, node in sorted(enumerate(nodes), key=lambda pair: pair[1]):
         members.setdefault(node, []).append(worker)

@@ -1,8 +1,8 @@
 """Availability of clients: a function of seed, client and virtual time.
 
-Each kind answers for one client or for many, and lists the changes after a moment. If very few
-clients are available, the planner follows that list (see `idle_clients.py`) instead of looking at
-all clients.
+Each class answers for one client or for many, and lists the changes after a moment. If very few
+clients are available, the planner follows that list instead of looking at all clients (see
+`idle_clients.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _MAX_STEPS = 1 << 14  # stored steps of a `MarkovAvailability`, some MB
 
 
 class Change(NamedTuple):
-    """The clients that become available at one moment, and those that stop being available."""
+    """The clients whose availability changes at one moment.
+
+    at: the moment in virtual seconds.
+    came: the clients that become available.
+    gone: the clients that stop being available.
+    """
 
     at: float
     came: np.ndarray
@@ -36,7 +41,8 @@ class Change(NamedTuple):
 class Availability(ABC):
     """The moments at which each client can be dispatched.
 
-    A subclass needs the first two functions; the others use them, slowly.
+    A subclass must define `available` and `next_change`. The default of every other function calls
+    these two for one client after another, which is slow.
     """
 
     @abstractmethod
@@ -45,24 +51,31 @@ class Availability(ABC):
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return when the client's availability changes after `now`, but at most `until`.
+        """Return the time of the client's first change after `now`, or `until` if that is earlier.
 
-        Infinity means never.
+        Times are virtual seconds. If the client's availability never changes, return `until`.
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return bool [clients]: True if a client is available at its own time in `now`."""
+        """Return a bool array [clients]: True where a client is available at its time.
+
+        now: float64 [clients], a time in virtual seconds for each client.
+        """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.available(client, moment) for client, moment in moments], bool)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `next_change` for all clients, float64 [clients]; each has its own start time."""
+        """Return the time of each client's first change after its own time, float64 [clients].
+
+        Infinity means that the client's availability never changes.
+        now: float64 [clients], a time in virtual seconds for each client.
+        """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         times = [self.next_change(client, moment, math.inf) for client, moment in moments]
         return np.array(times, np.float64)
 
     def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
-        """Return those of these clients that are available."""
+        """Return the clients of `clients` that are available at the virtual time `now`."""
         available = [clients[:0]]
         for place in _blocks(len(clients)):
             block = clients[place]
@@ -70,10 +83,11 @@ class Availability(ABC):
         return np.concatenate(available)
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """Yield all changes after `now` among these clients (ascending), in order.
+        """Yield all changes of these clients after the virtual time `now`, in order of time.
 
-        The time of each client's next change is stored, and the earliest sixteenth of them is
-        sorted at a time. A change therefore costs the same for any number of clients.
+        The time of each client's next change is stored, and only the earliest sixteenth of these
+        times is sorted at once. Therefore one change costs the same for any number of clients.
+        clients: ascending.
         """
         times = np.empty(len(clients))  # float64 [clients] of the next change
         for place in _blocks(len(clients)):
@@ -97,10 +111,11 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return moments and positions (in `clients`) of the changes up to a moment.
+        """Return the changes up to `horizon`: their times, and positions in `clients`.
 
-        `times` is advanced to the changes after that moment. The moment is earlier if a client has
-        very many changes before it.
+        If there are very many such changes, only the first ones are returned.
+        times: float64 [clients], the next change of each client. It is advanced in place to the
+        first change that is not returned.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -120,12 +135,12 @@ class Availability(ABC):
 
 
 def floats(values: np.ndarray) -> memoryview[float]:
-    """Return a view of the array whose single values are read twice as fast as NumPy's."""
+    """Return a view of the floats; reading one value is twice as fast as with NumPy."""
     return memoryview(values)  # type: ignore[arg-type, call-overload, return-value, unused-ignore]
 
 
 def ints(values: np.ndarray) -> memoryview[int]:
-    """Return a view of the integers whose single values are read twice as fast as NumPy's."""
+    """Return a view of the integers; reading one value is twice as fast as with NumPy."""
     return memoryview(values)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -134,9 +149,10 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _interval(now: float, length: float) -> int:
-    """Return the index of the interval of this length that contains `now`.
+    """Return the index of the interval that contains the time `now`.
 
-    The rounded quotient alone may give the interval before or after it.
+    Interval k reaches from k * length to (k + 1) * length. The rounded quotient now / length alone
+    may give the interval before or after the correct one.
     """
     interval = math.floor(now / length)
     if (interval + 1) * length <= now:
@@ -147,13 +163,13 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return the number of the interval that contains each moment, for arrays."""
+    """Return `_interval` for each time of an array."""
     interval = np.floor(now / length)
     return interval + ((interval + 1) * length <= now) - (interval * length > now)
 
 
 class Diurnal(Availability):
-    """Clients that are available for a number of hours each day, from midnight in their time zone.
+    """Clients that are available for `hours` hours of each day, from their local midnight on.
 
     zones: int [clients], hours from the start of the virtual clock to the client's midnight.
     """
@@ -164,12 +180,12 @@ class Diurnal(Availability):
         self._length = hours * HOUR
 
     def available(self, client: int, now: float) -> bool:
-        """Return True if it is day for the client."""
+        """Return True if the client is in its daily available hours."""
         midnight = self._midnight[client]
         return now < midnight + (_interval(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the next start or end of the client's day, but at most `until`."""
+        """Return when the client's available hours next start or end, but at most `until`."""
         midnight = self._midnight[client]
         days = _interval(now - midnight, DAY)
         end = midnight + (days * DAY + self._length)
@@ -193,7 +209,8 @@ class Diurnal(Availability):
 class _StepDraw(NamedTuple):
     """The random numbers of one step of a `MarkovAvailability`.
 
-    They define a random order of the clients: client c has place (c - start) * factor mod prime.
+    These numbers define a random order of the clients: client c has place (c - start) * factor mod
+    prime.
     """
 
     start: int
@@ -204,17 +221,21 @@ class _StepDraw(NamedTuple):
 
 
 class MarkovAvailability(Availability):
-    """Clients that are available at random: on average `on` seconds, then not for `off` seconds.
+    """Clients that are in turn available and unavailable, each for a random time.
 
-    This is a Markov chain of two states, in steps of half the shorter mean. At each step a client
-    becomes available with probability q, becomes unavailable with probability p, and keeps its
-    state with probability 1 - p - q. The state at any time follows from the last step that changed
-    or confirmed it, a few steps back, so nothing has to be stored or simulated from the start.
+    A client is available for `on` seconds on average, and then unavailable for `off` seconds on
+    average. This is a Markov chain of two states, in steps of half the shorter mean. At each step a
+    client becomes available with probability q, becomes unavailable with probability p, and keeps
+    its state with probability 1 - p - q. To get the state at any time, go back to the last step
+    that decided the client's state. It is a few steps back, so nothing has to be stored or
+    simulated from the start.
 
-    A step draws how many clients become available and unavailable, and gives each client a place by
-    an affine map modulo a prime. The clients that become available are therefore known without
-    looking at the others, and a client's state is known without listing these clients. The steps of
-    one client are independent of each other; in one step any two clients are independent.
+    Each step draws how many clients become available and how many become unavailable. It also gives
+    each client a place, by an affine map modulo a prime; the clients at the first places become
+    available, and those at the last places become unavailable. Therefore the changed clients of a
+    step can be listed without looking at all clients, and the state of one client can be computed
+    without that list. The steps of one client are independent of each other; in one step any two
+    clients are independent.
     """
 
     def __init__(self, seed: int, clients: int, on: float, off: float):
@@ -242,7 +263,10 @@ class MarkovAvailability(Availability):
         return draw
 
     def _decision(self, client: int, step: int) -> bool | None:
-        """Return the state that a step gives to a client; None if it leaves the state unchanged."""
+        """Return True or False if this step decides the client's state, else None.
+
+        True means that the client is available from this step on, False that it is not.
+        """
         draw = self._draws.get(step) or self._draw(step)
         place = (client - draw.start) * draw.factor % self._prime
         if place < draw.comes:
@@ -250,7 +274,7 @@ class MarkovAvailability(Availability):
         return False if place >= draw.goes else None
 
     def available(self, client: int, now: float) -> bool:
-        """Return the client's state after the last step that set it."""
+        """Return the client's state after the last step that decided it."""
         return self._state(client, _interval(now, self._step_s))
 
     def _state(self, client: int, step: int) -> bool:
@@ -300,7 +324,7 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return the clients that a step makes available, ascending."""
+        """Return the clients that this step makes available, ascending."""
         draw = self._draw(step)
         if draw.comes >= len(clients):
             return np.asarray(clients[self._places(clients, step) < draw.comes])
@@ -308,7 +332,11 @@ class MarkovAvailability(Availability):
         return np.asarray(coming[_are_members(coming, clients)])
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """Yield the changes step by step. The cost of a step depends on the clients that change."""
+        """Yield the changes step by step; see `Availability.changes`.
+
+        The cost of a step depends on the number of clients that change, and not on that of all
+        clients.
+        """
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
         while len(clients):
@@ -323,7 +351,10 @@ class MarkovAvailability(Availability):
 
 
 def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Return bool [values]: True if a value is one of the members, which are ascending."""
+    """Return a bool array [values]: True where a value is in `members`.
+
+    members: ascending.
+    """
     if not len(members):
         return np.zeros(len(values), bool)
     places = np.minimum(np.searchsorted(members, values), len(members) - 1)
@@ -331,7 +362,7 @@ def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
 
 
 def _next_prime(least: int) -> int:
-    """Return the smallest prime that is not below `least`."""
+    """Return the smallest prime that is at least `least`."""
     number = least | 1
     while any(number % divisor == 0 for divisor in range(3, math.isqrt(number) + 1, 2)):
         number += 2
@@ -341,12 +372,13 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    A row is the recording of one device; several clients may follow the same row.
-    bounds: float64, starts and ends in turn, row after row, in virtual seconds.
-    first: int [rows + 1], the position in `bounds` at which each row begins.
+    A row is the recording of one device; several clients may have the same row. An interval
+    includes its start and excludes its end.
+    bounds: float64, the starts and ends of intervals in turn, row after row, in virtual seconds.
+    first: int [rows + 1], the position in `bounds` at which each row begins; the last entry is the
+    length of `bounds`.
     periods: float64 [rows], the seconds after which a row repeats if `wrap` is True.
-    row_of: int [clients], the row of each client. An interval includes its start and excludes its
-    end.
+    row_of: int [clients], the row of each client.
     """
 
     def __init__(
@@ -379,9 +411,10 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return a client's row, start and end of its current period, and its next bound.
+        """Return a client's row, the start and end of its current period, and its next bound.
 
-        The bound is given by its position in `bounds`.
+        The next bound is the first start or end of an interval after `now`. It is returned as its
+        position in `bounds`.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
@@ -397,7 +430,7 @@ class Intervals(Availability):
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the next start or end of an interval, but at most `until`."""
+        """Return the client's next start or end of an interval, but at most `until`."""
         row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
         if place < last:

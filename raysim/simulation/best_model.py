@@ -1,4 +1,4 @@
-"""The model of the best round: its weights, and the score that decides which round is best."""
+"""The model of the best round, and the column that decides which round is best."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Criterion:
-    """The column of the history that decides which round is best."""
+    """The column of the history that decides which round is best.
+
+    higher: True if a higher value is better.
+    """
 
     column: str
     higher: bool
 
 
 def best_criterion(spec: RunSpec) -> Criterion:
-    """Return the validation score, or the training loss if there are no validation samples.
+    """Return the criterion of a run: its validation score, or else its training loss.
 
-    A test score is never used: the score of a model that was chosen by its tests would be too good.
+    The training loss is used if there are no validation samples. A test score is never used,
+    because the test score of a model that was chosen by it would be too good.
     """
     column = validation_column(spec)
     if column is None:
@@ -35,7 +39,7 @@ def best_criterion(spec: RunSpec) -> Criterion:
 
 
 def validation_column(spec: RunSpec) -> str | None:
-    """Return the history's column of the validation score, or None without validation samples."""
+    """Return the name of the history's validation column; None without validation samples."""
     validation = spec.data.partition.validation
     if validation is None or not validation.counts.any():
         return None
@@ -43,7 +47,10 @@ def validation_column(spec: RunSpec) -> str | None:
 
 
 class BestModel:
-    """The weights of the best round so far (the first of equal rounds); checkpoints contain it."""
+    """The weights of the best round so far; checkpoints contain them.
+
+    Of rounds with equal values the first one counts.
+    """
 
     def __init__(self, criterion: Criterion):
         self.criterion = criterion
@@ -52,7 +59,11 @@ class BestModel:
         self.counters: Tensor | None = None
 
     def take(self, row: Row, vector: Tensor, counters: Tensor) -> None:
-        """Keep the scored weights of a round if the round is better than all rounds before."""
+        """Keep the weights of a round if the round is better than all rounds before.
+
+        row: the history's row of the round.
+        vector, counters: the weights that were scored.
+        """
         if self._is_better(row):
             self.vector, self.counters = vector, counters
 
@@ -67,7 +78,7 @@ class BestModel:
         return True
 
     def summary(self) -> dict[str, object] | None:
-        """Return the best model's entry in summary.json; None if there is no best model."""
+        """Return the entry of the best model in summary.json; None if there is no best model."""
         if self.vector is None or self.counters is None:
             return None
         content = self.vector.numpy().tobytes() + self.counters.numpy().tobytes()
@@ -81,7 +92,10 @@ class BestModel:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
-        """Return everything as arrays; without the weights if they are the current ones."""
+        """Return arrays from which `restore` continues.
+
+        current: the vector of the current version. If it is the best one, the arrays leave it out.
+        """
         is_current = self.vector is current
         arrays = {
             "round": np.array(self.round),
@@ -93,7 +107,10 @@ class BestModel:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
-        """Continue from a checkpoint, whose last round has the weights vector and counters."""
+        """Continue from the arrays of a checkpoint.
+
+        vector, counters: the weights of the version that the checkpoint contains.
+        """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:
             self.vector, self.counters = vector, counters

@@ -1,4 +1,7 @@
-"""Test scores in the best round by validation, for each client and for the shared model."""
+"""Find the round with the best validation score, and keep the test scores of that round.
+
+This is done for each client and for the shared model.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from raysim.data.partition import CSR
 
 
 class BestRounds:
-    """The first round with the best validation score so far; checkpoints contain it.
+    """The first round with the best validation score, and its test scores, so far.
 
-    Scores are transformed so that higher is better. For a client without validation samples the
-    last round is used.
-    tests: each client's test rows.
+    There is one best round for each client and one for the shared model. Checkpoints contain them.
+    Every score must be given such that higher is better. For a client without validation samples
+    the last round counts as the best one.
+    tests: the test rows of each client.
     """
 
     def __init__(self, tests: CSR):
@@ -30,10 +34,12 @@ class BestRounds:
     def take(
         self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Record the validation scores [m] of some clients, and the scores of their test rows.
+        """Record the scores of some clients in a round; return those of their best rounds.
 
-        hits: a score for each test row, client after client. Return the scores and hits of the
-        best round so far of each of these clients.
+        Return the best validation scores [clients], and the scores of the test rows in the best
+        rounds.
+        validation: [clients], the validation scores; nan for a client without validation samples.
+        hits: a score for each test row, client after client.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
@@ -55,7 +61,10 @@ class BestRounds:
     def take_shared(
         self, round: int, validation: float, central: float | None
     ) -> tuple[int, float | None]:
-        """Record the shared model's scores; return round and central score of its best round."""
+        """Record the shared model's scores; return the number and central score of its best round.
+
+        central: the score on the central test set; None if there is none.
+        """
         best = self._arrays["shared"]
         if validation > best[0]:
             best[:] = validation, round, np.nan if central is None else central
@@ -66,5 +75,5 @@ class BestRounds:
         return self._arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Continue from a checkpoint."""
+        """Continue from the arrays of a checkpoint."""
         self._arrays |= {key: np.array(value) for key, value in arrays.items()}

@@ -1,4 +1,4 @@
-"""Calls to workers: make them, wait for answers, and repeat them when a worker dies."""
+"""Make calls to workers, wait for the answers, and repeat calls when a worker dies."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class WorkerCalls:
 
     A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
     workers get these calls.
-    timeout_s: a worker counts as dead if it does not answer a call for so many seconds.
 
-    workers: the number of workers, the released ones included. active: the workers that get new
-    calls, ascending.
+    Attribute `workers` is the number of workers, including released ones. Attribute `active` lists
+    the workers that get new calls, ascending.
+    timeout_s: a worker that does not answer a call for this number of seconds counts as dead.
     """
 
     def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
@@ -78,13 +78,17 @@ class WorkerCalls:
     def call(
         self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()
     ) -> Call:
-        """Start a method of `Worker`."""
+        """Start a method of a worker; return the call, whose answer `wait` returns.
+
+        method: the name of a method of `Worker`.
+        states: the client states that the worker needs for the call.
+        """
         return self.start(Call(worker, method, args, states))
 
     def start(self, call: AnyCall) -> AnyCall:
-        """Start a call. If its worker was released, another worker gets the call.
+        """Start a call; if its worker was released, another worker gets the call.
 
-        Raises ProcessLostError if the released worker held values that the run needs.
+        Raises ProcessLostError if the call needs values that only the released worker had.
         """
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
@@ -99,18 +103,21 @@ class WorkerCalls:
         return call
 
     def unanswered(self, worker: int) -> Sequence[Call]:
-        """Return the calls that a worker has not answered yet, in order."""
+        """Return the calls that a worker has not answered yet, in the order they were made."""
         return self._unanswered[worker]
 
     def call_all(self) -> None:
-        """Call every worker once. A worker has more time until its first answer."""
+        """Call every worker once, so that all of them start.
+
+        Until its first answer a worker has more time than `timeout_s`, because it must start.
+        """
         for worker in self.active:
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
-        """Send these constants to every worker (`Worker.store_constants`) and wait.
+        """Send constants to every worker (`Worker.store_constants`), and wait for the answers.
 
-        Workers that start later get them, too.
+        Workers that start later get these constants, too.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
@@ -128,15 +135,16 @@ class WorkerCalls:
 
     # --- waiting ----------------------------------------------------------------------------------
     def wait(self, call: Call) -> Any:
-        """Wait for a call, and return its value."""
+        """Wait until a call is answered; return the value that the worker returned."""
         while not call.is_answered:
             self._wait_for_any()
         return call.value
 
     def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting | Notice]:
-        """Wait for these calls; yield an event whenever no answer came for a long time.
+        """Wait until these calls are answered; yield events meanwhile.
 
-        Other events tell which workers left.
+        `Waiting` is yielded whenever no worker has answered for a long time, and `Notice` when a
+        worker leaves.
         """
         for call in calls:
             while not call.is_answered:
@@ -145,7 +153,7 @@ class WorkerCalls:
                 yield from self.take_notices()
 
     def take_notices(self) -> list[Notice]:
-        """Return what happened to the workers since the last call."""
+        """Return notices of what happened to workers since the last call of this function."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -163,7 +171,10 @@ class WorkerCalls:
         )
 
     def _wait_for_any(self) -> bool:
-        """Wait a limited time for an answer of any worker; return False if nothing happened."""
+        """Wait a limited time for an answer of any worker; return False if nothing happened.
+
+        A worker that has died, or whose time to answer is over, is replaced.
+        """
         if self._leave_lost_nodes():
             return True
         first_calls = [calls[0] for calls in self._unanswered if calls]
@@ -185,12 +196,12 @@ class WorkerCalls:
         return True
 
     def _deadline(self, worker: int) -> float:
-        """Return the time at which a worker without an answer counts as dead."""
+        """Return the time at which a worker counts as dead if it does not answer before."""
         start_s = 0.0 if self._has_started[worker] else START_TIMEOUT_S
         return self._waiting_since[worker] + self._timeout_s + start_s
 
     def _receive(self, call: Call) -> None:
-        """Process the answer to a call, or replace the worker if it died."""
+        """Process the answer to a call; if the worker died instead, replace it."""
         worker = call.worker
         self._waiting_since[worker] = time.monotonic()
         self._has_started[worker] = True
@@ -208,7 +219,10 @@ class WorkerCalls:
 
     # --- deaths -----------------------------------------------------------------------------------
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
-        """Start a worker that replaces a dead one, and repeat the unanswered calls."""
+        """Start a worker that replaces a dead one, and repeat the unanswered calls.
+
+        Raises RunStoppedError if the worker died too many times in a row.
+        """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:
@@ -229,7 +243,7 @@ class WorkerCalls:
             self._send(call)
 
     def _dies_too_often(self, worker: int) -> bool:
-        """Return True if workers of a node died several times within minutes."""
+        """Record a death; return True if several workers of this node died within minutes."""
         now = time.monotonic()
         deaths = self._node_deaths[self._runtime.nodes[worker]]
         deaths.append(now)
@@ -241,7 +255,7 @@ class WorkerCalls:
         return True
 
     def _do_without(self, worker: int, death: WorkerDiedError) -> bool:
-        """Continue without a dead worker; return False if the run needs it."""
+        """Continue the run without replacing a dead worker; return False if that is impossible."""
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
         if not remaining or any(call.method not in REPEATABLE for call in calls):
@@ -264,7 +278,10 @@ class WorkerCalls:
 
     # --- nodes that leave or join -----------------------------------------------------------------
     def _leave_lost_nodes(self) -> bool:
-        """Stop using the workers of lost nodes; return True if a call has another worker now."""
+        """Stop using the workers of lost nodes.
+
+        Return True if calls were moved to other workers.
+        """
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
         for worker, node in lost_workers.items():
@@ -277,7 +294,10 @@ class WorkerCalls:
         return has_moved
 
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
-        """Give no new calls to a worker whose node will leave; release it after its last answer."""
+        """Give no new calls to a worker whose node will leave, and release it when it is done.
+
+        The worker is released after it has answered its last call.
+        """
         if worker in self.active:
             if not remaining:  # no other worker is left
                 return
@@ -290,6 +310,7 @@ class WorkerCalls:
     def _give_up(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give the unanswered calls of a worker on a lost node to other workers.
 
+        remaining: the workers that can get these calls.
         Raises ProcessLostError if the run cannot continue without the node.
         """
         name = self._runtime.node_name(worker) or f"the node of worker {worker}"
@@ -310,7 +331,7 @@ class WorkerCalls:
         self._move_calls(worker, remaining)
 
     def _move_calls(self, worker: int, remaining: Sequence[int]) -> None:
-        """Give the unanswered calls of a worker to others."""
+        """Give the unanswered calls of a worker to the remaining workers."""
         calls, self._unanswered[worker] = self._unanswered[worker], []
         # A job may start from the state that the one before leaves, so they stay together.
         stays_together = self._client_states.stateful
@@ -338,7 +359,7 @@ class WorkerCalls:
         self._notices.append(Notice(f"worker {worker} leaves: {place}; {workers} left"))
 
     def update_workers(self) -> list[Notice]:
-        """Leave lost nodes, and start to use new workers; return what happened."""
+        """Stop using lost nodes, and start to use new workers; return notices about both."""
         self._leave_lost_nodes()
         for worker in self._runtime.take_new_workers():
             while worker >= len(self._unanswered):

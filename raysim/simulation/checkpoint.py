@@ -1,16 +1,19 @@
 """Checkpoints: the complete state of a run, written atomically and verified when read.
 
-There is no pickle. A checkpoint is a folder `round-000050` with `run.json` (numbers),
-`server.safetensors` (named tensors; several files if they are many or large), `index.safetensors`
-and `manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
-`states-00000017.safetensors` (the index says which file has which client, see `state_log.py`), and
-rows of a long history in `rows-00000009.json`. The manifest has the SHA-256 of every file that the
-checkpoint needs, and of the manifest's own content. It is written last; a folder without it is not
-a checkpoint. Files are never changed, and files that no manifest lists are removed.
+No pickle is used. A checkpoint is a folder such as `round-000050` with four kinds of files:
+`run.json` (numbers), `server.safetensors` (named tensors; several files if there are many or large
+tensors), `index.safetensors` (which file of the log contains which client, see `state_log.py`) and
+`manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
+files such as `states-00000017.safetensors`, and rows of a long history in files such as
+`rows-00000009.json`.
 
-A folder is locked while a run writes there (`files.lock_folder`). Behind a URL there are no locks.
-There the file `writer` says which process began to write last. An earlier process reads it before
-it writes or removes anything, and stops.
+The manifest has the SHA-256 of every file that the checkpoint needs, and of the manifest's own
+content. It is written last; a folder without a manifest is not a checkpoint. Files are never
+changed after they are written, and files that no manifest lists are removed.
+
+A local folder is locked while a run writes there (`files.lock_folder`). Storage behind a URL has no
+locks. There the file `writer` names the process that began to write last. Before a process writes
+or removes anything, it reads this file, and it stops if another process is named.
 """
 
 from __future__ import annotations
@@ -57,8 +60,9 @@ class Snapshot:
     """The state of a run between two aggregations.
 
     numbers: values for a JSON file.
-    clients: the named tensors of each accepted client state.
-    jobs: for each client, the number of the job that left the state.
+    server: the arrays of the server by name, such as model parameters and server state.
+    clients: for each client that has a committed state, the named tensors of that state.
+    jobs: for each of these clients, the number of the job that left the state.
     """
 
     numbers: Mapping[str, Any]
@@ -68,9 +72,9 @@ class Snapshot:
 
 
 def save_model(tensors: Arrays, path: Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write named tensors as one file; the file appears complete or not at all.
+    """Write named tensors as one file, which appears complete or not at all.
 
-    notes: texts for the header of the file.
+    notes: texts for the header of the file; None writes none.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
@@ -93,13 +97,16 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def find_latest(where: str | Path) -> str:
-    """Return the address of the last complete checkpoint in a folder or behind a URL, or ""."""
+    """Return the address of the last complete checkpoint in a place; "" if there is none.
+
+    where: a folder or a URL.
+    """
     versions = _complete_versions(open_store(where))
     return f"{where}/{_folder(versions[-1])}" if versions else ""
 
 
 def version_of(address: str | Path) -> int:
-    """Return the round of a checkpoint, read from the folder's name; -1 for any other name."""
+    """Return the version in the name of a checkpoint's folder; -1 for any other name."""
     number = split_address(address)[1].removeprefix("round-")
     return int(number) if number.isdecimal() else -1
 
@@ -109,7 +116,7 @@ def _folder(version: int) -> str:
 
 
 def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
-    """Return the files of each checkpoint folder that is not empty, by version."""
+    """Return the files of each checkpoint folder, by version; empty folders are left out."""
     folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
     files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
     return {version: files[version] for version in sorted(files) if files[version]}
@@ -125,12 +132,13 @@ def _incomplete_versions(place: Store) -> list[int]:
 
 # --- writing --------------------------------------------------------------------------------------
 class Checkpoints:
-    """A writer of one run's checkpoints, which keeps the last few.
+    """A writer of one run's checkpoints, which keeps only the last few.
 
     No other run may write to the same place.
     where: a folder or a URL.
-    resume: the address of the checkpoint that the run continues from; if it is in `where`, its log
-    is continued.
+    keep: the number of checkpoints to keep.
+    resume: the address of the checkpoint that the run continues from, or "". If it is in `where`,
+    new checkpoints share its log files.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
@@ -145,16 +153,16 @@ class Checkpoints:
         self._index = StateIndex()
 
     def write(self, version: int, snapshot: Snapshot) -> str:
-        """Write a checkpoint, remove all but the last few, and return the address.
+        """Write a checkpoint, remove all but the last few, and return its address.
 
-        If older checkpoints cannot be removed, `removal_failure` says why, and the next checkpoint
-        tries again.
+        If older checkpoints cannot be removed, the attribute `removal_failure` says why, and the
+        next call tries again.
 
-        Checkpoints of later rounds are also removed: if the run continued from an earlier
-        checkpoint, they do not belong to it any more. A version that was written last is not
-        written again, because nothing that a result depends on changes between two aggregations.
-        Raises OSError if the checkpoint cannot be written, or if another process has begun to
-        write.
+        Checkpoints of later versions are removed as well: if the run continued from an earlier
+        checkpoint, the later ones do not belong to it any more. The version that was written last
+        is not written again, because nothing that a result depends on changes between two
+        aggregations. Raises OSError if the checkpoint cannot be written, or if another process has
+        begun to write.
         """
         place = self._open()
         if is_remote(self.where):
@@ -203,7 +211,7 @@ class Checkpoints:
     def _write_states(
         self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the states that are not in a file yet; return the checksums of files by name."""
+        """Write the client states that no file contains yet; return checksums by file name."""
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
             name = _states_name(number)
@@ -211,7 +219,10 @@ class Checkpoints:
         return files
 
     def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write the rows that are enough for a file; return the checksums of files by name."""
+        """Write new rows of the history in files of `_ROWS` rows; return checksums by file name.
+
+        Rows that do not fill a file are left out.
+        """
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)
         for number in range(written, len(rows) // _ROWS):
@@ -221,7 +232,7 @@ class Checkpoints:
         return files
 
     def _next_number(self) -> int:
-        """Return a number for a new file in the log that no existing checkpoint uses."""
+        """Return a file number that no log file of an existing checkpoint has."""
         last = 0
         for manifest in self._manifests.values():
             for name in manifest:
@@ -232,7 +243,10 @@ class Checkpoints:
 
     # --- removing ---------------------------------------------------------------------------------
     def _open(self) -> Store:
-        """Return the store; at the first call remove unfinished files of a killed run."""
+        """Return the store of the checkpoints.
+
+        The first call also removes unfinished files, which a killed run may have left.
+        """
         if self._store is None:
             self._store = place = open_store(self.where)
             if is_remote(self.where):
@@ -254,7 +268,7 @@ class Checkpoints:
             )
 
     def _continue_log(self, place: Store) -> None:
-        """Continue the log of the checkpoint that the run continues from, if it is in `where`."""
+        """Use the log files of the checkpoint that the run continues from, if it is in `where`."""
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
         self._last = version_of(self._resume)
@@ -264,7 +278,7 @@ class Checkpoints:
             self._index = _read_index(place, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
-        """Remove checkpoints, and files of the log that no other checkpoint needs."""
+        """Remove checkpoints, and the log files that no remaining checkpoint needs."""
         place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
@@ -277,7 +291,7 @@ class Checkpoints:
             place.remove(name)
 
     def _remove_leftovers(self) -> None:
-        """Remove everything that does not belong to a checkpoint."""
+        """Remove all files that do not belong to a complete checkpoint."""
         place = self._open()
         for version in _incomplete_versions(place):
             place.remove(_folder(version))
@@ -293,7 +307,10 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the log files that the index needs, and the log files that contain rows."""
+    """Return the log files that are still needed: states that the index lists, and all rows.
+
+    log: the checksum of each log file, by name.
+    """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
     return {
         name: digest
@@ -331,7 +348,10 @@ def _write_bytes(place: Store, name: str, content: bytes) -> str:
 
 
 def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
-    """Yield groups of contiguous arrays, each small enough for one file; at least one group."""
+    """Yield at least one group of arrays, each group small enough for one file.
+
+    The arrays are C-contiguous.
+    """
     part: dict[str, np.ndarray] = {}
     size = 0
     for key in arrays:
@@ -346,7 +366,7 @@ def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
 
 # --- reading --------------------------------------------------------------------------------------
 def find_damage(address: str | Path) -> str:
-    """Return a text that says how a checkpoint is damaged; "" if it is valid."""
+    """Return a text that says how a checkpoint is damaged; "" if it is undamaged."""
     where, folder = split_address(address)
     try:
         place = open_store(where)
@@ -360,12 +380,15 @@ def find_damage(address: str | Path) -> str:
 
 
 def _path(folder: str, name: str) -> str:
-    """Return the path of a file that the folder's manifest lists."""
+    """Return the path, in the store, of a file that a checkpoint's manifest lists."""
     return name if name.startswith("log/") else f"{folder}/{name}"
 
 
 def _read_manifest(place: Store, folder: str) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files. Raises ValueError if they were changed."""
+    """Return the checksum of each file of a checkpoint, by name.
+
+    Raises ValueError if the manifest is incomplete or was changed.
+    """
     with place.local(f"{folder}/{MANIFEST}") as path:
         manifest = parse_json(path.read_bytes())
     is_complete = isinstance(manifest, dict) and manifest.keys() >= _REQUIRED
@@ -377,7 +400,7 @@ def _read_manifest(place: Store, folder: str) -> dict[str, str]:
 
 
 def _manifest_if_valid(place: Store, version: int) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files; an empty dictionary for a damaged manifest."""
+    """Return the checksum of each file of a checkpoint; nothing if its manifest is damaged."""
     try:
         return _read_manifest(place, _folder(version))
     except ValueError:
@@ -389,9 +412,10 @@ def _digest_of_manifest(digests: Mapping[str, str]) -> str:
 
 
 def read(address: str | Path) -> Snapshot:
-    """Read and verify a checkpoint.
+    """Read a checkpoint, after verifying all its files.
 
-    Raises ValueError if it is missing or damaged; the error gives the last valid one in its folder.
+    Raises ValueError if the checkpoint is missing or damaged. The error for a damaged one gives the
+    address of the last valid checkpoint in the same place, if there is one.
     """
     where, folder = split_address(address)
     place = open_store(where)
@@ -429,7 +453,7 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return the advice for a damaged checkpoint: continue from the last valid one, if any."""
+    """Return the advice for a damaged checkpoint: which valid one to continue from, if any."""
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
@@ -438,7 +462,7 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:
-    """Return True if the checkpoint has the form of earlier versions: all client states in one."""
+    """Return True if a raysim version wrote this that kept all client states in one file."""
     try:
         with place.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())
@@ -453,9 +477,9 @@ def _read_json(place: Store, name: str) -> Any:
 
 
 def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return all tensors of some files, memory-mapped because they may be larger than memory.
+    """Return all tensors of some files by name, memory-mapped to need little memory.
 
-    Writing to them does not change the files.
+    Writing to a returned array does not change the file.
     """
     tensors: dict[str, np.ndarray] = {}
     for name in names:
@@ -470,7 +494,10 @@ def _read_index(place: Store, folder: str) -> StateIndex:
 
 
 def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
-    """Yield the states of an index in the order of their files; one file is mapped at a time."""
+    """Return the client states that an index lists; a file is read when it is needed.
+
+    Iteration follows the order of the files, so that each is mapped once and one at a time.
+    """
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
     file_of: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())
     mapped: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # by file, by client
@@ -486,7 +513,7 @@ def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
 
 
 def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
-    """Group arrays with names such as "17/model.bn1.weight" by client and name."""
+    """Group arrays with names such as "17/model.bn1.weight" by client (17), then by name."""
     states: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for key, array in tensors.items():
         client, _, name = key.partition("/")
@@ -495,7 +522,7 @@ def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
 
 
 def copy(address: str | Path, where: str | Path) -> None:
-    """Copy a checkpoint to another place, with all files that it needs."""
+    """Copy a checkpoint, with all files that it needs, to another folder or URL."""
     origin, folder = split_address(address)
     source, target = open_store(origin), open_store(where)
     for name in [*_read_manifest(source, folder), MANIFEST]:

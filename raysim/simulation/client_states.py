@@ -1,4 +1,4 @@
-"""The client states of a run: where each one is; send, commit and spill to disk."""
+"""The client states of a run: find, send and commit them, and spill them to disk."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from raysim.vectors.layout import Layout
 
 
 class StateUse(NamedTuple):
-    """The client state that a part of a call starts from.
+    """The client state that one client's jobs in a call start from.
 
-    job: the number of the job that left the state; -1 is the initial state.
-    next_job: the number of the job in the call that leaves the client's next state; -1 if the call
+    job: the number of the job that left the state; -1 means the initial state.
+    next_job: the number of the job in this call that leaves the client's next state; -1 if the call
     only reads the state.
     """
 
@@ -37,17 +37,18 @@ class StateUse(NamedTuple):
 
 
 class ClientStates:
-    """The client states of a run. A state is identified by the number of the job that left it.
+    """The client states of a run; each state has the number of the job that left it.
 
-    The worker of a job keeps a copy of its state, from which the client's next job there starts.
-    The object store has the state as well; it is sent with a call when the client moves to another
-    worker or when its worker died.
+    The worker that trained a job keeps a copy of the new state, and the client's next job on this
+    worker starts from that copy. The object store has the state as well. The state is sent from
+    there if the client moves to another worker, or if its worker died.
 
     A state is committed when its job is aggregated (`accept`); only committed states are scored and
-    saved. If committed states need more than `budget` bytes, the states of the clients that have
-    been idle longest are written to disk (in `folder`) and removed from the store and the workers.
-
+    saved. If committed states need more memory than the budget, the states of the clients that have
+    been idle longest are written to disk and removed from the store and from the workers.
     stateful: True if clients have states; otherwise every job starts from the initial state.
+    budget: bytes of committed states in memory; infinity means no limit.
+    folder: the folder for states on disk.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class ClientStates:
     def dispatch(self, client: int, number: int) -> int:
         """Record a client's new job; return the number of the job whose state it starts from.
 
-        -1 means the initial state. Lost or discarded jobs are never recorded, so the client's next
-        job starts as if they had not existed.
+        Return -1 for the initial state. Do not call this for jobs that will be lost or discarded;
+        the client's next job then starts as if they had not existed.
+        number: the number of the new job.
         """
         if not self.stateful:
             return -1
@@ -90,33 +92,36 @@ class ClientStates:
         return previous
 
     def accepted_job(self, client: int) -> int:
-        """Return the job that left the accepted state of a client; -1 for the initial state."""
+        """Return the job that left the client's committed state; -1 for the initial state."""
         return self._accepted.get(client, -1)
 
     @property
     def accepted_jobs(self) -> Mapping[int, int]:
-        """The number of the job that produced the accepted state, for each client that has one."""
+        """The number of the job that left each client's committed state.
+
+        Clients in the initial state are left out.
+        """
         return self._accepted
 
     # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """Return the worker of a client's last submitted job, and the number of that job.
+        """Return the worker that has a client's newest state, and the job that leaves that state.
 
-        None means that no worker has a state of the client.
+        Return None if no worker has a state of the client.
         """
         return self._places.get(client)
 
     def worker_died(self, worker: int) -> None:
-        """Forget the states of a dead worker. They are sent again with the clients' next jobs."""
+        """Forget the states that a dead worker had.
+
+        The states are sent again with the next jobs of their clients.
+        """
         self._places = {
             client: place for client, place in self._places.items() if place[0] != worker
         }
 
     def states_of(self, worker: int) -> list[int]:
-        """Return the jobs that left the states which this worker made and which are in the store.
-
-        The store has them on the worker's node only.
-        """
+        """Return the jobs whose states this worker made and only its node has."""
         return [
             number
             for number, maker in self._makers.items()
@@ -124,13 +129,16 @@ class ClientStates:
         ]
 
     def copy_states_of(self, worker: int) -> None:
-        """Copy the states that this worker made to the coordinator's node; waits."""
+        """Copy the states that this worker made to the coordinator's node; wait for the copies."""
         for number in self.states_of(worker):
             self._stored[number] = self.runtime.put(self.runtime.get(self._stored[number]))
             del self._makers[number]
 
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Split a list of clients; each part reads at most a worker's share of the budget."""
+        """Yield slices of a list of clients, so that each slice reads few bytes from disk.
+
+        A slice reads at most a worker's share of the memory budget, unless it has one client only.
+        """
         limit = self.budget / self.runtime.workers
         start = total = 0
         for index, client in enumerate(clients):
@@ -143,11 +151,11 @@ class ClientStates:
 
     # --- sending ----------------------------------------------------------------------------------
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return the states that a call to `worker` must contain, and the bytes read from disk.
+        """Return the states that a call to a worker must contain, and the bytes read from disk.
 
-        A state is None if the worker has it. Clients that leave a next state are on this worker
-        from now on, and other workers forget them. Pass the bytes to `release_read` when the call
-        is answered.
+        A returned state is None if the worker already has it. A client that leaves a next state
+        belongs to this worker from now on, and other workers forget the client. The caller must
+        pass the bytes to `release_read` when the call is answered.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
@@ -169,15 +177,22 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Release the bytes that `send` read for a call that is now answered or repeated."""
+        """Stop counting the bytes that `send` read from disk for a call.
+
+        The call is answered, or is made again.
+        """
         self._read_bytes -= read_bytes
 
     def store(self, numbers: Sequence[int], refs: Sequence[Ref]) -> None:
-        """Record the references to the states that the jobs with these numbers leave."""
+        """Record references to the states that jobs leave.
+
+        numbers: the numbers of the jobs.
+        refs: a reference for each job.
+        """
         self._stored.update(zip(numbers, refs, strict=True))
 
     def note_sizes(self, result: TrainingResult) -> None:
-        """Record the sizes in bytes of the states that the jobs of a call left."""
+        """Record the size in bytes of each state that the jobs of an answered call left."""
         for update, state_bytes in zip(result.updates, result.states, strict=False):
             self._note_size(update.job, state_bytes)
 
@@ -191,20 +206,23 @@ class ClientStates:
         return self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
-        """Return True if the state that this job left is on disk.
+        """Return True if the state that job `number` left is on disk.
 
-        Only an accepted state can be on disk, while a newer job of the client may be in flight.
+        Only a committed state can be on disk, although a newer job of the client may be in flight.
         """
         return client in self._on_disk and self._accepted[client] == number
 
     def _evict(self, clients_of_worker: Mapping[int, list[int]]) -> None:
-        """Tell workers to forget clients' states."""
+        """Tell each worker to forget the states of some clients.
+
+        clients_of_worker: the clients to forget, by worker.
+        """
         for worker, clients in clients_of_worker.items():
             self.runtime.call(worker, "release", clients)
 
     # --- committing and spilling ------------------------------------------------------------------
     def accept(self, jobs: Sequence[Job]) -> None:
-        """Commit the states that these jobs left; spill states that exceed the budget."""
+        """Commit the states that these jobs left; write states that exceed the budget to disk."""
         if not self.stateful:
             return
         for job in jobs:
@@ -224,16 +242,16 @@ class ClientStates:
         self._in_memory_bytes += self._in_memory[client]
 
     def _drop(self, client: int, number: int) -> None:
-        """Remove an accepted state from the store."""
+        """Remove the committed state of a client, left by job `number`, from the object store."""
         self._stored.pop(number, None)
         self._makers.pop(number, None)
         self._total_size -= self._sizes.pop(number, 0)
         self._in_memory_bytes -= self._in_memory.pop(client, 0)
 
     def _spill(self) -> list[int]:
-        """Write accepted states of idle clients to disk until the others are within the budget.
+        """Write states of idle clients to disk until those in memory are within the budget.
 
-        Return the clients.
+        Return the clients whose states were written.
         """
         spilled: list[int] = []
         if self._in_memory_bytes <= self.budget:
@@ -256,9 +274,9 @@ class ClientStates:
     # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """Bytes of all states in the store, and of states read from disk for calls in flight.
+        """The bytes of all states in the store, and of states read from disk for calls in flight.
 
-        A state that a job in flight will leave counts as the mean of the other states.
+        A state that a job in flight will leave counts as the mean size of all known states.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:
@@ -268,16 +286,16 @@ class ClientStates:
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes of the accepted states on disk."""
+        """The bytes of the committed states on disk."""
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield each client with a committed state, and the state; wait for workers."""
+        """Yield each client that has a committed state, with the state; wait for workers."""
         for client in self._accepted:
             yield client, self.accepted_state(client)
 
     def accepted_state(self, client: int) -> StoredState:
-        """Return the accepted state of a client that has one; waits."""
+        """Return a client's committed state, which must exist; wait until it is here."""
         if client in self._on_disk:
             return self._read(client)
         state: StoredState = self.runtime.get(self._stored[self._accepted[client]])
@@ -288,23 +306,25 @@ class ClientStates:
         return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """Return the accepted state of a client, or None for the initial state; waits."""
+        """Return a client's committed state; None for the initial state. Wait until it is here."""
         return self.accepted_state(client) if client in self._accepted else None
 
     # --- checkpoints ------------------------------------------------------------------------------
     def named_tensors(self) -> Mapping[int, Arrays]:
-        """Return each client's accepted state as tensors by name, read when accessed; waits.
+        """Return each client's committed state as tensors by name.
 
-        Names are such as "model.bn1.weight" and "method.name".
+        A state is read, and waited for, when it is accessed. Examples of names are
+        "model.bn1.weight" and "method.name".
         """
         return StatesByClient(
             self._accepted, lambda client: to_named_arrays(self.accepted_state(client), self.layout)
         )
 
     def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
-        """Continue from a checkpoint's `accepted_jobs` and `named_tensors`.
+        """Continue from a checkpoint; jobs that were in flight must be dispatched again.
 
-        Jobs that were in flight are dispatched again.
+        accepted: the stored `accepted_jobs`.
+        states: the stored `named_tensors`.
         """
         self._accepted, self._last = dict(accepted), dict(accepted)
         for client, arrays in states.items():

@@ -1,4 +1,4 @@
-"""CFL: split the clients of a model where their updates point in different directions.
+"""CFL: split a cluster of clients in two if their updates point in different directions.
 
 Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed
 Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
@@ -9,8 +9,9 @@ to 3. With updates d_i of the clients i of a cluster, and weights w_i by samples
     c_1, c_2 = argmin over all bipartitions of  a_cross = max of a_ij for i in c_1, j in c_2
     and only if   gamma_max < sqrt((1 - a_cross) / 2)
 
-A model near a stationary point of its own objective, which is not one of single clients, satisfies
-the first line. Both parts start from the model of the cluster and are split again later.
+The condition in the first line means: the cluster's model is near a stationary point of the
+cluster's objective, but not of the objectives of single clients. Both parts start from the model of
+the cluster and may be split again later.
 
 Departures from the paper
 - The update of a client that an aggregation does not have is its last one since its cluster began,
@@ -37,11 +38,12 @@ from raysim.vectors.tree_sum import weighted_sum
 
 
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the bipartition with the smallest largest similarity across it, and that similarity.
+    """Split clients in two, so that the largest similarity between the parts is small.
 
-    similarities: symmetric, float64 [n, n], n from 2 on. The bipartition is a bool array [n], False
-    for the first client. Pairs are joined from the most similar one on, until two parts are left
-    (Algorithm 1; of equal similarities the first pair counts).
+    This is Algorithm 1 of the paper. Pairs of clients are joined, beginning with the most similar
+    pair, until two parts are left; of equal similarities the first pair counts. Return a bool array
+    [n] that is False for the part of client 0, and the largest similarity between the parts.
+    similarities: float64 [n, n], symmetric, with n at least 2.
     """
     count = len(similarities)
     one, other = np.triu_indices(count, 1)
@@ -59,7 +61,11 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the cosine similarities of vectors [d], float64 [n, n]; 0 for a vector of zeros."""
+    """Return the cosine similarity of each pair of vectors, float64 [n, n].
+
+    The similarity to a vector of zeros is 0.
+    rows: n vectors [d].
+    """
     products: np.ndarray = gram_matrix([torch.from_numpy(row) for row in rows]).numpy()
     norms = np.sqrt(np.diag(products))
     scales = np.outer(norms, norms)
@@ -70,11 +76,13 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SplitByUpdates(ClusterRule):
-    """The rule of CFL.
+    """The rule of CFL, which splits a cluster by the updates of its clients.
 
-    mean_norm: eps_1.
-    max_norm: eps_2.
-    gamma: gamma_max.
+    mean_norm: eps_1 of the paper. The norm of the mean update must be below this value.
+    max_norm: eps_2 of the paper. The norm of the longest update must be above this value.
+    gamma: gamma_max of the paper; 0 splits by the norms alone.
+    start: the number of aggregations before the first split.
+    min_size: clusters of this many clients, or fewer, are not split.
     """
 
     mean_norm: float = 0.4
@@ -84,14 +92,19 @@ class SplitByUpdates(ClusterRule):
     min_size: int = 2
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
-        """Return the last update of each client since its cluster began, and whether it has one."""
+        """Return the initial state of the rule, by name.
+
+        "updates" [clients, floats] is the last update of each client since its cluster began.
+        "is_known" [clients] is True for a client that has such an update.
+        floats: the number of floats in an update.
+        """
         return {
             "updates": np.zeros((clients, floats), np.float32),
             "is_known": np.zeros(clients, bool),
         }
 
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
-        """Return the second part of a cluster that is split."""
+        """Return the clients that leave the cluster, by their new replica; {} without a split."""
         updates, is_known = view.state["updates"], view.state["is_known"]
         for client, delta in zip(view.clients.tolist(), view.deltas, strict=True):
             updates[client] = delta

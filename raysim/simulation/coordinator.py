@@ -1,8 +1,8 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides every order on virtual time and is ahead of the training. Workers therefore get
-a job as soon as its base version exists and it is known that an aggregation will use the update.
-Jobs that are lost or discarded are never trained.
+The planner decides the order of all events on virtual time, before the training. Therefore a worker
+can get a job as soon as its base version exists. Only jobs whose updates will be aggregated are
+trained; lost or discarded jobs are not.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from raysim.vectors.layout import Vector
 
 
 class Coordinator:
-    """The coordinator of one run. `run()` yields the events of the run and ends with `Finished`.
+    """The coordinator of one run.
 
-    folder: where model and checkpoints are written; "" writes none.
+    `run()` yields the events of the run; the last one is `Finished`.
+    folder: where the model and the checkpoints are written; "" writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     """
 
@@ -120,18 +121,18 @@ class Coordinator:
 
     @property
     def server(self) -> Server:
-        """The server of the first replica, which is the only one unless the topology has more."""
+        """The server of the first replica, which is the only replica in most topologies."""
         return self.replicas.first
 
     @property
     def rows(self) -> list[Row]:
-        """The history rows of the reported rounds."""
+        """The rows of the history, up to the last reported round."""
         return self.history.rows
 
     def run(self) -> Iterator[Event]:
-        """Run to the last round.
+        """Run to the last round; yield the events of the run.
 
-        Raises TooManyFailuresError or NoClientsLeftError after writing a checkpoint.
+        Raises TooManyFailuresError or NoClientsLeftError; a checkpoint is written before.
         """
         self.history.start()
         if self.profile:
@@ -156,9 +157,9 @@ class Coordinator:
         yield finished
 
     def _run_round(self) -> Iterator[Event]:
-        """Train the jobs of the next aggregation, then aggregate.
+        """Train the jobs of the next aggregation, then aggregate their updates.
 
-        Meanwhile workers score the version before.
+        Meanwhile workers score the previous version.
         """
         yield from self.calls.update_workers()
         try:
@@ -179,13 +180,15 @@ class Coordinator:
             yield from self._report_and_save(True)
 
     def _publish(self) -> None:
-        """Store the current version of each replica that changed, for all workers."""
+        """Store the current version of each changed replica, so that all workers can read it."""
         self.replicas.publish(self.versions)
 
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
-        """Return each client's loss of its replica on its training samples; waits.
+        """Return, for each client, its replica's loss on the client's training samples.
 
-        Where clients choose their replica, it is the smallest loss of all replicas.
+        Wait for the workers that compute it. If clients choose their replica, use the smallest loss
+        of all replicas.
+        samples: the most samples of each client; None uses all.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
@@ -198,7 +201,11 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return the floats of a tensor that a client receives with its current version."""
+        """Return the size of a tensor that a client receives now, in floats.
+
+        The tensor belongs to the current version of the client's replica.
+        name: the full name of the tensor.
+        """
         number = self.replicas.numbers[self.replicas.replica_of(client)]
         return self.versions.extra_floats(number, name)
 
@@ -208,7 +215,10 @@ class Coordinator:
         jobs: Sequence[Job],
         results: Sequence[Update | Failure],
     ) -> None:
-        """Correct the traffic if updates are larger or smaller than planned."""
+        """Correct the counted traffic if updates are larger or smaller than planned.
+
+        results: an update or a failure for each job.
+        """
         floats = 0
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, Update):
@@ -219,7 +229,7 @@ class Coordinator:
         self.planner.count_unplanned(aggregation, floats)
 
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
-        """Collect the updates of these jobs, and make the next versions from them."""
+        """Collect the updates of these jobs, and make the next version from them."""
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
@@ -247,7 +257,10 @@ class Coordinator:
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
-        """Start scoring the current version. Workers score it before they train the next one."""
+        """Start scoring the current version; workers score it before they train the next one.
+
+        pending: the finished round, to which the scores belong.
+        """
         replicas, version = self.replicas, self.replicas.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
@@ -267,7 +280,7 @@ class Coordinator:
         pending.scorings.append(self.evaluator.score_replicas(replicas, self.versions, ref))
 
     def _report_and_save(self, writes_checkpoint: bool) -> Iterator[Event]:
-        """Report the finished rounds, then write a checkpoint."""
+        """Report the finished rounds, then write a checkpoint if `writes_checkpoint` is True."""
         yield from self.reports.report()
         if writes_checkpoint:
             yield self.saver.save()

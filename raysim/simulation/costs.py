@@ -1,8 +1,9 @@
 """What jobs cost besides time and bytes: energy of the devices, money, and CO2.
 
-The energy of a job is the time in which its client receives, trains and sends, times the watts of
-its device. Money and CO2 follow from this energy and from the bytes on the client's link. Idle
-devices are counted apart, because most of their energy has nothing to do with a run.
+A client receives, trains and sends during a job. The energy of the job is the sum, over these three
+phases, of the time times the power of its device in watts. Money and CO2 follow from this energy
+and from the bytes on the client's link. The energy of idle devices is counted separately, because
+most of it has nothing to do with a run.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ COLUMNS = ("energy_wh", "idle_wh", "money", "co2_g")
 class Cost:
     """The power of a device, and what a gigabyte (10^9 bytes) on its link costs.
 
-    computing_w, receiving_w, sending_w, idle_w: watts.
-    gb_price: money, in any currency.
-    gb_co2: grams of CO2 for the electricity of the network.
+    computing_w, receiving_w, sending_w, idle_w: the power of the device in each phase, in watts.
+    gb_price: money for a gigabyte, in any currency.
+    gb_co2: grams of CO2 for a gigabyte, from the electricity of the network.
     """
 
     computing_w: float = 0.0
@@ -40,16 +41,16 @@ class Cost:
     gb_co2: float = 0.0
 
     def check(self, path: str) -> None:
-        """Raise ValueError for a value below 0.
+        """Raise ValueError if a value is below 0.
 
-        path: the key of this object.
+        path: the configuration key of this object, which the error names.
         """
         for name, value in vars(self).items():
             at_least(f"{path}.{name}", value, 0)
 
     @property
     def is_zero(self) -> bool:
-        """True if nothing costs anything."""
+        """True if all values are 0."""
         return not any(vars(self).values())
 
 
@@ -57,9 +58,10 @@ class Cost:
 class FleetCosts:
     """The costs of all clients of a run.
 
-    costs: of each kind of client.
-    kinds: int [clients], an index into `costs`.
-    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
+    costs: the costs of each kind of client.
+    kinds: int [clients], the kind of each client: an index into `costs`.
+    kwh_price: money for a kilowatt-hour of the devices.
+    kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
     """
 
     costs: Sequence[Cost]
@@ -77,10 +79,10 @@ class JobCost(NamedTuple):
 
 
 class Costs:
-    """The object that adds up what the jobs of a run cost.
+    """The sums of what the jobs of a run have cost.
 
     devices: the devices of the run.
-    eligible: the clients with samples; others are not counted.
+    eligible: the clients with samples; idle energy is counted for these only.
     """
 
     def __init__(self, fleet: FleetCosts, devices: Any, eligible: np.ndarray):
@@ -98,7 +100,8 @@ class Costs:
     def of(self, job: Job) -> JobCost:
         """Return the cost of a job.
 
-        A lost job stops at its finish: it has trained or sent less, and sends nothing that counts.
+        A lost job costs only what its client did before it was lost. Its update, which did not
+        arrive, counts no bytes.
         """
         cost = self._cost(job.client)
         seconds = job.finish - job.start
@@ -125,18 +128,22 @@ class Costs:
 
     # --- events -----------------------------------------------------------------------------------
     def start(self, job: Job, now: float) -> None:
-        """Record that a client is not idle any more."""
+        """Record that the job's client stops being idle at the virtual time `now`."""
         self._pass_time(now)
         self._idle_w -= self._cost(job.client).idle_w
 
     def end(self, job: Job, now: float) -> None:
-        """Add the cost of a job that ended."""
+        """Add the cost of a job that ended; its client is idle from the virtual time `now` on."""
         self._pass_time(now)
         self._idle_w += self._cost(job.client).idle_w
         self._add(self.of(job))
 
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
-        """Add the cost of a client that computed a loss, without a job."""
+        """Add the cost of a client that computed the loss of a model without training.
+
+        work: the work in samples.
+        down, up: the floats that the client received and sent.
+        """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)
         self._add(self.of(job))
 
@@ -150,13 +157,13 @@ class Costs:
         self._idle_since = now
 
     def totals(self, now: float) -> dict[str, float]:
-        """Return the sums since the start of the run, by column."""
+        """Return the sums from the start of the run to the virtual time `now`, by column."""
         self._pass_time(now)
         return dict(zip(COLUMNS, self._totals, strict=True))
 
     # --- checkpoints ------------------------------------------------------------------------------
     def state(self) -> list[float]:
-        """Return everything that changes, as JSON."""
+        """Return everything that changes, as JSON values."""
         return [*self._totals, self._idle_w, self._idle_since]
 
     def restore(self, state: Sequence[float]) -> None:

@@ -1,9 +1,10 @@
 """Random job times that do not depend on the job: the delay model of FADAS.
 
-Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024), and
-the released code. Each client belongs to a kind, the index of the largest entry of a draw from a
-Dirichlet distribution. The time of each job is uniform between the two bounds of the kind. The
-paper's "large" delays are fleet.kinds.slow={least: 50, most: 80}.
+Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
+2024), and the released code. Each client belongs to a kind. To draw the kind of a client, a vector
+with one entry for each kind is drawn from a Dirichlet distribution; the largest entry decides. The
+time of each job is uniform between the two bounds of the kind. For the paper's "large" delays set
+fleet.kinds.slow={least: 50, most: 80}.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 @dataclass(frozen=True)
 class DelayKind:
-    """A kind of clients, whose jobs take from `least` to `most` seconds.
+    """A kind of clients whose jobs take a random time between two bounds.
 
-    weight: the kind's parameter of the Dirichlet distribution.
+    weight: the parameter of this kind in the Dirichlet distribution; a kind with a larger weight
+    has more clients.
+    least, most: the bounds in virtual seconds.
     """
 
     weight: float
@@ -41,9 +44,10 @@ def _default_kinds() -> dict[str, DelayKind]:
 
 @dataclass(frozen=True)
 class Delays(Fleet):
-    """A fleet whose clients belong to kinds; the kind decides the time of a job.
+    """A fleet in which each client belongs to a kind that decides the time of its jobs.
 
-    scale: multiplies the weights. If it is larger, fewer clients belong to kinds of small weight.
+    kinds: the kinds of clients, by name.
+    scale: a factor of all weights. If it is larger, kinds of small weight have fewer clients.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)
@@ -59,13 +63,16 @@ class Delays(Fleet):
             at_least(f"fleet.kinds.{name}.most", kind.most, kind.least)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the kind of device of each client."""
+        """Draw the kind of each client."""
         weights = [self.scale * kind.weight for kind in self.kinds.values()]
         parts = stream(seed, "fleet.kinds").dirichlet(weights, size=clients)
         return Labels(tuple(self.kinds), parts.argmax(axis=1).astype(np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices; each has the shortest and longest delay of its kind of client."""
+        """Return devices with the bounds of each client's kind.
+
+        sample_flops: is not used.
+        """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
         least = np.array([kind.least for kind in self.kinds.values()])
@@ -74,9 +81,11 @@ class Delays(Fleet):
 
 
 class RandomDelays:
-    """Devices whose job times are drawn for each job, between two bounds [clients].
+    """Devices for which each job takes a random time between the two bounds of its client.
 
+    least, most: float64 [clients], the bounds in virtual seconds.
     key: the key of the random numbers.
+    fate: the rule that decides which jobs are lost.
     """
 
     def __init__(self, least: np.ndarray, most: np.ndarray, key: int, fate: Fate):
@@ -87,11 +96,11 @@ class RandomDelays:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job. The time depends only on client and participation."""
+        """Return the end of a job, whose duration depends only on client and participation."""
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)
         return self._fate.trip(client, participation, start, seconds)
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the mean time of a job of each client, float64 [clients]."""
+        """Return the mean duration of a job for each client, float64 [clients]."""
         return np.asarray((self._bounds[0] + self._bounds[1]) / 2)
