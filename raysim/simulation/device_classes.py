@@ -62,11 +62,11 @@ from raysim.simulation.fleet import Fleet, Labels, Speeds
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """One class of devices.
+    """One class of devices, with the medians of its speeds.
 
-    share: the share of the clients, 0 to 1.
-    flops: floating-point operations per second in training.
-    bandwidth_down, bandwidth_up: bytes per second. These three are medians.
+    share: the share of the clients that have a device of this class, 0 to 1.
+    flops: median of the floating-point operations per second in training.
+    bandwidth_down, bandwidth_up: medians of the bytes received and sent per second.
     cost: the power of a device, and what its link costs.
     """
 
@@ -99,11 +99,15 @@ def _default_classes() -> dict[str, DeviceClass]:
 
 @dataclass(frozen=True)
 class DeviceClasses(Fleet):
-    """A fleet in which each client has a device of one class, drawn once.
+    """A fleet in which each client has a device of one class.
 
-    The time of a job follows from the FLOPs of the run's model.
-    sigma, bandwidth_sigma: standard deviations of the logarithms of speed and bandwidth within a
-    class.
+    The class and the speeds of a client are drawn once. The duration of a job follows from these
+    speeds and the FLOPs of the run's model.
+    classes: the classes by name; their shares add up to 1.
+    sigma: standard deviation of the logarithm of the speed within a class.
+    bandwidth_sigma: standard deviation of the logarithm of the bandwidth within a class.
+    kwh_price: US dollars for a kilowatt-hour.
+    kwh_co2: grams of CO2 for a kilowatt-hour.
     """
 
     classes: dict[str, DeviceClass] = field(default_factory=_default_classes, kw_only=False)
@@ -144,14 +148,17 @@ class DeviceClasses(Fleet):
         return FleetCosts(costs, kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the class of each client. Every class has its share, except for rounding."""
+        """Draw the class of each client.
+
+        The number of clients of each class is its share of all clients, except for rounding.
+        """
         ends = np.cumsum([device_class.share for device_class in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients
         kinds = np.searchsorted(ends[:-1], places, side="right").astype(np.int16)
         return Labels(tuple(self.classes), kinds)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Draw the speeds of each client around the medians of the client's class."""
+        """Draw the speeds of each client's device around the medians of its class."""
         needed = above(
             "fleet=devices: FLOPs of the model",
             sample_flops(),

@@ -1,8 +1,9 @@
 """Send jobs to workers and collect the updates.
 
-Where and when a job is trained changes no result; it only decides how busy the workers are. The
-jobs of the next aggregation are sent at once. Other jobs wait in a queue, in the order in which
-they will be aggregated. A worker with fewer than two calls gets several of them in one message.
+Where and when a job is trained does not change any result; it only decides how busy the workers
+are. The jobs of the next aggregation are sent at once. All other jobs wait in a queue, in the order
+in which they will be aggregated. A worker that has fewer than two calls gets several of these jobs
+in one message.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BUNDLE_S = 0.02  # seconds of work that are worth a message
 
 @dataclass(eq=False)
 class TrainCall(Call):
-    """A call that trains jobs."""
+    """A call that lets a worker train jobs."""
 
     jobs: Sequence[Job] = ()
     groups: Sequence[Group] = ()  # whose deltas the worker sums
@@ -55,7 +56,10 @@ class TrainCall(Call):
         return tuple(sorted({job.client for job in self.jobs}))
 
     def copy_out_of_store(self) -> None:
-        """Copy what is not collected yet, so that the result can leave the object store."""
+        """Copy the updates and sums that are not collected yet out of the object store.
+
+        Afterwards the store can free the result of the call.
+        """
         for number, update in self.updates.items():
             if not isinstance(update, Update) or update.delta is None:
                 continue
@@ -67,9 +71,9 @@ class TrainCall(Call):
 
 
 class Dispatcher:
-    """The object that decides which worker trains which jobs, in which calls.
+    """The object that decides which worker trains which jobs, and in which calls.
 
-    floats: the number of floats in a delta.
+    floats: the number of floats in an update's parameters.
     """
 
     def __init__(
@@ -102,24 +106,25 @@ class Dispatcher:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def enqueue(self, job: Job, aggregation: int) -> None:
-        """Put a job into the queue, to be trained as soon as a worker has time.
+        """Put a job into the queue; it is trained as soon as a worker has time.
 
         aggregation: the version that the update will be added to.
         """
         self._queue.put(job, aggregation)
 
     def plan_sums(self, tree: Group) -> None:
-        """Let workers sum the updates of these jobs of an aggregation, all of one replica.
+        """Allow workers to sum the updates of these jobs, which one aggregation of a replica uses.
 
-        tree: numbers of the jobs, in the order of acceptance.
+        tree: the numbers of the jobs, in the order in which they are aggregated.
         """
         self._trees.plan(tree)
 
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
-        """Send the jobs of the next aggregation that are still in the queue.
+        """Send the jobs of the next aggregation that are still in the queue to workers.
 
-        Then send other jobs to idle workers.
-        jobs: all jobs of the aggregation, in the order of acceptance.
+        Afterwards send other jobs to idle workers.
+        jobs: all jobs of the aggregation, in the order in which they are aggregated.
+        aggregation: the version that their updates will be added to.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -129,7 +134,7 @@ class Dispatcher:
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
-        """Return the load of each active worker."""
+        """Return the load of each active worker: the samples that it must still train."""
         return [self._loads[worker] for worker in self._calls.active]
 
     def _active_nodes(self) -> list[int]:
@@ -137,16 +142,18 @@ class Dispatcher:
         return [self._runtime.nodes[worker] for worker in self._calls.active]
 
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
-        """Return True if one of these nodes adds up the sums of its workers before it sends them.
+        """Return True if at least one of these nodes adds up the sums of its workers.
 
-        The coordinator's node (0) does not, and no node does so for a small model.
+        Such a node sends the total instead of one sum for each worker. The coordinator's node
+        (number 0) does not do so, and with a small model no node does.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
-        """Return the jobs of each worker, in the order of acceptance.
+        """Return the jobs of each worker.
 
-        In stateful runs a client's jobs are in the order of dispatch.
+        The jobs are in the order in which they are aggregated. If clients have states, the jobs of
+        one client are in the order of their dispatch.
         """
         workers, loads, nodes = self._calls.active, self._active_loads(), self._active_nodes()
         groups = self._trees.groups(job.number for job in jobs)
@@ -163,7 +170,7 @@ class Dispatcher:
         return assigned
 
     def _chunks(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        """Split the jobs for a worker into calls, with a limited number of vectors in each."""
+        """Split a worker's jobs into calls that return a limited number of vectors each."""
         units = [[job] for job in jobs]
         groups = self._trees.groups(job.number for job in jobs)
         if groups and not self._client_states.stateful:
@@ -176,7 +183,10 @@ class Dispatcher:
             yield chunk
 
     def _home(self, client: int) -> StateHome | None:
-        """Return the worker that has a client's state, as its place among the active workers."""
+        """Return which active worker has a client's state; None if none has it.
+
+        The worker in the result is an index into the list of active workers.
+        """
         place = self._client_states.place(client)
         if place is None or place[0] not in self._calls.active:
             return None
@@ -197,10 +207,10 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Take jobs from the queue for a worker.
+        """Take jobs for one call of this worker from the queue; return them.
 
-        They are jobs of clients whose state this worker or no worker has. The first job of an idle
-        worker may be of a client whose state is on another worker.
+        The worker gets jobs of clients whose state it has, or whose state no worker has. If the
+        worker is idle, its first job may be of a client whose state is on another worker.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -217,7 +227,10 @@ class Dispatcher:
         return self._queue.take_bundle(accepts, self._max_vectors, max_samples)
 
     def _send(self, worker: int, jobs: Sequence[Job]) -> None:
-        """Let a worker train these jobs. On another node their sums stay there for now."""
+        """Start a call in which a worker trains these jobs.
+
+        A worker on another node than the coordinator's may leave the sums of updates on its node.
+        """
         groups = self._trees.summed_groups(job.number for job in jobs)
         uses: list[StateUse] = []
         if self._client_states.stateful:
@@ -241,7 +254,10 @@ class Dispatcher:
     ) -> TrainCall:
         """Start a call that trains jobs.
 
-        method: "train_apart" leaves the sums on the node.
+        method: "train" returns the sums of updates with the answer; "train_apart" leaves them on
+        the worker's node.
+        groups: the groups of jobs whose updates the worker sums.
+        uses: the client states that the jobs start from.
         """
         versions = list(dict.fromkeys(version for job in jobs for version in job.received))
         # A job sends less than its delta where clients have replicas of their own.
@@ -287,18 +303,21 @@ class Dispatcher:
         self._fill_workers()
 
     def _move(self, call: Call, previous: int) -> None:
-        """Record that another worker trains the jobs of a call now."""
+        """Record that a call has moved from the worker `previous` to another worker."""
         if isinstance(call, TrainCall):
             work = total_work(call.jobs)
             self._loads[previous] -= work
             self._loads[call.worker] += work
 
     def calls_of(self, jobs: Sequence[Job]) -> list[TrainCall]:
-        """Return the calls that train these jobs, each once."""
+        """Return the calls that train these jobs, without repetitions."""
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Return an aggregation's updates, in the order of acceptance, and workers' sums; waits."""
+        """Wait for the updates of these jobs; return them, and the sums that workers made.
+
+        jobs: in the order in which they are aggregated; the updates have the same order.
+        """
         calls = self.calls_of(jobs)
         for call in calls:
             self._calls.wait(call)
@@ -315,9 +334,12 @@ class Dispatcher:
     def fetch_sums(
         self, calls: Sequence[TrainCall], numbers: Collection[int]
     ) -> dict[Group, np.ndarray]:
-        """Return the sums of these jobs, after nodes have added up what stayed there.
+        """Return the sums of the updates of these jobs, by group.
 
-        What was lost with a node is trained again.
+        Sums that are still on nodes are added up there first. Jobs of a sum that was lost with its
+        node are trained again.
+        calls: the calls that train the jobs.
+        numbers: the numbers of the jobs.
         """
         sums: dict[Group, np.ndarray] = {}
         remote: list[RemoteSum] = []
@@ -337,7 +359,7 @@ class Dispatcher:
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
     ) -> dict[Group, np.ndarray]:
-        """Return the sums of groups from jobs that are trained again; waits."""
+        """Train the jobs of lost sums again, and wait; return the new sums."""
         job_of = {job.number: job for call in calls for job in call.jobs}
         repeated: list[TrainCall] = []
         for group in groups:

@@ -1,9 +1,11 @@
-"""Score models on the workers, and make columns of the history of the scores.
+"""Score models on the workers, and make columns of the history from the scores.
 
-A client's model is scored in up to four views: `shared` (the vector that is averaged), `own` (the
-client's own model: changed by `personalise`, with the personal part), `finetuned` (the own model
-after fine-tuning on the client's data), and `common` (the own model on the central test set). The
-loss decomposition of the FedLD paper works with any method.
+A client can be scored with up to four models, which are called views:
+- `shared`: the vector that the server averages;
+- `own`: the client's own model, which has the personal part and is changed by `personalise`;
+- `finetuned`: the own model after fine-tuning on the client's data;
+- `common`: the own model, scored on the central test set.
+The loss decomposition of the FedLD paper works with any method.
 """
 
 from __future__ import annotations
@@ -48,16 +50,17 @@ def _no_clients() -> np.ndarray:
 
 @dataclass
 class Scoring:
-    """The calls that score models of one version.
+    """The calls that score models of one version, and the clients whose models are scored.
 
     clients: the scored clients that are trained.
     unseen: the scored clients that are never trained.
-    reports: the calls for each view (see the module).
+    reports: the calls of each view (see the module).
     members: the clients of the loss decomposition.
-    models: the calls that score the local model of each member, and the next shared model.
-    replicas: the calls that score each replica on the central test set.
-    client_scores: for each column, arrays of clients and of their scores; `Evaluator.columns` fills
-    it.
+    models: for each member the calls that score its local model; then those of the next shared
+    model.
+    replicas: for each replica the calls that score it on the central test set.
+    client_scores: for each column, pairs of an array of clients and an array of their scores;
+    `Evaluator.columns` fills it.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -77,7 +80,7 @@ class Scoring:
 
 
 class Evaluator:
-    """The object that sends scoring tasks to workers and makes columns from their reports."""
+    """The object that lets workers score models and makes columns from their reports."""
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Evaluator:
         self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
 
     def _make_columns(self) -> list[ScoreColumns]:
-        """Return the makers of columns, one for each metric; the main one is first."""
+        """Return an object for each metric that makes its columns; the main metric is first."""
         metrics = self.spec.task.metrics
         functions = row_functions(metrics)
         columns = []
@@ -147,9 +150,9 @@ class Evaluator:
 
     # --- tasks ------------------------------------------------------------------------------------
     def score(self, server: Server, published: Ref) -> Scoring:
-        """Start scoring the server's version.
+        """Start scoring the server's current version.
 
-        published: the version in the runtime's store.
+        published: a reference to this version in the runtime's store.
         """
         scoring = self._begin(server.version)
         clients, unseen = scoring.clients, scoring.unseen
@@ -181,11 +184,11 @@ class Evaluator:
         return scoring
 
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
-        """Start scoring each client with the replica that serves it.
+        """Start scoring each client with the replica that serves the client.
 
-        If there is a central test set, also score there the mean of the replicas, and the replicas
-        of the scored clients.
-        mean: the mean, as a version in the runtime's store.
+        If there is a central test set, also score two kinds of models on it: the mean of all
+        replicas, and each replica that serves a scored client.
+        mean: a reference to the mean, in the runtime's store.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -225,7 +228,11 @@ class Evaluator:
     def _score_centrally(
         self, central: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
     ) -> list[list[Call]]:
-        """Start scoring several versions on the central test set."""
+        """Start scoring each of several versions on the central test set.
+
+        central: the tasks, which are the same for all versions.
+        sources: the versions.
+        """
         calls: list[list[Call]] = []
         workers = self.calls.active
         for place, source in enumerate(sources):
@@ -239,7 +246,10 @@ class Evaluator:
     def _replicas_of(
         self, clients: Sequence[int], replicas: Replicas, versions: Versions
     ) -> dict[int, int]:
-        """Return the replica that each client is scored with; waits where clients choose it."""
+        """Return the replica that each client is scored with.
+
+        If clients choose their replica by its loss, wait for the losses.
+        """
         if not replicas.network.chosen_by_loss:
             return {client: replicas.replica_of(client) for client in clients}
         train = self.spec.data.partition.all_train
@@ -253,7 +263,10 @@ class Evaluator:
     def replica_losses(
         self, clients: Sequence[int], samples: int | None, replicas: Replicas, versions: Versions
     ) -> np.ndarray:
-        """Return the loss of every replica for each client, [replicas, clients]; see `losses`."""
+        """Return the mean loss of every replica for each client, float64 [replicas, clients].
+
+        clients, samples: see `losses`.
+        """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
             sources = [partial(versions.ref, number)] * len(clients)
@@ -261,7 +274,7 @@ class Evaluator:
         return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
-        """Return the vector of a replica that evaluation uses, in the runtime's store."""
+        """Return a reference to the vector that a replica is scored with, in the store."""
         server, number = replicas.servers[replica], replicas.numbers[replica]
         scored = server.scored()
         if scored is server.vector:
@@ -272,13 +285,13 @@ class Evaluator:
         return self.runtime.put(published)
 
     def _begin(self, version: int) -> Scoring:
-        """Return the scoring of a version of the run, with its clients."""
+        """Return the scoring of a version, with drawn clients and without calls."""
         clients = self._sample(self._scored, version, "evaluate")
         unseen = self._sample(self._scored_unseen, version, "evaluate.unseen")
         return Scoring(clients, unseen, version=version)
 
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
-        """Draw `evaluate.clients` of the clients, ascending; return all if there are not more."""
+        """Draw `evaluate.clients` of these clients, ascending; return all if there are not more."""
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
             return clients
@@ -286,7 +299,11 @@ class Evaluator:
         return np.sort(generator.choice(clients, size=count, replace=False))
 
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
-        """Return tasks of whole batches across clients, in the order of `_shared_columns`."""
+        """Return the tasks that score the shared model, in full batches across clients.
+
+        The order is that in which `_shared_columns` reads the reports: test samples of clients,
+        test samples of unseen clients, the central test set, validation samples.
+        """
         parts = [
             self._rows(self.tests, clients),
             self._rows(self.tests, unseen),
@@ -296,7 +313,7 @@ class Evaluator:
         return [task for rows in parts for task in self._batches(rows)]
 
     def _batches(self, rows: np.ndarray) -> list[ScoringTask]:
-        """Return tasks that score rows with the shared model."""
+        """Return tasks that score these rows with the shared model, one batch each."""
         size = self.spec.score_batch
         return [ScoringTask(-1, rows[start : start + size]) for start in range(0, len(rows), size)]
 
@@ -322,11 +339,19 @@ class Evaluator:
         return finetune.epochs > 0 and (version == self.rounds or not finetune.last)
 
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
-        """Send tasks to the workers that have the clients' states, and other tasks evenly."""
+        """Start the calls for some tasks, all with one version.
+
+        A task of a client goes to the worker that has the client's state. All other tasks are
+        divided evenly.
+        published: a reference to the version in the runtime's store.
+        """
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
     def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
-        """Send tasks, each with its published version, to the workers as `_start` does."""
+        """Start the calls for some tasks, each with its own version; see `_start`.
+
+        sources: for each task, a function that returns a reference to its version.
+        """
         # By worker: consecutive tasks with one version.
         tasks_of_worker: dict[int, list[tuple[Source, list[ScoringTask]]]] = {}
         workers = self.calls.active
@@ -362,7 +387,10 @@ class Evaluator:
     def _chunks(
         self, worker: int, parts: Sequence[tuple[Source, Sequence[ScoringTask]]]
     ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
-        """Split the tasks of a worker into calls with a limited number of bytes read from disk."""
+        """Split a worker's tasks into calls, each of which reads few bytes from disk.
+
+        parts: tasks that have the same version, with that version.
+        """
         chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
         for source, tasks in parts:
             reads = self.client_states.split_reads([task.client for task in tasks])
@@ -372,11 +400,11 @@ class Evaluator:
     def losses(
         self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
     ) -> np.ndarray:
-        """Return the mean loss of a model on the training samples of each client.
+        """Return the mean loss on each client's training samples, float64 [clients]; wait for it.
 
-        float64 [clients]; waits.
         samples: the most samples of each client, drawn by client and version; None uses all.
-        sources: the published version for each client.
+        version: the number of the current version.
+        sources: for each client, a function that returns a reference to the version to use.
         """
         calls = self._start_losses(clients, samples, version, sources)
         return self._collect_losses(clients, calls)
@@ -406,11 +434,12 @@ class Evaluator:
         bases: Mapping[int, PublishedVersion],
         after: PublishedVersion,
     ) -> Scoring:
-        """Start scoring each participant's local model and the next shared model.
+        """Start scoring the local model of each participant, and the next shared model.
 
-        Each model is scored on the samples of every participant, with the personal part of the
-        client that owns the samples.
-        bases: the vectors that updates started from, by version.
+        A participant is a client whose update is in `updates`. Each model is scored on the training
+        samples of every participant, with the personal part of the client that has the samples.
+        bases: the versions that updates started from, by number.
+        after: the next shared model.
         """
         tasks = [self._training_task(update.client) for update in updates]
         scoring = Scoring(members=tuple(update.client for update in updates))
@@ -435,7 +464,7 @@ class Evaluator:
 
     # --- columns ----------------------------------------------------------------------------------
     def columns(self, scoring: Scoring) -> Row:
-        """Return the columns of the history; waits for the reports."""
+        """Return the columns of the history for a scoring; wait for the reports."""
         if self.sets is not None:
             set_reports: list[SetReport] = []
             for call in scoring.reports["sets"]:
@@ -459,9 +488,10 @@ class Evaluator:
         return [report for call in calls for report in self.calls.wait(call)]
 
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the shared model's scores on test sets of clients, unseen clients and the center.
+        """Return the columns of the shared model's scores.
 
-        If there are validation samples, the scores of the best round follow.
+        The shared model is scored on the test sets of clients and of unseen clients, and on the
+        central test set. If there are validation samples, the scores of the best round are added.
         """
         sizes = [
             self._test_counts[scoring.clients].sum(),
@@ -482,9 +512,11 @@ class Evaluator:
         return row
 
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
-        """Return the scores of the clients' own models.
+        """Return the columns of the scores of the clients' own models.
 
-        A report has the scores of a client's test samples, then of the client's validation samples.
+        reports: each has the scores of a client's test samples, then those of the client's
+        validation samples.
+        suffix: the end of the columns' names.
         """
         row: Row = {}
         if not reports:
@@ -501,9 +533,10 @@ class Evaluator:
         return row
 
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
-        """Return the scores on the central test set: of the mean, and of each replica.
+        """Return columns of scores on the central test set, of the replicas and their mean.
 
-        own: the columns of the clients' models.
+        mean: the reports of the mean of all replicas.
+        own: the columns of the clients' own models.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}
@@ -518,7 +551,7 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the mean score of clients' own models on the central test set."""
+        """Return the mean score of the clients' own models on the central test set."""
         row: Row = {}
         for columns in self.score_columns:
             scores = {
@@ -535,7 +568,10 @@ class Evaluator:
         return row
 
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
-        """Return the scores of single clients that `columns` read last, or None."""
+        """Return the scores of single clients, after `columns` has read the reports.
+
+        Return the scores of the last scoring that has any; None if no scoring has any.
+        """
         scored = [scoring for scoring in scorings if scoring.client_scores]
         if not scored:
             return None
@@ -550,10 +586,7 @@ class Evaluator:
         return ClientScores(clients, columns)
 
     def _decomposition_columns(self, scoring: Scoring) -> Row:
-        """Return the terms of equation 2 of the FedLD paper.
-
-        Participants are weighted by their samples.
-        """
+        """Return the terms of equation 2 of the FedLD paper, weighted by samples."""
         place = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))
         for losses, calls in zip(table, scoring.models, strict=True):

@@ -19,11 +19,11 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the aggregation that used the update; for other jobs the first aggregation after the
-    job's end, or after the run.
-    staleness: of an aggregated or failed job; 0 for other jobs.
-    energy_wh, money, co2_g: what the job costs, as far as the fleet has costs; of a job in flight,
-    what it will cost.
+    round: the aggregation that used the update. For any other job it is the first aggregation after
+    the job's end, or after the end of the run.
+    staleness: the staleness of an aggregated or failed job; 0 for other jobs.
+    energy_wh, money, co2_g: the cost of the job, or 0 if the fleet has no such cost. For a job in
+    flight it is what the whole job will cost.
     """
 
     client: int
@@ -44,7 +44,12 @@ Row: TypeAlias = dict[str, float | int | None]
 
 @dataclass(frozen=True, eq=False)
 class ClientScores:
-    """The scores of single clients. column: the history's column that has their mean."""
+    """The scores of single clients.
+
+    clients: int [n], the scored clients.
+    columns: float [n] for each column of the history that is a mean over clients: the scores of
+    these clients.
+    """
 
     clients: Ints  # [n], ascending
     columns: Mapping[str, Floats]  # [n] each, such as "accuracy" and "accuracy_finetuned"
@@ -52,11 +57,10 @@ class ClientScores:
 
 @dataclass(frozen=True)
 class Started:
-    """The start of a run.
+    """The event that a run has started.
 
-    rows: the rounds that a resumed run already has.
-
-    processes: the processes that take part, if there are several.
+    rows: the rows of earlier rounds, if the run was resumed.
+    processes: the processes of the run, if there are several.
     """
 
     rows: list[Row]
@@ -65,7 +69,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Round:
-    """One finished aggregation."""
+    """The event that an aggregation is finished."""
 
     row: Row
     failures: tuple[Failure, ...]
@@ -79,15 +83,15 @@ class Waiting:
     """The event that no worker has answered for a long time.
 
     worker: the worker that the run waits for.
-    clients: the clients that it trains, if any.
-    seconds: the time since its last answer or, if it has not answered yet, since its current call
-    began.
-    node: name and address of its machine; "" if unknown.
-    replaced_after: the seconds without an answer after which another worker takes its place;
-    infinite if none does.
-    node_timeout: if the machine does not answer either, the seconds after which it counts as lost;
-    otherwise None.
-    stacks: where the threads of the worker's process stand; "" if that is unknown.
+    clients: the clients that this worker trains, if any.
+    seconds: the time since the worker's last answer or, if it has not answered yet, since its
+    current call began.
+    node: name and address of the worker's node; "" if unknown.
+    replaced_after: the seconds without an answer after which another worker replaces this one;
+    infinite if the run waits forever.
+    node_timeout: None if the node answers. Otherwise the seconds without an answer after which the
+    node counts as lost.
+    stacks: the current position of each thread of the worker's process; "" if unknown.
     """
 
     worker: int
@@ -103,7 +107,7 @@ class Waiting:
 class Notice:
     """The event that something happened which the user should know, such as a lost node.
 
-    text: one sentence or more.
+    text: one or more sentences.
     """
 
     text: str
@@ -123,9 +127,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Profiled:
-    """The time of the coordinator and of every worker by activity, over the same wall time.
+    """The event that reports a profile: the time of each process by activity.
 
-    Reported before the end of a run with a profile.
+    The processes are the coordinator and all workers. The event comes before the end of a run with
+    a profile.
+    start, stop: the interval of wall time that all tracks cover.
     """
 
     start: float  # seconds since the epoch
@@ -135,11 +141,13 @@ class Profiled:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a run.
+    """The event that a run has ended.
 
+    model_sha256, state_sha256: checksums of the final model, and of client states and server state.
     jobs: the jobs that no aggregation used.
-    best_model: the round, the column that decided, its value, and the sha256 of the weights.
-    processes: the processes that took part, if there were several.
+    best_model: the round, the column that decided, its value, and the SHA-256 of the weights; None
+    if there is no best model.
+    processes: the processes of the run, if there were several.
     """
 
     model_sha256: str
@@ -154,7 +162,7 @@ Event: TypeAlias = Started | Waiting | Notice | Round | Saved | Profiled | Finis
 
 
 class RunStoppedError(RuntimeError):
-    """The error of a run that could not continue. The results so far are in its folder."""
+    """The error of a run that could not continue; its folder has the results so far."""
 
 
 class ProcessLostError(RunStoppedError):

@@ -12,11 +12,13 @@ from raysim.simulation.saving import RunSaver
 def check_failures(
     failures: Sequence[Failure], jobs: int, version: int, tolerate: float, saver: RunSaver
 ) -> None:
-    """Raise TooManyFailuresError, after writing a checkpoint, if too many jobs failed.
+    """Raise TooManyFailuresError if too many jobs of an aggregation failed.
 
-    jobs: the jobs of the aggregation.
-    version: the version that their updates would be added to.
-    tolerate: the largest share of jobs that may fail.
+    If the run has a folder, a checkpoint is written first.
+    jobs: the number of jobs of the aggregation.
+    version: the version that the updates would be added to.
+    tolerate: the largest share of jobs that may fail, 0 to 1.
+    saver: writes the checkpoint.
     """
     if len(failures) <= tolerate * jobs:
         return

@@ -1,6 +1,6 @@
-"""Devices of clients on the virtual clock: job times, availability and drop-outs.
+"""Devices of clients on the virtual clock: job durations, availability and drop-outs.
 
-Everything is a function of the run's seed. It never depends on measured time or on training
+All of these are functions of the run's seed. They never depend on measured time or on training
 results.
 """
 
@@ -23,9 +23,9 @@ from raysim.simulation.costs import Cost, FleetCosts
 class Trip(NamedTuple):
     """The end of a job in virtual time.
 
-    finish: virtual seconds.
-    arrives: True if the update arrives at that time; False if the client dropped out, and the
-    server learns of it at that time.
+    finish: the virtual time, in seconds, at which the update arrives or the client drops out.
+    arrives: True if the update arrives; False if the client drops out. The server learns of a
+    drop-out at the time it happens.
     """
 
     finish: float
@@ -33,39 +33,52 @@ class Trip(NamedTuple):
 
 
 class Devices(Protocol):
-    """The devices of all clients, made once for a run."""
+    """The devices of all clients of a run."""
 
     @property
     def presence(self) -> Availability | None:
-        """The availability of idle clients; None means always available."""
+        """When each client is available; None means that all clients always are."""
         ...
 
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job that begins at `start`.
+        """Return the end of a job that begins at the virtual time `start`.
 
-        The client receives `down` floats, trains on `samples` samples and sends `up` floats.
+        participation: the number of earlier jobs of the client.
+        samples: the samples that the client trains on.
+        down, up: the floats that the client receives and sends.
         """
         ...
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the duration of a job for each client without drop-outs, float64 [clients]."""
+        """Return the duration of a job for each client, without drop-outs, float64 [clients].
+
+        samples: [clients], the samples of each client's job.
+        down, up: the floats that each client receives and sends.
+        """
         ...
 
 
 @runtime_checkable
 class DevicesWithPhases(Protocol):
-    """Devices that know how a job's time is divided."""
+    """Devices that know how long each phase of a job takes."""
 
     def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
-        """Return the seconds in which a client receives, trains and sends, without drop-outs."""
+        """Return the seconds in which a client receives, trains and sends, without drop-outs.
+
+        down, up: the floats that the client receives and sends.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of devices, each [clients]: samples per second; bytes per second down and up."""
+    """The speeds of the devices of all clients.
+
+    samples: float [clients], samples per second in training.
+    down, up: float [clients], bytes received and sent per second.
+    """
 
     samples: np.ndarray
     down: np.ndarray
@@ -74,15 +87,18 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """A kind of devices. A subclass overrides `speeds`, or `devices` to replace everything.
+    """A fleet: a rule that draws the simulated devices of all clients.
 
-    availability: "always"; "diurnal", for `hours` of each day, in time zones around the world; or
-    "markov", for `on` seconds on average and then not for `off` seconds. A client that becomes
-    unavailable loses its job.
-    dropout: the probability that a job is lost for another reason, at any moment of the job.
-    patience: how many virtual seconds a run waits at most for its first client.
+    A subclass overrides `speeds`; to replace everything it overrides `devices`.
+    availability: "always": clients are always available. "diurnal": clients are available for
+    `hours` hours of each day, in time zones around the world. "markov": a client is available for
+    `on` seconds on average, then unavailable for `off` seconds on average. The job of a client that
+    becomes unavailable is lost.
+    dropout: the probability that a job is lost for another reason, at a random moment of the job.
+    patience: the most virtual seconds that a run waits for its first client.
     cost: the power of each device, and what its link costs.
-    kwh_price, kwh_co2: money and grams of CO2 for a kilowatt-hour of the devices.
+    kwh_price: money for a kilowatt-hour of the devices.
+    kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
@@ -109,15 +125,15 @@ class Fleet:
         at_least("fleet.kwh_co2", self.kwh_co2, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Return the speeds of `clients` devices.
+        """Return the speeds of the devices of `clients` clients.
 
-        sample_flops: function that returns the floating-point operations of one sample's forward
-        and backward pass.
+        sample_flops: function that returns the floating-point operations of the forward and
+        backward pass of one sample.
         """
         raise NotImplementedError(f"{type(self).__name__} must override speeds or devices.")
 
     def presence(self, seed: int, clients: int) -> Availability | None:
-        """Return the availability of clients; None means always available."""
+        """Return when each of `clients` clients is available; None means always."""
         if self.availability == "diurnal" and self.hours < 24:
             zones = self.regions(seed, clients)
             assert zones is not None, "a diurnal fleet has time zones"
@@ -128,7 +144,7 @@ class Fleet:
         return None
 
     def _check_wait(self, seconds: float) -> None:
-        """Raise ValueError if the average wait for a client exceeds `patience`."""
+        """Raise ValueError if `seconds`, the average wait for a client, is more than `patience`."""
         if seconds > self.patience:
             raise ValueError(
                 f"fleet.off={self.off:g} makes a run wait {seconds:,.0f} s on average for an "
@@ -137,24 +153,24 @@ class Fleet:
             )
 
     def regions(self, seed: int, clients: int) -> np.ndarray | None:
-        """Return the region of each client [clients] int: its time zone; None: there are none."""
+        """Return the region (time zone) of each client, int [clients]; None without regions."""
         if self.availability == "diurnal":
             return stream(seed, "fleet.zone").integers(24, size=clients)
         return None
 
     def costs(self, seed: int, clients: int) -> FleetCosts | None:
-        """Return the costs of all clients; None if nothing costs anything."""
+        """Return the costs of all clients; None if all costs are 0."""
         if self.cost.is_zero:
             return None
         kinds = np.zeros(clients, np.int16)
         return FleetCosts([self.cost], kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Return the kind of each client's device, for reports."""
+        """Return the kind of each client's device, which reports show."""
         return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices of a run's clients.
+        """Return the devices of `clients` clients.
 
         sample_flops: see `speeds`.
         """
@@ -166,7 +182,9 @@ class Fleet:
 class Fate:
     """The rule that decides which jobs are lost, and when.
 
-    lost: the key of the random numbers of drop-outs.
+    presence: when each client is available; None means always.
+    dropout: the probability that a job is lost although its client stays available.
+    lost: the key of the random numbers that decide drop-outs.
     """
 
     presence: Availability | None = None
@@ -174,7 +192,7 @@ class Fate:
     lost: int = 0
 
     def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
-        """Return the end of a job that takes `seconds` unless its client is lost."""
+        """Return the end of a job that takes `seconds` seconds, or less if the job is lost."""
         finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
             finish, arrives = start + seconds * uniform(self.lost, client, participation, 1), False
@@ -186,7 +204,7 @@ class Fate:
 
 
 class Fixed:
-    """Devices of constant speeds."""
+    """Devices whose speeds are the same for all jobs of a client."""
 
     def __init__(self, speeds: Speeds, fate: Fate):
         self._fate, self.presence = fate, fate.presence
@@ -200,7 +218,10 @@ class Fixed:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job: receiving, training and sending take place one after another."""
+        """Return the end of a job in which a client receives, then trains, then sends.
+
+        down, up: the floats that the client receives and sends.
+        """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
             client, participation, start, network + samples / self._samples[client]
@@ -243,11 +264,12 @@ class Ideal(Fleet):
 
 @dataclass(frozen=True)
 class Lognormal(Fleet):
-    """A fleet with log-normally distributed speed and bandwidth, drawn once per client.
+    """A fleet with log-normally distributed speed and bandwidth, drawn once for each client.
 
     speed: median samples per second.
-    bandwidth_down, bandwidth_up: median bytes per second. sigma,
-    bandwidth_sigma: standard deviations of the logarithms.
+    sigma: standard deviation of the logarithm of the speed.
+    bandwidth_down, bandwidth_up: median bytes received and sent per second.
+    bandwidth_sigma: standard deviation of the logarithm of the bandwidth.
     """
 
     speed: float = field(default=1000.0, kw_only=False)

@@ -1,4 +1,4 @@
-"""A forecast of a run: its first aggregations, planned without training."""
+"""Forecast a run: plan its first aggregations without training."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 
 @dataclass(frozen=True)
 class Forecast:
-    """Means over the second half of the planned aggregations; the first half is the warm-up.
+    """The forecast of a run, from its first planned aggregations.
 
+    Values are means over the second half of these aggregations, because the first half is the
+    warm-up.
     at_work: clients in flight.
     seconds: virtual seconds from one aggregation to the next.
     staleness: the staleness of aggregated updates.
-    lost, discarded: shares of the jobs that end.
-    workers_busy: share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: the same share, if the selection could be planned ahead.
+    lost, discarded: shares of the ended jobs that are lost or discarded.
+    workers_busy: the share of wall time in which workers work, over all planned aggregations.
+    workers_busy_ahead: the same share, if the selection could be planned ahead of the training.
     """
 
     at_work: float
@@ -40,10 +42,12 @@ class Forecast:
 
 
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
-    """Return the forecast of a run of `rounds` rounds. The planner cannot be used afterwards.
+    """Return the forecast of a run; the planner cannot be used afterwards.
 
-    Nothing is trained, so a selection that needs reports gets none here. Raises ValueError if the
-    run cannot begin with this fleet.
+    Nothing is trained, so a selection that uses clients' reports gets none here.
+    rounds: the number of rounds of the run.
+    workers: the number of workers of the run.
+    Raises ValueError if the run cannot begin with this fleet.
     """
     aggregations: list[PlannedAggregation] = []
     min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)
@@ -75,7 +79,7 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
 
 
 def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, end: float) -> float:
-    """Return the mean number of jobs in flight between two moments."""
+    """Return the mean number of jobs in flight between two moments in virtual seconds."""
     if end <= begin:
         return 0.0
     jobs = [job for aggregation in aggregations for job in aggregation.dispatched]
@@ -87,13 +91,14 @@ def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, en
 def workers_busy(
     aggregations: Sequence[PlannedAggregation], workers: int, plans_ahead: bool = True
 ) -> float:
-    """Return the share of wall time in which `workers` workers would work.
+    """Return the share of wall time in which workers would work, from 0 to 1.
 
-    Every worker needs the same time for a sample. As in a run, a job can begin when its base
-    version exists, the jobs of the next aggregation come first, and a job whose update is never
-    aggregated is not trained.
-    plans_ahead: False if an aggregation is planned after the one before it was made; a job can then
-    begin when its aggregation is planned.
+    The model: every worker needs the same time for a sample; a job can begin when its base version
+    exists; the jobs of the next aggregation come first; a job whose update is never aggregated is
+    not trained.
+    workers: the number of workers.
+    plans_ahead: False if each aggregation is planned only after the previous one was made. A job
+    can then begin only when its aggregation is planned.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -1,10 +1,13 @@
-"""The sums that workers and nodes make of the updates of an aggregation.
+"""The sums of updates that workers and nodes make for an aggregation.
 
-The updates are added up in a tree over the order of acceptance (`tree_sum`). A group is a part of
-the tree: a process that has all its updates can sum them. Each call to a worker returns a sum for
-each of its largest groups. On other nodes than the coordinator's these sums stay where they are,
-until nodes have added them up, too. So a handful of vectors arrive at the coordinator, and the bits
-do not depend on who summed what.
+The updates of an aggregation are added up in a tree over the order in which they are aggregated
+(`tree_sum`). A group is the set of jobs below one part of this tree. A process that has all updates
+of a group can sum them.
+
+Each call to a worker returns one sum for each of the largest groups among its jobs. On nodes other
+than the coordinator's, these sums stay on the node, until nodes have added them up to larger
+groups. Therefore only a few vectors are sent to the coordinator. The bits of the result do not
+depend on which process made which sum.
 """
 
 from __future__ import annotations
@@ -22,24 +25,33 @@ Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order of acceptanc
 
 
 class SumTrees:
-    """The trees of planned aggregations whose updates workers may sum: one for each replica."""
+    """The summation trees of planned aggregations, one for each replica that aggregates.
+
+    Only aggregations whose updates may be summed by workers have trees.
+    """
 
     def __init__(self) -> None:
         # By job: its tree, as the numbers of all jobs in order, and its position there.
         self._places: dict[int, tuple[Group, int]] = {}
 
     def plan(self, tree: Group) -> None:
-        """Add a tree: the numbers of its jobs in the order of acceptance."""
+        """Add a tree.
+
+        tree: the numbers of its jobs, in the order in which they are aggregated.
+        """
         for position, number in enumerate(tree):
             self._places[number] = tree, position
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Remove the jobs of an aggregation that was made."""
+        """Remove the jobs with these numbers, because their aggregation was made."""
         for number in numbers:
             self._places.pop(number, None)
 
     def groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the largest groups of these jobs; jobs without a tree are left out."""
+        """Return the largest groups that consist of these jobs only.
+
+        Jobs that are in no tree are left out.
+        """
         positions: dict[Group, list[int]] = {}
         for number in numbers:
             place = self._places.get(number)
@@ -52,15 +64,19 @@ class SumTrees:
         return groups
 
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the groups that a worker sums: all but single jobs that are a tree of their own.
+        """Return the groups that a worker sums.
 
-        The update of such a job is as long as its sum, and says more.
+        These are the groups of `groups`, except a single job that is the only one of its tree. The
+        update of such a job is as long as its sum, and contains more.
         """
         return [group for group in self.groups(numbers) if len(self._places[group[0]][0]) > 1]
 
 
 class RemoteSum(NamedTuple):
-    """The sum of a group of jobs, which is still on the node that made it."""
+    """The sum of the updates of a group, which is on the node that made it.
+
+    ref: a reference to the sum.
+    """
 
     jobs: Group
     node: int
@@ -70,9 +86,10 @@ class RemoteSum(NamedTuple):
 def fetch_sums(
     sums: Sequence[RemoteSum], trees: SumTrees, runtime: Runtime
 ) -> tuple[dict[Group, np.ndarray], list[Group]]:
-    """Let nodes add up their sums to the largest groups; return those, and groups that are lost.
+    """Let nodes add up their sums to larger groups, and fetch these.
 
-    A group whose jobs all failed is left out. A group is lost with its node.
+    Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
+    jobs all failed is left out of both.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []
@@ -96,10 +113,11 @@ def fetch_sums(
 
 
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
-    """Return the sum of a group; nodes start to add it up.
+    """Let nodes start to add up the sums of a group's parts; return the future total.
 
-    parts: the sums that the group consists of, in order. Each node adds up its own parts. Then one
-    half of a part of the tree travels to the node of the other half, for all parts at once.
+    Each node adds up the parts that it has. Where two halves of a part of the tree are on different
+    nodes, one half is sent to the node of the other half; all such transfers run at the same time.
+    parts: the sums of the group's parts, in order.
     """
     if len(parts) == 1:
         return parts[0]

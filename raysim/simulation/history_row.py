@@ -1,4 +1,4 @@
-"""The history's row of an aggregation: traffic, clients' reports and workers' activity."""
+"""The history's row of an aggregation: traffic, clients' reports and activity of workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """The object that makes a row for every aggregation; it counts events since the last row.
+    """The object that makes the history's row of each aggregation.
 
-    network_columns: function that returns the columns of bytes between nodes since the last row.
+    It counts events, such as deaths of workers, since the last row.
+    network_columns: function that returns the columns of bytes sent between nodes since the last
+    row.
     """
 
     def __init__(
@@ -47,16 +49,20 @@ class RowWriter:
         self._deaths = 0  # of workers, up to the last row
 
     def start(self) -> None:
-        """Start the clock of this session."""
+        """Start the clock of this session: the time from this start or resume of the run."""
         self._since = time.monotonic()
 
     def resume(self, wall_seconds: float, rows: list[Row]) -> None:
-        """Continue from a checkpoint with this wall time and these rows."""
+        """Continue from a checkpoint.
+
+        wall_seconds: the wall time of earlier sessions.
+        rows: the rows of earlier sessions.
+        """
         self._earlier, self.rows = wall_seconds, rows
 
     @property
     def wall_seconds(self) -> float:
-        """Wall time of the run so far, including earlier sessions."""
+        """The wall time of the run so far in seconds, including earlier sessions."""
         return self._earlier + time.monotonic() - self._since
 
     def row(
@@ -67,7 +73,10 @@ class RowWriter:
         failures: Sequence[Failure],
         store_bytes: int,
     ) -> Row:
-        """Return the row of an aggregation that was just made, without scores."""
+        """Return the row of an aggregation that was just made; scores are still missing.
+
+        store_bytes: the bytes in the object store (see `store_bytes`).
+        """
         staleness = aggregation.staleness
         row: Row = {
             "round": replicas.version,
@@ -110,26 +119,26 @@ class RowWriter:
         return row
 
     def _other_scores(self) -> Row:
-        """Return the columns of the metrics after the main one, without values."""
+        """Return the columns of all metrics except the main one; the values are None."""
         row: Row = {}
         for name in self.other_metrics:
             row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
         return row
 
     def store_bytes(self, versions: int, results: int) -> int:
-        """Return the bytes in the object store after all updates of a round have arrived.
+        """Return the bytes in the object store when all updates of a round have arrived.
 
-        versions: bytes of the stored versions.
-        results: floats of the updates in flight. An unknown size counts as the upload of a job, or
-        as the mean of the other states.
+        A client state of unknown size counts as the mean of the other states.
+        versions: the bytes of the stored versions.
+        results: the floats of the updates that are not collected yet.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
-        """Return the shares of wall time since the last row in which workers worked.
+        """Return columns of the share of wall time in which workers worked since the last row.
 
-        They are the mean over workers, and the share of the worker that worked least. A call counts
-        when it is answered.
+        The columns are the mean over workers, and the share of the worker that worked least. The
+        time of a call counts when the call is answered.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
@@ -151,7 +160,10 @@ class RowWriter:
 
 
 def _replica_columns(replicas: Replicas, aggregation: PlannedAggregation) -> Row:
-    """Return the replica that aggregated, and its traffic, if each has its own schedule."""
+    """Return columns of the replica that aggregated and its traffic.
+
+    Return none unless each replica has its own schedule.
+    """
     if not replicas.network.own_schedules:
         return {}
     return {
@@ -167,14 +179,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_loss(updates: Sequence[Update]) -> float | None:
-    """Return the mean training loss over all trained rows; None without a loss."""
+    """Return the mean training loss over all trained rows; None if no update has a loss."""
     pairs = [(update.loss, update.loss_rows) for update in updates if math.isfinite(update.loss)]
     rows = sum(count for _, count in pairs)
     return math.fsum(loss * count for loss, count in pairs) / rows if rows else None
 
 
 def _mean_reports(updates: Sequence[Update]) -> Row:
-    """Return each column that clients report, as the mean over the clients that report it."""
+    """Return the columns that clients report: the mean over the clients that report each."""
     values: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.report.items():

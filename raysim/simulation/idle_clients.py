@@ -1,6 +1,6 @@
-"""The clients that are available and idle, in order.
+"""Keep a sorted array of the clients that are available and idle.
 
-The planner draws from them if very few clients are available.
+The planner draws from this array if very few clients are available.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ _FEW = 64  # changes of one moment that are made one by one
 
 
 class IdleClients:
-    """The available, idle clients among `members` (ascending), as a sorted array.
+    """The clients of `members` that are available and idle, as a sorted array.
 
-    They depend only on the clients that are busy at `now`, and not on when the object was made.
-    Checkpoints therefore do not contain them.
+    The array depends only on the current time and the busy clients, and not on when this object was
+    made. Therefore checkpoints do not contain it.
+    members: the clients to consider, ascending.
+    busy: the clients that are busy; the caller updates this collection.
+    now: the current virtual time in seconds.
     """
 
     def __init__(
@@ -40,11 +43,14 @@ class IdleClients:
         return len(self._clients)
 
     def add_finished(self, client: int) -> None:
-        """Add a client whose job ended, at the next `advance`, if the client is then available."""
+        """Record that a client's job ended.
+
+        The next `advance` adds the client to the array, if it is available then.
+        """
         self._finished.append(client)
 
     def remove(self, client: int) -> None:
-        """Remove a client if it is in the array."""
+        """Remove a client from the array, if it is there."""
         place = bisect_left(self._clients, client)
         if place < len(self._clients) and self._clients[place] == client:
             del self._clients[place]
@@ -61,9 +67,10 @@ class IdleClients:
                 self._insert(client)
 
     def draw(self, count: int, numbers: Iterator[float]) -> list[int]:
-        """Draw `count` clients uniformly without replacement, or return all; ascending.
+        """Draw `count` clients uniformly without replacement; return them ascending.
 
-        numbers: iterator of uniform numbers in [0, 1).
+        If there are not more than `count` clients, return all.
+        numbers: iterator of uniform random numbers in [0, 1).
         """
         size = len(self._clients)
         if count >= size:
@@ -74,7 +81,7 @@ class IdleClients:
         return [self._clients[place] for place in sorted(places)]
 
     def next_arrival(self) -> float:
-        """Return when the next client becomes available; infinity if never."""
+        """Return the virtual time at which a client next becomes available; infinity for never."""
         while not self._ahead or not len(self._ahead[-1].came):
             change = next(self._changes, None)
             if change is None:
@@ -83,7 +90,7 @@ class IdleClients:
         return self._ahead[-1].at
 
     def _read_change(self) -> bool:
-        """Read the next change into `_ahead`; return False if there is none."""
+        """Make sure that `_ahead` has the next change; return False if there is none."""
         if not self._ahead:
             change = next(self._changes, None)
             if change is not None:

@@ -11,7 +11,7 @@ MAX_PASSED_JOBS = 64  # that a bundle passes over before it is closed
 
 
 class JobQueue:
-    """The jobs that will be aggregated and that no worker has yet."""
+    """The jobs that will be aggregated and are not yet sent to a worker."""
 
     def __init__(self) -> None:
         # A heap. The first four values order the jobs: aggregation, finish, client and number.
@@ -21,11 +21,14 @@ class JobQueue:
         return bool(self._jobs)
 
     def put(self, job: Job, aggregation: int) -> None:
-        """Add a job; `aggregation` is the version that its update will be added to."""
+        """Add a job to the queue.
+
+        aggregation: the version that the job's update will be added to.
+        """
         heapq.heappush(self._jobs, (aggregation, job.finish, job.client, job.number, job))
 
     def take_all(self, aggregation: int) -> list[Job]:
-        """Remove and return the jobs of the next aggregation."""
+        """Remove and return all jobs whose updates will be added to version `aggregation`."""
         jobs: list[Job] = []
         while self._jobs and self._jobs[0][0] <= aggregation:
             jobs.append(heapq.heappop(self._jobs)[-1])
@@ -34,9 +37,12 @@ class JobQueue:
     def take_bundle(
         self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float
     ) -> list[Job]:
-        """Remove and return the first jobs that a worker accepts, up to about `max_work` samples.
+        """Remove and return the first jobs that a worker accepts.
 
-        accepts: function of a job, and of a bool that is True for the first job of the bundle.
+        accepts: function that returns True if the worker accepts a job. Its second argument is True
+        for the first job of the bundle.
+        max_jobs: the largest number of jobs.
+        max_work: the work, in samples, at which no more jobs are added.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

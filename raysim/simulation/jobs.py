@@ -1,7 +1,7 @@
 """The jobs of a run with their states, from the plan to their end.
 
 The planner is ahead of the training, so the end of a job is known soon after its dispatch. Only
-jobs whose updates will be aggregated go to a worker.
+jobs whose updates will be aggregated are sent to workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PLANNED_AGGREGATIONS = 64  # by which the planner may be ahead of the server
 
 
 class JobState(enum.StrEnum):
-    """The steps of a job from the plan to its end."""
+    """The state of a job, from the plan to its end."""
 
     PLANNED = "planned"  # its base version does not exist yet
     # Its base version exists; it is not known yet whether an aggregation will take it.
@@ -45,7 +45,8 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
 class JobRow:
     """A row of the job table.
 
-    aggregation: the version that the update will be added to; -1 while that is unknown.
+    aggregation: the version that the update will be added to; -1 if it is not known or there is
+    none.
     """
 
     job: Job
@@ -54,11 +55,11 @@ class JobRow:
 
 
 class JobTable:
-    """The planned jobs whose end is not recorded yet, and the planned aggregations.
+    """The planned jobs that have not ended, and the planned aggregations.
 
-    Only `_set_state` changes the state of a job. A job that will be lost or discarded gets that
-    state when the planner has decided it. It leaves the table after the first aggregation that
-    follows its end.
+    Only `_set_state` changes the state of a job. As soon as the planner has decided that a job will
+    be lost or discarded, the job gets that state. The job leaves the table with the first
+    aggregation after its end.
     """
 
     def __init__(
@@ -82,19 +83,23 @@ class JobTable:
 
     @property
     def aggregations(self) -> Sequence[PlannedAggregation]:
-        """The planned aggregations that the server has not made, in order."""
+        """The planned aggregations that the server has not made yet, in order."""
         return self._aggregations
 
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
-        """Return the jobs of an aggregation as they were dispatched, in the order of acceptance."""
+        """Return the jobs of an aggregation, in the order in which they are aggregated.
+
+        A job that is dispatched has the values that `_dispatch` added.
+        """
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
     # --- the plan ---------------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
-        """Return the aggregation that the server makes next, after its jobs are dispatched.
+        """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Plan more aggregations until the end of every dispatched job is known, unless the selection
-        needs the updates of this one first. Raises NoClientsLeftError.
+        Also plan more aggregations until the end of every dispatched job is known. This is not
+        possible if the selection needs the updates of this aggregation first. Raises
+        NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:
             self.plan()
@@ -117,9 +122,9 @@ class JobTable:
             self._try_to_plan()
 
     def _try_to_plan(self) -> bool:
-        """Plan one more aggregation; return False if no clients are left.
+        """Plan one more aggregation; return False if no clients are left for it.
 
-        The run stops for this reason only after the server has made the planned aggregations.
+        The run stops only after the server has made the aggregations that are planned.
         """
         try:
             self.plan()
@@ -145,7 +150,7 @@ class JobTable:
             self._set_state(self._rows[job.number], JobState.DISCARDED)
 
     def _plan_sums(self, aggregation: PlannedAggregation) -> None:
-        """Let workers sum the updates of an aggregation, unless single ones are needed."""
+        """Allow workers to sum the updates of an aggregation, unless single updates are needed."""
         decomposes = self._settings.evaluate.decomposes(aggregation.version + 1)
         if decomposes or not self._replicas.summable:
             return
@@ -168,7 +173,7 @@ class JobTable:
                 self._versions.release(version)
 
     def _dispatch(self, row: JobRow) -> None:
-        """Add to a job the values that depend on its replica's current version."""
+        """Complete a planned job with the values of its base version, which exists now."""
         client = row.job.client
         replica = self._replicas.replica_of(client)
         server = self._replicas.servers[replica]
@@ -197,7 +202,10 @@ class JobTable:
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
     ) -> tuple[JobRecord, ...]:
-        """Remove the jobs that end with an aggregation; return their records."""
+        """Remove the jobs that end with an aggregation from the table; return their records.
+
+        updates: an update or a failure for each aggregated job.
+        """
         self._aggregations.popleft()
         for job, update in zip(aggregation.aggregated, updates, strict=True):
             state = JobState.FAILED if isinstance(update, Failure) else JobState.AGGREGATED
@@ -231,9 +239,10 @@ class JobTable:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
-        """Continue from a checkpoint; the planner is already restored.
+        """Continue from a checkpoint; the planner must already be restored.
 
-        Jobs that were in flight or finished are dispatched, and are trained again after `resume`.
+        Jobs that were in flight or finished get the state "dispatched". `resume` lets workers train
+        them again.
         """
         self._aggregations.extend(aggregations)
         for row in rows:
@@ -246,7 +255,7 @@ class JobTable:
                 self._rows[job.number].aggregation = aggregation.version
 
     def resume(self) -> None:
-        """Put restored jobs in flight if they will be aggregated; workers must be ready."""
+        """Let workers train the restored jobs that will be aggregated; workers must be ready."""
         for row in self.rows:
             if row.state is JobState.DISPATCHED and row.aggregation >= 0:
                 self._put_in_flight(row)

@@ -1,4 +1,4 @@
-"""The load of a job. It is known at dispatch, from the settings and the methods alone."""
+"""Compute the load of a job at its dispatch, from the settings and the methods alone."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class _Traffic:
 class VaryingTensors:
     """The tensors of a method whose sizes change from version to version.
 
-    sent, uploaded: the floats in version 0, by full name.
-    planned: for each upload, the function of `Setup.upload`, by full name.
+    sent: for each tensor that clients receive, its floats in version 0, by full name.
+    uploaded: for each tensor that clients send, its floats in version 0, by full name.
+    planned: for each of the uploaded tensors, the function of `Setup.upload` that returns its
+    floats, by full name.
     """
 
     sent: Mapping[str, int]
@@ -47,13 +49,16 @@ class VaryingTensors:
     planned: Mapping[str, PlannedUpload]
 
     def received_floats(self, floats_of: FloatsOf) -> int:
-        """Return the floats that a client receives; floats_of: returns those of a tensor."""
+        """Return the number of floats of these tensors that a client receives.
+
+        floats_of: function that returns the floats of a tensor, given its full name.
+        """
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
-        """Return by how many floats a job receives and sends more than one of version 0.
+        """Return how many more floats a job receives, and sends, than a job from version 0.
 
-        floats_of: returns the floats of a tensor in the job's base version.
+        floats_of: function that returns the floats of a tensor in the job's base version.
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -61,7 +66,10 @@ class VaryingTensors:
         return down, up - sum(self.uploaded.values())
 
     def unplanned_floats(self, update: Update, floats_of: FloatsOf) -> int:
-        """Return by how many floats an update is larger than planned; negative if smaller."""
+        """Return by how many floats an update is larger than planned; negative if smaller.
+
+        floats_of: function that returns the floats of a tensor in the update's base version.
+        """
         planned = sum(self.uploaded.values())
         if update.version:
             planned += self.growth(floats_of)[1]
@@ -69,7 +77,7 @@ class VaryingTensors:
 
 
 def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
-    """Return the tensors whose sizes change, for each method that has some."""
+    """Return the tensors whose sizes change, for each method that declares any."""
     layout = declarations.layout
     varying = []
     for declared in declarations.methods:
@@ -88,12 +96,12 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 
 
 class Loads:
-    """A function that returns the load of a job: samples to process, floats received and sent.
+    """A function that returns the load of a job: samples, and floats received and sent.
 
-    A forward pass without a backward pass counts as a part of a sample (`FORWARD`).
+    A forward pass without a backward pass counts as the part `FORWARD` of a sample.
     counts: int64 [clients], the training samples of each client.
-    sent_floats: returns the floats of a tensor that a client receives with the current version;
-    None counts all tensors as in version 0.
+    sent_floats: function that returns the floats of a tensor that a client receives with the
+    current version. None counts every tensor with its size in version 0.
     """
 
     def __init__(
@@ -124,10 +132,11 @@ class Loads:
         self._varying = varying_tensors(declarations)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job, which starts from this version.
+        """Return the load of a client's next job.
 
-        version: the current one, or 0 for an estimate.
-        earlier, accepted: the client's earlier jobs, and those of them that were accepted.
+        version: the base version: the current one, or 0 for an estimate.
+        earlier: the number of the client's earlier jobs.
+        accepted: the number of those jobs that were aggregated.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -153,7 +162,7 @@ class Loads:
 
 
 def _downloads(declared: MethodDeclaration, layout: Layout) -> list[_Traffic]:
-    """Return the tensors that a method sends with the model."""
+    """Return the traffic of each tensor that a method sends to clients with the model."""
     downloads = []
     for send in declared.sends:
         when = send.when
@@ -168,10 +177,15 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 
 
 class StepMessages:
-    """The messages with the compressed steps of the server, and the version that each client has.
+    """The server's compressed steps as messages, and the version that each client has.
 
-    A client receives the messages of all versions since its last job, or the parameters if these
-    are smaller. received: int32 [clients], the version of a client's last job; -1 without one.
+    A client receives the messages of all versions since its last job. If the parameters are smaller
+    than these messages, the client receives the parameters.
+
+    Attribute `received`, int32 [clients], is the base version of each client's last job; -1 for a
+    client without a job.
+    words: the size of one message in 32-bit words.
+    parameters: the number of parameters.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):
@@ -179,7 +193,10 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return the floats that a client does not receive now, and that it has this version."""
+        """Return how many floats a client need not receive, compared with all parameters.
+
+        Also record that the client has this version from now on.
+        """
         previous = self.received.item(client)
         self.received[client] = version
         if previous < 0:
@@ -188,11 +205,11 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A function that returns the load of a job if every client has a replica of its own.
+    """A function that returns the load of a job if every client has its own replica.
 
-    Instead of receiving and sending the model, a client receives and sends the floats of its
-    exchange.
-    model: the floats of a replica.
+    A client does not receive and send the model. It receives and sends the floats of its exchange
+    with other clients.
+    model: the number of floats of a replica.
     """
 
     def __init__(self, loads: Loads, network: Network, model: int):
@@ -209,10 +226,12 @@ class PeerLoads:
 
 
 class ChoiceLoads:
-    """A function that returns the load of a job if each client chooses its replica by the loss.
+    """A function that returns the load of a job if clients choose their replica by its loss.
 
     A client receives all replicas, computes the loss of each on its training samples, and sends one
-    number more: its choice.
+    additional number: its choice.
+    replicas: the number of replicas.
+    counts: int64 [clients], the training samples of each client.
     """
 
     def __init__(self, loads: Loads, declarations: Declarations, replicas: int, counts: np.ndarray):
@@ -240,9 +259,9 @@ def make_planner(
     network: Network | None = None,
     sent_floats: SentFloats | None = None,
 ) -> Planner:
-    """Return the planner of a run, at its start.
+    """Return the planner of a run that has not begun.
 
-    network: None makes the one of the topology.
+    network: the replicas of the run; None makes them from the topology.
     sent_floats: see `Loads`.
     """
     if network is None:
