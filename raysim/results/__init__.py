@@ -1,1 +1,1 @@
-"""The results of a run: history, tracking, progress, figures, reports."""
+"""Store and show the results of a run: history, tracking, progress, figures, reports."""

@@ -1,4 +1,4 @@
-"""Follow a run with TensorBoard and with Weights & Biases, if their packages are installed."""
+"""Follow a run with TensorBoard or with Weights & Biases, if the package is installed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: where the events are written; None takes `tensorboard` in the run's folder. A resumed
-    run continues there, and its rounds replace earlier ones with the same number.
+    folder: where the events are written; None takes `tensorboard` in the run's folder.
+
+    A resumed run continues in the same folder. If a round is repeated, its new numbers replace the
+    old ones.
     """
 
     def __init__(self, folder: str | None = None):
@@ -57,9 +59,11 @@ class TensorBoard(Observer):
 class WeightsAndBiases(Observer):
     """An observer that sends settings, rows, summary and pictures to Weights & Biases.
 
-    project, entity: where the run appears. mode: "online", "offline" (stored in the run's folder
-    until `wandb sync` sends it) or "disabled"; None takes the environment variable, else online. A
-    resumed run keeps its id.
+    project, entity: the project and the account that show the run.
+    mode: "online", "offline" (stored in the run's folder until `wandb sync` sends it) or
+    "disabled"; None takes the environment variable WANDB_MODE, else "online".
+
+    A resumed run keeps its id.
     """
 
     ID_FILE = "wandb_id"  # in the run's folder
@@ -71,7 +75,7 @@ class WeightsAndBiases(Observer):
         self._entity = entity
 
     def on_start(self, run: CurrentRun) -> None:
-        """Begin the run, or continue the one whose id is in the folder."""
+        """Begin the run, or continue the run whose id is in the folder."""
         path = run.folder / self.ID_FILE
         run_id = uuid.uuid4().hex[:8]
         if path.exists():
@@ -107,7 +111,7 @@ class WeightsAndBiases(Observer):
 
 
 def _finite_numbers(row: Row) -> dict[str, float]:
-    """Return the finite numbers of a row, without the round, which is the step."""
+    """Return the finite numbers of a row except `round`, which is passed as the step."""
     numbers = {}
     for name, value in row.items():
         if name != "round" and value is not None and math.isfinite(value):
@@ -116,7 +120,7 @@ def _finite_numbers(row: Row) -> dict[str, float]:
 
 
 def _summary_numbers(run: CurrentRun) -> dict[str, float]:
-    """Return the finite numbers of the summary that no row has."""
+    """Return the finite numbers of the summary that are in no row of the history."""
     summary = {key: value for key, value in run.summary().items() if key not in run.facts}
     in_rows = {"rounds", *(key for row in run.rows for key in row)}
     numbers = {}

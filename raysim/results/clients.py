@@ -35,7 +35,10 @@ USER = "user"  # the column of the users' names
 
 @dataclass(frozen=True, eq=False)
 class ClientLabels:
-    """The training samples by client and class: an entry for each pair that has samples."""
+    """The number of training samples of each client and class.
+
+    The arrays have one entry for each pair of client and class that has samples.
+    """
 
     client: Ints
     label: Ints
@@ -64,7 +67,10 @@ def client_labels(data: FederatedData) -> ClientLabels:
 
 
 def write_split(split: ClientLabels, folder: Path) -> None:
-    """Write split.parquet; names of classes and the number of clients are in its metadata."""
+    """Write split.parquet.
+
+    The names of the classes and the number of clients are in the file's metadata.
+    """
     metadata = json.dumps({"clients": split.clients, "classes": split.classes})
     table = pa.table({"client": split.client, "label": split.label, "samples": split.samples})
     _write_table(table.replace_schema_metadata({"raysim": metadata}), folder / SPLIT_FILE)
@@ -100,7 +106,11 @@ def _is_within(values: Ints, end: int) -> bool:
 def write_clients(
     data: FederatedData, scores: ClientScores | None, folder: Path, network: Network | None = None
 ) -> None:
-    """Write clients.parquet; an accuracy is null if the client was not scored."""
+    """Write clients.parquet; a score is null if the client was not scored.
+
+    scores: the last scores of the clients.
+    network: the models of the server; the file says which one serves a client if there are several.
+    """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     count = max(len(train), len(tests))  # a pooled run trains one client and scores all
     columns: dict[str, Any] = {"client": np.arange(count)}
@@ -121,9 +131,9 @@ def write_clients(
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
-    """Read the numbers of clients.parquet; nan if a client was not scored.
+    """Read the columns of clients.parquet that hold numbers; nan if a client was not scored.
 
-    Returns None if the run stored none. Raises `ValueError` if the file is broken.
+    Returns None if the run stored no such file. Raises `ValueError` if the file is broken.
     """
     path = folder / CLIENTS_FILE
     table = _read_table(path, ("client", "samples", "tests"))
@@ -148,9 +158,10 @@ def read_users(folder: Path) -> list[str] | None:
 
 # --- the scores of all rounds ---------------------------------------------------------------------
 class ScoreWriter:
-    """A writer of client_scores.parquet; only the rows of the last file are in memory.
+    """A writer of client_scores.parquet that keeps only the rows of the newest file in memory.
 
-    folder: the run's folder. rounds: the rounds of a resumed run, whose scores are kept.
+    folder: the run's folder.
+    rounds: the number of rounds that a resumed run has done; their scores are kept.
     """
 
     def __init__(self, folder: Path, rounds: int):
@@ -167,7 +178,10 @@ class ScoreWriter:
             path.unlink()
 
     def add(self, number: int, scores: ClientScores) -> None:
-        """Add the scores of a round."""
+        """Add the scores of a round.
+
+        number: the round.
+        """
         columns: dict[str, Any] = {
             "round": np.full(len(scores.clients), number, np.int64),
             "client": scores.clients,
@@ -183,7 +197,7 @@ class ScoreWriter:
         return sum(map(len, self._tables))
 
     def write(self) -> None:
-        """Write the last file; a full file is never written again."""
+        """Write the newest file. Files that are full are not written again."""
         if not self._tables:
             return
         self._folder.mkdir(exist_ok=True)
@@ -221,7 +235,10 @@ def _write_table(table: pa.Table, path: Path) -> None:
 
 
 def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """Read a table that must have these columns, or return None if there is no such file."""
+    """Read a table, or return None if the file does not exist.
+
+    names: columns that it must have.
+    """
     if not path.exists():
         return None
     try:
@@ -240,7 +257,7 @@ def _integers(table: pa.Table, name: str) -> Ints:
 
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    """Return a column as floats; True is 1."""
+    """Return a column as floats; True becomes 1."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     return np.asarray(column.cast(pa.float64()).to_numpy())

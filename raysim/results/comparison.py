@@ -1,4 +1,4 @@
-"""Compare runs as `raysim report` does: tables as DataFrames, figures as matplotlib objects."""
+"""Compare runs as `raysim report` does: tables as DataFrames, figures of matplotlib."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Runs by their settings, with the tables and figures that compare them.
+    """Several runs, grouped by their settings, with tables and figures that compare them.
 
-    groups: the settings in the order of rows and colours. view: the choice of columns, thresholds
-    and units. width: of the figures, in inches.
+    groups: the settings in the order of rows and colours.
+    view: the choice of columns, thresholds and units.
+    width: width of the figures in inches.
     """
 
     groups: Sequence[RunGroup]
@@ -53,26 +54,29 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return a row for each setting: the mean of each number over the seeds.
 
-        "final_std" is the sample deviation (divisor n-1) of "final"; "final_mark" is † if the
-        setting is significantly better than the first one, and ‡ if it is worse.
+        The column "final_std" is the sample deviation (divisor n-1) of the column "final". The
+        column "final_mark" is † if the setting is significantly better than the first setting, and
+        ‡ if it is worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
     @property
     def thresholds(self) -> pd.DataFrame:
-        """Return a row for each score and setting: what the setting needs to reach the score.
+        """Return a row for each score and setting: the costs until the setting reaches the score.
 
-        The columns are rounds, bytes, virtual seconds and wall seconds until the first round that
-        reaches it: means over the seeds that do, and sample deviations ("rounds_std").
+        The columns are rounds, bytes, virtual seconds and wall seconds until the first round with
+        this score. They are means over the seeds that reach the score; "rounds_std" and the like
+        are sample deviations.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each number and setting: its difference to the first setting.
+        """Return a row for each number and setting: the difference from the first setting.
 
-        The seeds are paired. `low` to `high` is the 95 % interval, `p` of the paired t-test, `holm`
-        is p after Holm's correction, `wilcoxon` of the signed-rank test.
+        The runs of equal seeds are compared in pairs. `low` to `high` is the 95 % interval, `p` the
+        p-value of the paired t-test, `holm` this p-value after Holm's correction, and `wilcoxon`
+        the p-value of the signed-rank test.
         """
         import pandas as pd
 
@@ -87,9 +91,10 @@ class Report:
 
     @functools.cached_property
     def figures(self) -> dict[str, Figure]:
-        """Return a figure for each metric and axis, such as "accuracy_global-round".
+        """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        Traffic and virtual time have figures if the settings differ in what they need for a round.
+        Figures against traffic and virtual time exist if the settings differ in their cost of a
+        round.
         """
         figures = {}
         for key, (_, ylabel, curves) in setting_curves(self.groups, self.view).items():
@@ -104,7 +109,10 @@ class Report:
         return result_columns(self.groups, view=self.view)
 
     def text(self, width: int = 0) -> str:
-        """Return the tables as text. width: the longest line in characters; 0 means no limit."""
+        """Return the tables as text.
+
+        width: the longest line in characters; 0 means no limit.
+        """
         parts = [comparison_table(self.groups, width, self.view)]
         if self.view.thresholds:
             costs = threshold_columns(self.groups, self.view)
@@ -141,9 +149,10 @@ class Report:
         return any(len(group.runs) > 1 for group in self.groups)
 
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
-        """Write the page, the tables for LaTeX and the figures; return the paths, the page first.
+        """Write the page, tables for LaTeX and figures; return their paths, the page first.
 
-        formats: any of "pdf", "svg" and "png"; () writes no figures for print.
+        formats: file types of the figures for print: any of "pdf", "svg" and "png"; () writes no
+        such figures.
         """
         with errors_as_refusals():
             check_formats(formats)
@@ -181,15 +190,18 @@ def report(
         comparison.figures["accuracy-round"]
         comparison.write("paper", formats=["pdf"])
 
-    runs: folders of runs, studies and sweeps. columns: keys of a summary ("final",
-    "rounds_to.0.80"); () shows the usual ones. labels: the new label for each setting, or a text
-    such as "fedavg=FedAvg,fedprox=FedProx". order: settings in the order of rows, or a text such as
-    "fedprox,fedavg"; those not named follow, best first. The first setting is the one that others
-    are tested against. percent: True shows shares in percent. thresholds: scores
-    between 0 and 1 for the table of costs; () takes the highest ones that were reached. bold: when
-    a value is marked as the best of its column; "clear": if it is ahead of the next by more than
-    the deviation of either, "best": always. width: of the figures, in inches. warn: function that
-    gets a sentence about skipped folders.
+    runs: folders of runs, studies and sweeps.
+    columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
+    labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
+    order: settings in the order of rows, or a text such as "fedprox,fedavg"; those not named
+    follow, best first. The first setting is the one that others are tested against.
+    percent: True shows shares in percent.
+    thresholds: scores between 0 and 1 for the table of costs; () takes the highest ones that were
+    reached.
+    bold: when a value is marked as the best of its column; "clear": if it is ahead of the next by
+    more than the deviation of either, "best": always.
+    width: of the figures, in inches.
+    warn: function that gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder has no run or a choice does not exist.
     """
@@ -210,7 +222,7 @@ def report(
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raise `RefusedError` for a format that figures cannot be written in."""
+    """Raise `RefusedError` for a file type that is not supported for figures."""
     with errors_as_refusals():
         for name in formats:
             one_of("--format", name, FORMATS)
@@ -224,10 +236,10 @@ def _threshold(value: float | str) -> float:
 
 
 def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
-    """Return the new labels in "fedavg=FedAvg,fedprox=FedProx".
+    """Parse new labels such as "fedavg=FedAvg,fedprox=FedProx" into a mapping from old to new.
 
-    settings: the old labels, which may contain commas and equal signs. Raises `ValueError` for
-    another name.
+    settings: the old labels, which may contain commas and equal signs.
+    Raises `ValueError` for a name that is no old label.
     """
     labels = {}
     rest = text
@@ -249,7 +261,7 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
-    """Return the labels in "fedprox,fedavg"; labels may contain commas."""
+    """Parse "fedprox,fedavg" into a list of labels; a label may contain commas."""
     order = []
     rest = text
     while rest:
@@ -262,6 +274,6 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 
 
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
-    """Return the longest name that a text starts with, before `end` or the end of the text."""
+    """Return the longest of `names` at the start of a text, followed by `end` or by nothing."""
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)

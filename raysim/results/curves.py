@@ -1,4 +1,4 @@
-"""Draw metrics against rounds, traffic, times, energy, money and CO2, with bands over seeds."""
+"""Draw metrics against rounds, traffic, times, energy, money or CO2, with bands of seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
 
 
 class Axis(NamedTuple):
-    """A quantity for the horizontal axis of a panel."""
+    """A quantity on the horizontal axis of a panel."""
 
     name: str  # in the name of a figure
     title: str
@@ -46,8 +46,10 @@ class Axis(NamedTuple):
 class Curve:
     """One line of a plot.
 
-    points: pairs (row, y) for the rounds in which y was measured. deviations: the deviation over
-    seeds at each point; empty if there are too few seeds.
+    points: pairs (row, y) for the rounds in which y was measured. The axis reads x from the row of
+    the history.
+    colour, dash: positions in the lists of colours and dashes.
+    deviations: the deviation over seeds at each point; empty if there are too few seeds.
     """
 
     label: str
@@ -58,7 +60,10 @@ class Curve:
 
 
 def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
-    """Return the finite values of a column; `index` selects colour and dashes of the curve."""
+    """Return the curve of a column's finite values.
+
+    index: position of the curve in the plot, which selects its colour and dashes.
+    """
     points = []
     for row, y in zip(rows, column(rows, key), strict=True):
         if y is not None and math.isfinite(y):
@@ -69,8 +74,10 @@ def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
 def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: int) -> Curve:
     """Return the mean of a column over runs that differ only in their seeds.
 
-    It has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times are
-    also means. Deviations are sample deviations (divisor n-1), for `MIN_PAIRS` or more seeds.
+    The curve has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times
+    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has sample deviations
+    (divisor n-1).
+    index: position of the curve in the plot, which selects its colour and dashes.
     """
     curves = [curve(label, rows, key, index) for rows in histories]
     by_round = [{row["round"]: (row, y) for row, y in one.points} for one in curves]
@@ -141,7 +148,7 @@ USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have t
 
 
 def _bounds(ylabel: str) -> tuple[float, float]:
-    """Return the lowest and the highest possible value of a metric, infinite if unknown."""
+    """Return the lowest and highest possible value of a metric; infinite if unknown."""
     metric = ylabel.partition(" ")[0]
     lowest = 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf
     highest = math.inf
@@ -157,7 +164,10 @@ def in_percent(curve: Curve) -> Curve:
 
 
 def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
-    """Draw curves against one axis, or a note if no curve has used anything of it."""
+    """Draw curves against one axis.
+
+    If no curve has a value on the axis, such as traffic, draw a note instead.
+    """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     # A run that used nothing of the axis (no virtual time on ideal devices) would be a wall at 0.
@@ -229,17 +239,18 @@ def _draw_lines(
 def gap_dashes(
     points: dict[float, float], drawn: Sequence[dict[float, float]], tolerance: float
 ) -> tuple[float, tuple[float, float]] | None:
-    """Return dashes with gaps in which lines below are seen; None if the line hides no other.
+    """Return dashes whose gaps show the lines below; None if the line hides no other line.
 
-    points: y by x. drawn: the points of the lines below. tolerance: a difference of y that cannot
-    be seen.
+    points: y by x.
+    drawn: the points of the lines below.
+    tolerance: a difference of y that is too small to be seen.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)
     return (0.0, (6 / below, 6.0)) if below else None
 
 
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
-    """Return True if many pieces of the shorter line look like those of the longer one."""
+    """Return True if a large part of the shorter line lies on the longer line."""
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
     if len(same) == 1:
@@ -257,9 +268,10 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 
 
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
-    """Return True if an axis shows more than the rounds: curves differ in its units per round.
+    """Return True if a plot against this axis shows more than the plot against the rounds.
 
-    This is never so for wall time, which depends on the machine and on other processes there.
+    This is the case if the curves differ in what a round costs on the axis. For wall time the
+    result is always False, because wall time depends on the machine and on other processes.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -273,10 +285,10 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw curves against each axis, unless all curves are 0 there.
+    """Draw curves against each axis on which some curve is not 0.
 
     Returns, for each panel, the title of its axis, an SVG, and True if it shows more than the panel
-    of the rounds. The names of the curves are not in it, because the page has one legend for all.
+    of the rounds. The SVGs have no legend, because the page has one legend for all.
     """
     drawn = []
     for axis in AXES:
@@ -296,14 +308,17 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 
 
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
-    """Write a PNG, 1300 pixels wide, with a panel of all curves for each kind of x axis."""
+    """Write a PNG, 1300 pixels wide, with a panel of all curves for each axis."""
     replace_file(path, _draw_png(curves, title, ylabel))
 
 
 def _draw_png(
     curves: Sequence[Curve], title: str, ylabel: str, axes_shown: Sequence[Axis] = ()
 ) -> bytes:
-    """Return a PNG with a panel for each axis; () takes the usual ones, and those that are used."""
+    """Return a PNG with a panel for each axis.
+
+    axes_shown: the axes; () takes the usual ones, and the others on which some curve is not 0.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -361,8 +376,9 @@ def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int
 def draw_run(
     rows: Sequence[Row], folder: Path, title: str, only_rounds: bool = False
 ) -> list[Path]:
-    """Draw one run: write METRIC.png of each metric, and loss.png, and return their paths.
+    """Draw one run: write METRIC.png for each metric, and loss.png; return their paths.
 
+    rows: the history.
     only_rounds: True draws the curves against the rounds alone, in a quarter of the time.
     """
     labels_by_picture: dict[str, dict[str, str]] = {}

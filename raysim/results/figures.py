@@ -46,8 +46,9 @@ def figure_file(
 ) -> Iterator[Figure]:
     """Yield a figure with the look of the report; write it as a PNG when the block ends.
 
-    size: in inches; the file has 130 pixels per inch. dark: True draws for a dark page. about:
-    metadata of the file.
+    size: width and height in inches; the file has 130 pixels per inch.
+    dark: True draws for a dark page.
+    about: metadata of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -75,10 +76,10 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a joint t-SNE of received and local features on the same rows.
+    """Write a picture of received and local features of the same rows, by one t-SNE.
 
-    It shows up to 10 classes, about 150 rows and up to 4 clients that received the same version,
-    like Figures 2 and 15 of the FedBR paper.
+    The picture shows up to 10 classes, about 150 rows, and up to 4 clients that received the same
+    version, like Figures 2 and 15 of the FedBR paper.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -100,7 +101,10 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return probes on the same rows, of the version with most probes; of equal ones the newest."""
+    """Return probes of the same rows and the same version.
+
+    Of all versions, the one with most probes is taken; of equal ones, the newest.
+    """
     finite = []
     for probe in probes:
         if np.isfinite(probe.features).all() and np.isfinite(probe.received).all():
@@ -113,7 +117,10 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def _shown_rows(labels: Ints) -> Ints:
-    """Return about `_FEATURE_ROWS` positions: the first ones of up to 10 classes, equally many."""
+    """Return about `_FEATURE_ROWS` positions of rows: the first ones of up to 10 classes.
+
+    Each class has equally many rows.
+    """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))
     return np.concatenate([np.flatnonzero(labels == label)[:rows_per_class] for label in classes])
@@ -189,9 +196,9 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 
 # --- outputs --------------------------------------------------------------------------------------
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write the mean output on samples of unseen classes, for up to 6 clients that have such.
+    """Write a picture of mean outputs on samples of classes that a client lacks.
 
-    Figure 3 of the FedBR paper shows the same.
+    It shows up to 6 clients that lack a class, like Figure 3 of the FedBR paper.
     """
     outputs = []
     for probe in probes:
@@ -257,7 +264,7 @@ _PROBE_COLUMNS = (
 
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write accuracy, feature bias and classifier bias over the rounds.
+    """Write a picture of accuracy, feature bias and classifier bias over the rounds.
 
     Returns False, and writes nothing, if the history has no probes.
     """
@@ -325,9 +332,9 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 # --- methods, decomposition, domains --------------------------------------------------------------
 def draw_reports(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the numbers that methods report (columns "method.name") over the rounds.
+    """Write a picture of the numbers that methods report (columns "method.name") over rounds.
 
-    Returns False, and writes nothing, if there are none.
+    Returns False, and writes nothing, if there are no such columns.
     """
     drawn_elsewhere = (*metrics_of(rows), metric_of(rows), "decomposition.")
     keys = [key for key in _dotted_columns(rows) if not key.startswith(drawn_elsewhere)]
@@ -355,9 +362,9 @@ _TERMS = {
 
 
 def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the signed parts of the loss (equation 2 of the FedLD paper) over the rounds.
+    """Write a picture of the signed parts of the loss over the rounds (FedLD, equation 2).
 
-    Returns False, and writes nothing, if there are none.
+    Returns False, and writes nothing, if there are no such columns.
     """
     if not any(key.startswith("decomposition.") for key in _dotted_columns(rows)):
         return False
@@ -373,7 +380,7 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the score of each domain over the rounds, a panel for each kind of model.
+    """Write a picture of each domain's score over the rounds, a panel for each kind of model.
 
     Returns False, and writes nothing, if there are no domains.
     """
@@ -405,7 +412,7 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def _dotted_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns "kind.name" that hold a number, in the order of their first number."""
+    """Return the columns with a dot in their names that hold numbers, by first appearance."""
     keys: dict[str, None] = {}
     for row in rows:
         for key, value in row.items():
@@ -415,7 +422,7 @@ def _dotted_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _draw_column(ax: Axes, rows: Sequence[Row], key: str, label: str, **style: Any) -> list[Line2D]:
-    """Draw the finite values of a column over the rounds; return the line, or [] without values."""
+    """Draw the finite values of a column over the rounds; return [line], or [] without values."""
     from matplotlib.ticker import MaxNLocator
 
     ax.set_xlabel("round")

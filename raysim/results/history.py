@@ -1,4 +1,4 @@
-"""Store the history of a run, a row per aggregation, and compute the numbers of its summary."""
+"""Store a run's history, a row per aggregation, and compute the numbers of its summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 # --- reading and writing --------------------------------------------------------------------------
 def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
-    """Return one column of a history, with None for rows without the key."""
+    """Return one column of a history; None for rows without the key."""
     return [row.get(key) for row in rows]
 
 
@@ -55,7 +55,10 @@ def last_measured(rows: Sequence[Row], key: str) -> Row | None:
 
 
 def write_history(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as Parquet, atomically; a missing value is null, nan stays nan."""
+    """Write the rows as Parquet; the file appears complete or not at all.
+
+    A missing value becomes null; nan stays nan.
+    """
     columns = {}
     for name in _column_names(rows):
         columns[name] = _array(column(rows, name), COLUMNS.get(name))
@@ -71,7 +74,10 @@ def _column_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
-    """Return an Arrow array; without `kind`, int64 if all values are integers, else float64."""
+    """Return an Arrow array.
+
+    kind: the type of its values; None takes int64 if all values are integers, else float64.
+    """
     if kind is None:
         measured = [value for value in values if value is not None]
         is_whole = all(isinstance(value, (int, np.integer)) for value in measured)
@@ -81,10 +87,10 @@ def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
 
 
 def read_history(path: Path) -> list[dict[str, int | float | None]]:
-    """Return the rows in order, with every column in every row.
+    """Return the rows in order; every row has every column.
 
-    Raises `ValueError` if the file is no Parquet file, has no column `round`, or holds anything
-    but numbers.
+    Raises `ValueError` if the file is no Parquet file, has no column `round`, or holds anything but
+    numbers.
     """
     try:
         table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
@@ -111,7 +117,7 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
 
 
 def last_round(path: Path) -> int:
-    """Return the last round of a stored history; 0 if there is no readable one."""
+    """Return the last round of a stored history; 0 if no history can be read."""
     try:
         rounds = pq.read_table(path, columns=["round"])["round"]
     except (pa.ArrowException, OSError, KeyError):
@@ -123,7 +129,8 @@ def last_round(path: Path) -> int:
 def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
     """Return the metrics for which a lower score is better.
 
-    config: the configuration of a run, which names the user's own in `evaluate.lower`.
+    config: the configuration of a run; the key `evaluate.lower` lists metrics that are not
+    raysim's.
     """
     evaluate = config.get("evaluate")
     names = evaluate.get("lower") if isinstance(evaluate, Mapping) else None
@@ -150,7 +157,11 @@ def metric_of(rows: Sequence[Row]) -> str:
 
 
 def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
-    """Return the mean of the k best values, or of all if there are fewer; None without values."""
+    """Return the mean of the k best values; with fewer values, the mean of all.
+
+    Return None without values.
+    higher: True if a higher value is better.
+    """
     best = sorted(finite_values(values), reverse=higher)[:k]
     return float(np.mean(best)) if best else None
 
@@ -202,11 +213,15 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
-    Scores are those of `accuracy`, or of `accuracy_global` if clients have no test sets.
-    If both exist, the scores of `accuracy_global` have the suffix `_global`. The same holds for
-    other main metrics. lower: the metrics for which a lower score is better. `failures` and
-    `worker_deaths` are those of the last round, `failures_total` and `worker_deaths_total` those of
-    the run. `worker_busy_mean` is the share of the run's wall time in which workers worked.
+    The scores ("final", "best5_mean", ...) are computed from the main metric, such as `accuracy`,
+    on the clients' test sets; without these, from `accuracy_global`, which is measured on the
+    central test set. If both exist, scores of the central test set get the suffix `_global`.
+    `failures` and `worker_deaths` count the last round, `failures_total` and `worker_deaths_total`
+    the whole run. `worker_busy_mean` is the share of the run's wall time in which workers worked.
+
+    thresholds: scores for `rounds_to`.
+    lower: the metrics for which a lower score is better.
+    facts: further entries.
     """
     metric = metric_of(rows)
     higher = metric not in lower
@@ -245,8 +260,8 @@ def mean_worker_busy(rows: Sequence[Row]) -> float | None:
 def score(summary: Mapping[str, object], metric: str) -> float | None:
     """Return a number of a finished run's summary, or None if it has no such number.
 
-    "final" is `accuracy`, or `accuracy_global` if clients have no test sets. If models are scored
-    with another metric, it replaces accuracy.
+    metric: a key of the summary. "final" takes the last score of the main metric (usually
+    `accuracy`) on the clients' test sets; without these, on the central test set.
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")
@@ -282,9 +297,10 @@ _FLAT_LIST = re.compile(r"\[\n *([^][{}]*?)\n *\]")
 
 
 def write_json(obj: object, path: Path) -> None:
-    """Write indented JSON atomically, without passwords; nan and infinities become null.
+    """Write indented JSON, without passwords; nan and infinities become null.
 
-    A list of numbers or words is one line, or a column of 100 rounds would be 100 lines.
+    The file appears complete or not at all. A list of numbers or words is written on one line,
+    because 100 rounds would otherwise take 100 lines.
     """
 
     def one_line(match: re.Match[str]) -> str:

@@ -33,9 +33,9 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a run as arrays with one value per job; see `JobRecord`.
+    """The jobs of a run as arrays with one value per job; `JobRecord` describes the arrays.
 
-    fate: positions in `FATES`.
+    fate: how each job ended, as positions in `FATES`.
     """
 
     client: np.ndarray
@@ -50,11 +50,17 @@ class Jobs:
         return len(self.client)
 
     def __getitem__(self, chosen: np.ndarray) -> Jobs:
-        """Return some of the jobs, chosen by a mask or by positions."""
+        """Return some of the jobs.
+
+        chosen: a mask or positions.
+        """
         return Jobs(**{name: values[chosen] for name, values in self.__dict__.items()})
 
     def has_fate(self, *fates: str) -> np.ndarray:
-        """Return a mask of the jobs that ended in one of these ways."""
+        """Return a mask of the jobs that ended in one of these ways.
+
+        fates: names in `FATES`.
+        """
         return np.isin(self.fate, [_FATE_CODES[fate] for fate in fates])
 
     fated = has_fate  # the name in version 0.1
@@ -115,7 +121,7 @@ def _column(table: pa.Table, name: str) -> np.ndarray:
 
 
 class JobWriter:
-    """A writer of jobs.parquet; only the rows of the last file are in memory."""
+    """A writer of jobs.parquet that keeps only the rows of the newest file in memory."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -124,7 +130,7 @@ class JobWriter:
 
     @classmethod
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
-        """Return a writer that continues after `rounds` rounds, whose jobs are kept.
+        """Return a writer that continues after `rounds` rounds and keeps the jobs of these rounds.
 
         Returns None if these rounds were made without this file.
         """
@@ -159,7 +165,7 @@ class JobWriter:
             self.write()
 
     def write(self) -> None:
-        """Write the last file; a full file is never written again."""
+        """Write the newest file. Files that are full are not written again."""
         arrays = {}
         for name, values in self._columns.items():
             arrays[name] = pa.array(np.array(values, values.typecode))

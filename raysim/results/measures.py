@@ -1,4 +1,4 @@
-"""Name the numbers of a summary: their titles in tables, and which direction is better."""
+"""Define titles for a summary's numbers, and whether more or less of a number is better."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def better_direction(
     lower: Collection[str] = LOWER_IS_BETTER,
     higher: Collection[str] = (),
 ) -> int:
-    """Return +1 if more is better, -1 if less is better, 0 if it is unknown.
+    """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
-    is_error: True if a lower score of the main metric is better. lower, higher: the metrics of the
-    runs for which a lower or a higher score is better.
+    metric: a key of the summary.
+    is_error: True if a lower score of the main metric is better.
+    lower, higher: the metrics of the runs for which a lower or a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1
@@ -37,12 +38,15 @@ def better_direction(
 
 
 def is_column_of(name: str, column: str) -> bool:
-    """Return True if a column has scores of a metric: "auroc", "auroc_worst", "auroc.mnist"."""
+    """Return True if a column has scores of a metric.
+
+    The columns "auroc", "auroc_worst" and "auroc.mnist" belong to the metric "auroc".
+    """
     return column == name or column.startswith((f"{name}_", f"{name}."))
 
 
 def measure_title(metric: str) -> str:
-    """Return the title of a column: "rounds to 0.80" for "rounds_to.0.80"."""
+    """Return a readable title for a key of the summary: "rounds to 0.80" for "rounds_to.0.80"."""
     if metric.endswith("_global"):
         return f"central {measure_title(metric.removesuffix('_global'))}"
     return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))

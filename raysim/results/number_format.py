@@ -1,6 +1,7 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-A deviation gets the unit and the decimals of its mean (`like`).
+Every function takes `like`: if `value` is a deviation, `like` is its mean, and the deviation gets
+the unit and the decimals of the mean. A missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def format_score(value: float | None, *, like: float | None = None) -> str:
 
 
 def format_percent(value: float | None, *, like: float | None = None) -> str:
-    """Return a score in percent with two decimals. value: the score in percent."""
+    """Return a score with two decimals.
+
+    value: the score in percent.
+    """
     return MISSING if value is None else f"{value:.2f}"
 
 
@@ -80,7 +84,7 @@ def format_seconds(value: float | None, *, like: float | None = None) -> str:
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return a number in units of `size` with three digits, or with the decimals of `like`."""
+    """Return value / size with three digits, or with the decimals that `like` has."""
     if like is None:
         return f"{value / size:.3g}"
     decimals = 0
@@ -90,7 +94,10 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 
 
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
-    """Return "mean ± deviation", or only the mean if there is no deviation."""
+    """Return "mean ± deviation", or only the mean if `deviation` is None.
+
+    show: function that formats both numbers.
+    """
     if deviation is None:
         return show(mean)
     return f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"

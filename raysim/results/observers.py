@@ -1,4 +1,4 @@
-"""Observers of a run: a small class for each thing that a run shows, writes or sends."""
+"""Define the observers of a run; each shows, writes or sends one thing."""
 
 from __future__ import annotations
 
@@ -81,13 +81,18 @@ ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # shown
 
 @dataclass
 class CurrentRun:
-    """A run while it is running, as its observers see it. They must not change it.
+    """A run while it is running, as its observers see it. Observers must not change it.
 
-    rounds: the planned number of rounds. rows: the history so far, a row per round, with the
-    earlier rounds of a resumed run. facts: the entries of the summary besides the numbers of the
-    history. pictures: the pictures drawn at the end. config: the settings. profile: how the time
-    was spent; it is set just before the end if the run has `profile=true`. url: where the folder is
-    sent, without a password; "" if it stays on this machine.
+    folder: the run's folder on this machine.
+    rounds: the planned number of rounds.
+    facts: the entries of the summary that do not come from the history.
+    thresholds: scores for `rounds_to` in the summary.
+    rows: the history so far, a row per round, with the earlier rounds of a resumed run.
+    finished: the last event of the run; None before the end.
+    profile: how the time was spent; set just before the end if the run has `profile=true`.
+    pictures: the pictures that were drawn at the end.
+    config: the settings.
+    url: where the folder is sent, without a password; "" if it stays on this machine.
     """
 
     folder: Path
@@ -104,13 +109,13 @@ class CurrentRun:
 
     @property
     def address(self) -> str:
-        """Return the URL of the run, or its folder."""
+        """Return the URL of the run; without a URL, its folder."""
         return self.url or str(self.folder)
 
     def summary(self) -> dict[str, object]:
         """Return the content of summary.json for the rows so far.
 
-        It has the checksums of the model once the run has finished.
+        Once the run has finished, the content includes the checksums of the model.
         """
         end_facts: dict[str, object] = {}
         if self.finished is not None:
@@ -124,18 +129,22 @@ class CurrentRun:
 
 
 class Observer:
-    """The base class of observers. Override the methods that you need; the others do nothing.
+    """The base class of observers.
 
-    After `on_start`, either `on_finish` or `on_stop` is called; `on_stop` is also called if
-    `on_finish` of this observer or an earlier one raised an error. A run that lost a process stops
-    and starts again.
+    Override the methods that you need; by default they do nothing. After `on_start`, either
+    `on_finish` or `on_stop` is called. `on_stop` is also called if `on_finish` raised an error, in
+    this observer or in an earlier one. A run that lost a process calls `on_stop` and starts again
+    with `on_start`.
     """
 
     def on_start(self, run: CurrentRun) -> None:
         """Act when the workers are ready and the run's folder exists."""
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Act when an aggregation is done and scored; `event.row` is the last of `run.rows`."""
+        """Act when an aggregation is done and scored.
+
+        `event.row` is the row of the history, which is also the last of `run.rows`.
+        """
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Act every few seconds while no worker answers."""
@@ -152,7 +161,10 @@ class Observer:
 
 # --- screen ---------------------------------------------------------------------------------------
 class ProgressLine(Observer):
-    """The progress bar in a terminal, or a line every few seconds in a log."""
+    """An observer that shows a progress bar in a terminal, or prints lines in a log.
+
+    A log gets a line every few seconds.
+    """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
         self._console = console
@@ -203,7 +215,7 @@ class WorkerDeaths(Observer):
         self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Report the deaths, and why they do no harm."""
+        """Print the number of lost worker processes, and why no result changes."""
         count = int(event.row.get("worker_deaths") or 0)
         if not count:
             return
@@ -224,7 +236,7 @@ class RemovalFailures(Observer):
         self._printed: set[str] = set()
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Print the reason, if it is new."""
+        """Print the reason, unless it was printed before."""
         reason = event.removal_failure
         if not reason or reason in self._printed:
             return
@@ -255,14 +267,14 @@ class MethodWarnings(Observer):
 
 
 class UndefinedMetrics(Observer):
-    """An observer that prints a line for each metric that is nan, once."""
+    """An observer that prints a line when a metric is nan for the first time."""
 
     def __init__(self, note: PrintLine):
         self._note = note
         self._printed: set[str] = set()
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Print the metrics that are nan for the first time."""
+        """Print the metrics that are nan for the first time in this round."""
         for metric in metrics_of([event.row]):
             columns = [
                 name for name in event.row if name == metric or name.startswith(f"{metric}_")
@@ -283,9 +295,10 @@ def _is_nan(value: float | None) -> bool:
 
 
 class AbsentClients(Observer):
-    """An observer that warns at the end if clients were not available at any time of the run.
+    """An observer that warns at the end about clients that were never available in the run.
 
-    find_presence: function that returns the clients' availability; None if all are always there.
+    find_presence: function that returns the clients' availability; None if clients are always
+    available.
     clients: the numbers of the clients that have training samples.
     """
 
@@ -322,10 +335,10 @@ class AbsentClients(Observer):
 
 
 class IdleWorkers(Observer):
-    """An observer that prints how long workers waited in a run that is not planned ahead.
+    """An observer that prints at the end how long workers waited in a run planned in steps.
 
-    Such a run is planned one aggregation at a time, so that workers may have nothing to do. reason:
-    why it is, as a sentence without its full stop.
+    Such a run plans one aggregation at a time, so that workers may have nothing to do.
+    reason: why the run is planned so, as a sentence without its full stop.
     """
 
     def __init__(self, say: PrintLine, reason: str):
@@ -344,7 +357,7 @@ class IdleWorkers(Observer):
 class ClosingLine(Observer):
     """An observer that prints the last lines: accuracies, the folder, and the next commands.
 
-    is_stored: True if `raysim ui` shows the run in MLflow.
+    is_stored: True if `raysim ui` can show the run in MLflow.
     """
 
     LABELS: ClassVar = {
@@ -381,10 +394,10 @@ class ClosingLine(Observer):
 
 # --- files in the run's folder --------------------------------------------------------------------
 class HistoryFile(Observer):
-    """An observer that writes history.parquet with checkpoints, and at the end of the run.
+    """An observer that writes history.parquet at checkpoints and at the end of the run.
 
-    A long run writes it only when it has grown by a tenth, so that the cost of a round does not
-    grow with the number of rounds. The rows in between are in the checkpoint.
+    In a long run, a checkpoint writes the file only if the history has grown by a tenth, so that
+    the cost of a round does not grow with the number of rounds. The checkpoint itself has all rows.
     """
 
     LONG_RUN_ROUNDS = 1000
@@ -409,14 +422,13 @@ class HistoryFile(Observer):
 
 
 class JobFiles(Observer):
-    """An observer that writes jobs.parquet, all jobs, with checkpoints and at the end.
+    """An observer that writes all jobs into jobs.parquet, at checkpoints and at the end.
 
-    A run that is continued without this file (an older run, or in another folder) does not write
-    it.
+    If a resumed run has no such file (an older run, or a run in another folder), none is written.
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """Keep the jobs of the rounds in the checkpoint; later rounds are made again."""
+        """Keep the stored jobs of the rounds in the checkpoint; later rounds are trained again."""
         self._writer = JobWriter.open(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -429,7 +441,7 @@ class JobFiles(Observer):
         self._write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write the jobs, and those that are still in flight."""
+        """Write all jobs, also those that are still in flight."""
         if self._writer:
             self._writer.add(event.jobs)
         self._write()
@@ -446,8 +458,8 @@ class JobFiles(Observer):
 class ClientFiles(Observer):
     """An observer that writes each client's samples, last scores, and scores of all rounds.
 
-    The files are split.parquet, clients.parquet and client_scores.parquet. network: the models of
-    the server.
+    The files are split.parquet, clients.parquet and client_scores.parquet.
+    network: the models of the server.
     """
 
     def __init__(self, data: FederatedData, network: Network):
@@ -455,7 +467,7 @@ class ClientFiles(Observer):
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
-        """Write the split, which does not change, and keep the scores in the checkpoint."""
+        """Write the split, which does not change; keep the scores up to the checkpoint's round."""
         write_split(client_labels(self._data), run.folder)
         self._writer = ScoreWriter(run.folder, len(run.rows))
 
@@ -490,7 +502,7 @@ class FailureFile(Observer):
         self._data = data
 
     def on_start(self, run: CurrentRun) -> None:
-        """Keep the failures of the rounds in the checkpoint; later rounds are made again."""
+        """Keep the failures of the rounds in the checkpoint; later rounds are trained again."""
         path = run.folder / FAILURES
         if path.exists():
             lines = path.read_text().splitlines()
@@ -498,7 +510,7 @@ class FailureFile(Observer):
             replace_file(path, "".join(line + "\n" for line in earlier).encode())
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Append the failures of this round; print the first failure of a run."""
+        """Append the failures of this round to the file; print the first failure of the run."""
         path = run.folder / FAILURES
         for failure in event.failures:
             if not path.exists():
@@ -511,7 +523,7 @@ class FailureFile(Observer):
                 stream.write(json.dumps(record) + "\n")
 
     def _fields(self, failure: Failure) -> dict[str, object]:
-        """Return the fields of a failure, and the user's name after the client's number."""
+        """Return the fields of a failure, and after the client's number the user's name."""
         values: dict[str, object] = {}
         for field_ in fields(failure):
             values[field_.name] = getattr(failure, field_.name)
@@ -525,7 +537,7 @@ class FailureFile(Observer):
 def _round_of(line: str) -> int:
     """Return the round in a line of failures.jsonl.
 
-    A line that a crash has cut off gets a round after all others.
+    If a crash cut off the line, return a number larger than any round.
     """
     try:
         return int(json.loads(line)["round"])
@@ -551,15 +563,16 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """An observer that draws the history, the jobs, the reports of methods and the probes.
 
-    network: the models of the server, which are drawn if there are several. only_rounds: True draws
-    the history against the rounds alone, for a run of a study, whose report has all axes.
+    network: the models of the server; a picture shows them if there are several.
+    only_rounds: True draws the history against the rounds alone. A run of a study uses this,
+    because the study's report has all axes.
     """
 
     def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
         self._activity, self._network, self._only_rounds = activity, network, only_rounds
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Draw the pictures for which there are numbers."""
+        """Draw each picture for which the run has numbers."""
         with self._activity("drawing pictures"):
             self._draw(run)
 
@@ -583,7 +596,7 @@ class Pictures(Observer):
                 run.pictures.append(path)
 
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
-        """Draw the numbers of all probed rounds, and features and outputs of the last one."""
+        """Draw the numbers of all probed rounds; draw features and outputs of the last one."""
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:
             return []
@@ -615,7 +628,10 @@ class ProfileFiles(Observer):
 
 
 class SummaryFile(Observer):
-    """An observer that writes summary.json last, because it marks a run as complete."""
+    """An observer that writes summary.json.
+
+    It comes last, because this file marks a complete run.
+    """
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Write the summary."""
@@ -626,8 +642,9 @@ class SummaryFile(Observer):
 class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker.
 
-    If all clients share one model, it saves the model for MLflow, too, unless leaves_model: then
-    the sender does that from the run's folder.
+    If all clients share one model, the observer saves the model for MLflow.
+    leaves_model: True leaves the model to the sender (`raysim ui`), which builds it from the run's
+    folder.
     """
 
     FILES = (
@@ -676,7 +693,7 @@ class TrackingObserver(Observer):
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Pass on the summary and the files, and the model unless it is left to the sender."""
+        """Pass on the summary, the files and, unless the sender builds it, the model."""
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         artifacts = [*files, *run.pictures]
         if self._leaves_model:
@@ -695,13 +712,13 @@ class TrackingObserver(Observer):
             self._note(f"MLflow gets only the weights of the model: {save_problem(error)}")
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Send the rows that are not sent yet, and how the run ended."""
+        """Send the unsent rows, and the way in which the run ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         self._tracker.finish(_summary_only(run), status=status)
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the entries of the summary that are not in the last row, the settings or the tags."""
+    """Return the entries of the summary that neither the last row, the settings nor tags have."""
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}
 
@@ -710,7 +727,7 @@ def _summary_only(run: CurrentRun) -> dict[str, object]:
 class ObserverError(RunStoppedError):
     """The error of a user's observer.
 
-    Its cause is the original error; the history was written.
+    Its cause is the original error. The history was written before.
     """
 
 
@@ -731,7 +748,7 @@ class RoundCallback(Observer):
 class UserObserver(Observer):
     """A wrapper of a user's observer.
 
-    Errors get the name of the observer, and the rows of the run are protected from changes.
+    The wrapper adds the observer's name to errors, and protects the rows of the run from changes.
     """
 
     def __init__(self, observer: Observer, name: str):

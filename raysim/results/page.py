@@ -1,4 +1,4 @@
-"""Write the report: one HTML file, without links to other files, about one or several runs.
+"""Write the report on one or several runs: one HTML file that needs no other file.
 
 This module collects texts, tables and pictures; report.html, a Jinja2 template, lays them out.
 """
@@ -88,7 +88,10 @@ Shown: TypeAlias = dict[str, Any]  # what the template gets
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A section that a study or a sweep adds: a table, and a picture for light and dark pages."""
+    """A section that a study or a sweep adds to the report: text, a table and a picture.
+
+    picture: a PNG for a light page and one for a dark page; None without a picture.
+    """
 
     title: str
     text: str
@@ -101,9 +104,10 @@ class ReportSection:
 class PagePart:
     """The content of the page below one heading.
 
-    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show the same as `plots`
-    against other x axes and are folded at first, by the title of the fold. texts: configurations
-    as text, shown unchanged.
+    plots: rows of SVGs, each with a heading.
+    folded: more rows of SVGs, by the title of a fold that the reader opens. They show the curves of
+    `plots` against other x axes.
+    texts: configurations as text, shown unchanged.
     """
 
     title: str
@@ -126,10 +130,14 @@ def write_report(
 ) -> Path:
     """Write `report.html` and one PNG for each metric; return the path of the page.
 
-    groups: the settings; each has one row and one curve. sections: additional sections after the
-    results. results: a table that replaces the usual one; it has one row for each group. view: the
-    choice of columns and units. Raises `ValueError` if there is no run or a file of a run is
-    broken; nothing is written then.
+    groups: the settings; each has one row and one curve.
+    out_folder: the folder of the page and the pictures.
+    sections: additional sections after the results.
+    results: a table with one row for each group, in place of the usual table; None for the usual
+    one.
+    view: the choice of columns and units.
+
+    Raises `ValueError`, before it writes anything, if there is no run or a file of a run is broken.
     """
     if not groups:
         raise ValueError(
@@ -196,7 +204,10 @@ def _swatch(index: int, label: str) -> Shown:
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
-    """Return a table for the template. has_swatches: True shows the colour of each row's group."""
+    """Return a table for the template.
+
+    has_swatches: True puts the colour of each group's curve in front of its row.
+    """
     rows = []
     for row in range(len(columns[0].texts)):
         cells = []
@@ -227,7 +238,10 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Return a row of plots. layout: "" is a grid, "row" one line, "wide" a wide plot first."""
+    """Return a row of plots.
+
+    layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
+    """
     return {"about": title, "svgs": svgs, "layout": layout}
 
 
@@ -255,7 +269,7 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Show what each setting needs to reach a score."""
+    """Show the rounds, bytes and times that each setting needs to reach a score."""
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
         return None
@@ -270,7 +284,7 @@ def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
 def setting_curves(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW
 ) -> dict[str, tuple[str, str, list[Curve]]]:
-    """Map each measured column to its title, the label of its axis and a curve per setting."""
+    """Map each measured column to its title, the label of its axis, and one curve per setting."""
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0
     drawn = {}
@@ -289,7 +303,10 @@ def setting_curves(
 
 
 def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
-    """Draw each metric against each axis: one row of panels for each metric."""
+    """Draw each metric against each axis: one row of panels for each metric.
+
+    folder: where the PNGs are written.
+    """
     rows: list[Shown] = []
     folded_rows: list[Shown] = []
     folded_axes: dict[str, None] = {}
@@ -327,7 +344,7 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
 def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
     """Map each column that is drawn to its title and the label of its axis.
 
-    All metrics are drawn, the main ones first, and the losses last.
+    All metrics are drawn: the main metric first, and the losses last.
     """
     metrics = dict.fromkeys(metric_of(run.rows) for run in runs)
     for run in runs:
@@ -344,7 +361,7 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 
 # --- clients --------------------------------------------------------------------------------------
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
-    """Show how the scores of clients differ at the last evaluation, over all seeds together."""
+    """Show how client scores differ at the last evaluation; the runs of all seeds are pooled."""
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
     title = "Spread over clients"
@@ -420,7 +437,7 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a table of the users with the lowest scores of each setting, in its first seed.
+    """Return a table of the users with the lowest scores in the first seed of each setting.
 
     factor: 100 for scores in percent, else 1. Returns [] if no run stores names of users.
     """
@@ -445,14 +462,17 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
 
 
 def _scores(run: Run) -> np.ndarray:
-    """Return the score of each client, nan if it was not scored; empty if no client was scored."""
+    """Return the score of each client, nan for clients that were not scored.
+
+    The array is empty if no client was scored.
+    """
     columns = read_clients(run.folder) or {}
     metric = metric_of(run.rows)
     return columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
 
 
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Return sorted scores of all scored clients, and the median of their test samples."""
+    """Return the sorted scores of all scored clients, and the median number of test samples."""
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]
     for run in group.runs:
@@ -477,7 +497,7 @@ def _score_column(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------
 @dataclass
 class _SharedSplit:
-    """A split of the data, and the labels of the settings whose runs use it."""
+    """A split of the data, with the labels of the settings whose runs use this split."""
 
     split: ClientLabels
     heterogeneity: Mapping[str, object]
@@ -485,7 +505,7 @@ class _SharedSplit:
 
 
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
-    """Show the classes of each client, once for each split that differs."""
+    """Show the classes of each client; each different split is shown once."""
     title = "Split of the data"
     splits: dict[bytes, _SharedSplit] = {}
     for group in groups:
@@ -554,9 +574,9 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Draw a map of clients and classes; a deeper colour is a larger share of the samples.
+    """Draw a map of clients and classes; a deeper colour means a larger share of the samples.
 
-    The depth is the square root of the share, because small shares would look like none.
+    The depth is the square root of the share, because small shares would be invisible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))
@@ -609,7 +629,7 @@ def _shades(shares: np.ndarray) -> np.ndarray:
 
 
 def _draw_sizes(split: ClientLabels) -> list[str]:
-    """Draw a histogram of the clients' sizes; [] if all are equal, because the table says so."""
+    """Draw a histogram of the clients' sizes; return [] if all clients have equal sizes."""
     if len(set(split.sizes.tolist())) == 1:
         return []
 
@@ -643,7 +663,7 @@ def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- virtual time ---------------------------------------------------------------------------------
 def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Show the first run of each setting on virtual time, if a timeline shows anything."""
+    """Show the first run of each setting on virtual time, unless its timeline shows nothing."""
     pictures: list[Shown] = []
     left_out = 0
     for group in groups:
@@ -667,7 +687,7 @@ def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- failures -------------------------------------------------------------------------------------
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
-    """Count jobs that failed or were not used, over all rounds and seeds, and list the errors."""
+    """Count the jobs that failed or were not used, over all rounds and seeds; list the errors."""
     titles = {
         "failures": "failed",
         "lost": "lost",
@@ -765,7 +785,10 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _format_checksum(value: object) -> str:
-    """Return a checksum as text, or a dash if it is missing or the checksum of no bytes."""
+    """Return a checksum as text.
+
+    Return a dash if it is missing, or if it is the checksum of empty data.
+    """
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)
 

@@ -1,4 +1,4 @@
-"""Draw curves for print: the width of a column, small fonts, labels at the ends of the lines."""
+"""Draw curves for print: one column wide, with small fonts, and labels at the lines' ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ UNDATED: dict[str, Mapping[str, None]] = {
 def draw_figure(
     curves: Sequence[Curve], axis: Axis, ylabel: str, width: float = COLUMN_WIDTH_IN
 ) -> Figure:
-    """Return a figure of curves against one axis. width: inches."""
+    """Return a figure of curves against one axis.
+
+    width: in inches.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -63,7 +66,7 @@ def draw_figure(
 def _label_ends(figure: Figure, ax: Axes) -> bool:
     """Write the label of each line at its end, in its colour, without overlaps.
 
-    Returns False, and writes nothing, if there are many lines or they end at different places.
+    Returns False, and writes nothing, if there are many lines or lines end at different x.
     """
     import matplotlib
 
@@ -98,9 +101,9 @@ def _label_ends(figure: Figure, ax: Axes) -> bool:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return ascending places with at least `gap` between two of them, moved as little as needed.
+    """Move positions apart, as little as needed, so that neighbours differ by at least `gap`.
 
-    Places that are too close form a block around their mean.
+    places: ascending positions. Positions that are too close form a block around their mean.
     """
     blocks: list[list[float]] = []
     for place in places:

@@ -25,7 +25,7 @@ _ARRAYS = ("labels", "seen", "features", "probabilities")
 def save_probes(probes: Sequence[Probe], path: Path) -> None:
     """Write the probes of a round; the file appears complete or not at all.
 
-    A probe is the features and outputs of a local model before it is averaged. Received features
+    A probe holds the features and outputs of a local model before it is averaged. Received features
     that several clients share are stored once.
     """
     first_with: dict[tuple[int, tuple[int, ...], bytes], int] = {}
@@ -50,7 +50,7 @@ def save_probes(probes: Sequence[Probe], path: Path) -> None:
 
 
 def load_probes(path: Path) -> list[Probe]:
-    """Read the probes that `save_probes` wrote, bit by bit and in the same order.
+    """Read the probes that `save_probes` wrote, with equal bits and in equal order.
 
     Raises `ValueError` if the file contains no probes.
     """

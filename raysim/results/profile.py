@@ -1,4 +1,4 @@
-"""Show how the wall time of a run was spent: table, picture, numbers, trace for Perfetto."""
+"""Show how the wall time of a run was spent: as a table, a picture, numbers, and a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDLE_COLOURS = {"messages": "#c9cdd2", "waiting": "#e9ebee"}  # grey, because t
 
 
 def shares(profile: Profiled) -> dict[str, dict[str, float]]:
-    """Map each process to the share of wall time of each kind of work."""
+    """Map each process to the shares of wall time that each kind of work took."""
     wall_s = max(profile.stop - profile.start, 1e-9)
     shares_by_process = {}
     for track in profile.tracks:
@@ -31,7 +31,10 @@ def shares(profile: Profiled) -> dict[str, dict[str, float]]:
 
 
 def table(profile: Profiled) -> str:
-    """Return the shares as text, a column for each process; many workers share one column."""
+    """Return the shares of wall time as text, a column for each process.
+
+    If there are many workers, one column has their mean.
+    """
     by_process = shares(profile)
     if len(by_process) > _MAX_COLUMNS:
         coordinator, *workers = by_process.values()
@@ -47,7 +50,10 @@ def table(profile: Profiled) -> str:
 
 
 def trace(profile: Profiled) -> dict[str, object]:
-    """Return the spans in Chrome's trace format: a thread for each process, microseconds."""
+    """Return the measured time spans in Chrome's trace format, which Perfetto shows.
+
+    Each process is a thread of the trace. Times are in microseconds.
+    """
     events: list[Mapping[str, object]] = []
     for place, track in enumerate(profile.tracks):
         thread = {"pid": 1, "tid": place}
@@ -94,7 +100,10 @@ def draw(profile: Profiled, path: Path, title: str = "") -> None:
 
 
 def write(profile: Profiled, folder: Path, title: str = "", prefix: str = "") -> list[Path]:
-    """Write numbers, trace and picture into a folder; return their paths, the picture's last."""
+    """Write numbers, trace and picture into a folder; return the paths, the picture last.
+
+    prefix: the start of the files' names.
+    """
     paths = [folder / f"{prefix}{name}" for name in (PROFILE, TRACE, PICTURE)]
     seconds = {}
     for track in profile.tracks:

@@ -34,10 +34,10 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
-    """Yield a function that shows what the program waits for.
+    """Yield a function that shows what the program is waiting for.
 
-    The function takes a text, and optionally the progress. A log gets a line for each text; a
-    terminal has one line with the seconds and the progress.
+    The function takes a text, and optionally a second text with the progress. A log gets a line for
+    each text. A terminal has one line with the text, the progress and the elapsed seconds.
     """
     if not console.is_terminal:
 
@@ -67,7 +67,7 @@ def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def activity_line(console: Console, text: str) -> Iterator[None]:
-    """Show a text while the block runs; used after the last round."""
+    """Show a text while the `with` block runs, for work after the last round."""
     with waiting_line(console) as show:
         show(text)
         yield
@@ -76,7 +76,7 @@ def activity_line(console: Console, text: str) -> Iterator[None]:
 class Progress:
     """The progress of a run: round, scores, seconds per round, time left and failures.
 
-    done: rounds that an earlier session has made.
+    done: the number of rounds that an earlier session has made.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Progress:
         return " · ".join(parts)
 
     def update(self, row: Row) -> None:
-        """Add a row of the history."""
+        """Show a new row of the history."""
         self.round = int(row["round"] or 0)
         self.failures += int(row.get("failures") or 0)
         self.metric = metric_of([row])
@@ -176,8 +176,9 @@ class Progress:
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
-        clients: the clients that it trains. node, replaced_after, node_timeout: see `Waiting`.
-        stacks: the file that says where its threads stand; "" for none.
+        clients: the clients that the worker trains.
+        node, replaced_after, node_timeout: see `Waiting`.
+        stacks: the file that shows which code the worker's threads are executing; "" without one.
         """
         who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:

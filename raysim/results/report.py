@@ -71,11 +71,12 @@ CLIENT_TESTS, CENTRAL_TEST = "on the clients' own tests (mean)", "on the central
 # --- the table ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TableView:
-    """The choices for tables and figures, which `raysim report` has flags for.
+    """The choices for tables and figures that `raysim report` has flags for.
 
-    columns: keys of a summary or titles of usual columns; () shows the usual columns. percent: True
-    shows shares such as accuracy in percent. thresholds: scores of the table of costs; () takes the
-    highest ones that a run reached. bold: when a value is marked as the best, see `BOLD_RULES`.
+    columns: keys of a summary, or titles of usual columns; () shows the usual columns.
+    percent: True shows shares such as accuracy in percent.
+    thresholds: the scores in the table of costs; () takes the highest scores that a run reached.
+    bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
     columns: Sequence[str] = ()
@@ -90,7 +91,7 @@ USUAL_VIEW = TableView()
 def share_factor(runs: Sequence[Run], percent: bool) -> float:
     """Return 100 if scores are shown in percent, else 1.
 
-    Raises `ValueError` if percent is True and a run has scores that are no shares.
+    Raises `ValueError` if percent is True and a run has scores that are not between 0 and 1.
     """
     if not percent:
         return 1.0
@@ -135,14 +136,18 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
 
 
 def _score_name(name: str, percent: bool) -> str:
-    """Return the name of a threshold: "0.8", or "80 %" in percent."""
+    """Return the name of a threshold as given ("0.8"), or in percent ("80 %")."""
     return f"{100 * float(name):g} %" if percent else name
 
 
 def _threshold_columns(
     runs: Sequence[Run], limit: int, better: int, percent: bool = False
 ) -> list[Column]:
-    """Return the first round at the `limit` highest thresholds that any run reached."""
+    """Return a column for each of the `limit` highest thresholds that any run reached.
+
+    The column has the first round in which each run reached the threshold.
+    better: +1 or -1, see `Column`.
+    """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
     for rounds in rounds_by_run:
@@ -160,10 +165,10 @@ def _threshold_columns(
 
 
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
-    """Return the comparison of runs, in their order.
+    """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the number of threshold columns, unless the view chooses columns. Raises `ValueError` for
-    a column that no run has.
+    limit: the number of threshold columns, unless the view chooses columns.
+    Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
     if not view.columns:
@@ -196,8 +201,9 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 
 
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
-    """Return a column of any number of the summaries; None if no run has it.
+    """Return a column of any number of the summaries; None if no run has this number.
 
+    key: key of the number, with dots.
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
     values = [score(run.summary, key) for run in runs]
@@ -306,7 +312,7 @@ ENERGY_COLUMNS: tuple[tuple[str, str, FormatNumber], ...] = (
 
 
 def _data_settings(run: Run) -> dict[str, str]:
-    """Return the settings that decide which samples clients have and which clients are trained."""
+    """Return the settings that decide which samples clients have and which clients train."""
     config = {key: run.config.get(key) for key in ("data", "partition")}
     # Older runs have no such key.
     config["unseen"] = as_mapping(run.config.get("evaluate")).get("unseen") or 0
@@ -314,7 +320,7 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Map "metric on tests" of the scores to whether some runs have central scores as well."""
+    """Map each kind of score, "METRIC on TEST SET", to True if runs also have central scores."""
     kinds: dict[str, bool] = {}
     for run in runs:
         metric = metric_of(run.rows)
@@ -328,7 +334,7 @@ def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
 
 
 def describe_scores(runs: Sequence[Run]) -> str:
-    """Return a line that explains the scores of a table; "" without scores."""
+    """Return a line that explains the scores of a table; "" if there are no scores."""
     kinds = score_kinds(runs)
     if not kinds:
         return ""
@@ -337,7 +343,7 @@ def describe_scores(runs: Sequence[Run]) -> str:
 
 
 def as_sentence(text: str) -> str:
-    """Return a line with a capital letter and a full stop; "" stays empty."""
+    """Return a line with a capital letter and a full stop; "" stays ""."""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -346,9 +352,9 @@ def comparison_table(
 ) -> str:
     """Return the comparison as text.
 
-    It has a row for each run, or for each setting if some runs differ only in their seeds. Options
-    that all share stand above it, the meaning of stars and deviations below. width: see
-    `format_table`.
+    The table has a row for each run, or for each setting if some runs differ only in their seeds.
+    Options that all runs share are above the table; the meaning of stars and deviations is below.
+    width: see `format_table`.
     """
     runs = [run for group in groups for run in group.runs]
     has_seeds = len(groups) < len(runs)
@@ -399,9 +405,9 @@ class RunGroup:
 
 
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
-    """Return the settings of runs, the best first.
+    """Group runs by their settings, and return the groups with the best setting first.
 
-    Unfinished runs and a second run with the same seed are separate groups.
+    An unfinished run, or a second run with the same seed, is a group by itself.
     """
     groups: list[list[Run]] = []
     for run in _best_first(runs):
@@ -434,7 +440,10 @@ def _seed(run: Run) -> str:
 
 
 def _setting_labels(firsts: Sequence[Run]) -> list[str]:
-    """Return a name for each setting: its methods, or else all settings that differ."""
+    """Return a name for each setting: its methods if these differ, else all that differs.
+
+    firsts: the first run of each setting.
+    """
     settings = [_setting(run) for run in firsts]
     places = [settings.index(setting) for setting in settings]
     distinct = [firsts[place] for place in dict.fromkeys(places)]
@@ -457,8 +466,9 @@ def arrange_groups(
 ) -> list[RunGroup]:
     """Return settings with new labels and in a new order.
 
-    labels: the new label for each old one. order: labels, old or new; settings that it does not
-    name follow. Raises `ValueError` for a setting that does not exist.
+    labels: the new label for each old one.
+    order: labels, old or new. Settings that are not in it follow at the end.
+    Raises `ValueError` for a setting that does not exist.
     """
     known = [group.label for group in groups]
     for name in labels:
@@ -480,11 +490,11 @@ def arrange_groups(
 def result_columns(
     groups: Sequence[RunGroup], limit: int = 4, view: TableView = USUAL_VIEW
 ) -> list[Column]:
-    """Return a row for each group, with mean ± sample deviation (divisor n-1) over its seeds.
+    """Return columns with a row for each group: mean ± sample deviation over its seeds.
 
-    Groups with the same data are compared with the first of them, over the seeds of both.
-
-    limit: number of threshold columns.
+    The deviation has the divisor n-1. Groups with the same data are tested against the first of
+    these groups, over the seeds that both have.
+    limit: the number of threshold columns.
     """
     runs = [run for group in groups for run in group.runs]
     columns = [Column("", [group.label for group in groups], key="setting")]
@@ -502,7 +512,7 @@ def result_columns(
 
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
-    """Return a column with one row for each group, from one with a row for each run."""
+    """Turn a column with a row for each run into a column with a row for each group."""
     show = column.show or format_score
     numbers = iter(column.scores)
     data = iter(column.groups or [])
@@ -543,7 +553,10 @@ def _compare_with_first(
 ) -> list[Difference | None]:
     """Compare each row with the first row of its block, over the seeds that both have.
 
-    Holm's correction covers all rows. A first row has None.
+    by_seed: the scores of each row, by seed.
+    blocks: the block of each row.
+
+    Holm's correction covers all rows. The result is None for the first row of a block.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -567,7 +580,10 @@ def _compare_with_first(
 
 
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
-    """Return a line about the marks of a table, or about why it has none; "" for one setting."""
+    """Explain the marks of a table in one line, or why the table has no marks.
+
+    Returns "" if there is only one setting.
+    """
     if any(column.is_tested for column in columns):
         return MARK_RULE
     if len(groups) > 1 and max(len(group.runs) for group in groups) < MIN_PAIRS:
@@ -601,11 +617,11 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return what each setting needs until it reaches a score: a row for each score and setting.
+    """Return the costs until each setting reaches a score: a row for each score and setting.
 
-    Rounds, bytes, virtual and wall seconds are those of the first round that reaches the score:
-    means ± sample deviations over the seeds that reach it. limit: the number of scores if the view
-    chooses none. Returns [] if no score was reached.
+    Rounds, bytes, virtual and wall seconds are those until the first round that reaches the score:
+    means ± sample deviations over the seeds that reach the score.
+    limit: the number of scores if the view chooses none. Returns [] if no score was reached.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)
@@ -662,7 +678,7 @@ def threshold_columns(
 
 
 def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
-    """Return the thresholds of the summaries that some run reached, in ascending order."""
+    """Return the thresholds that some run reached, in ascending order."""
     reached = set()
     for run in runs:
         for name, number in as_mapping(run.summary.get("rounds_to")).items():
@@ -672,9 +688,9 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 
 
 def _first_row(run: Run, threshold: float) -> Row | None:
-    """Return the first row whose score reaches a threshold.
+    """Return the first row whose score reaches a threshold, or None.
 
-    It is the score of the summary: that of the clients, or of the central test set without those.
+    The score is that of the clients' test sets; without these, of the central test set.
     """
     metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))
@@ -708,12 +724,12 @@ COSTS: tuple[tuple[str, str, Callable[[Row], float | None], FormatNumber, int], 
 
 # --- every number ---------------------------------------------------------------------------------
 def as_csv(groups: Sequence[RunGroup]) -> str:
-    """Return a line for each run with every number of its summary, by the summary's keys."""
+    """Return CSV: a line for each run, and a column for each number of the summaries."""
     return to_csv(run_rows(groups)).removesuffix("\n")
 
 
 def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
-    """Return a row for each run with every number of its summary, by the summary's keys."""
+    """Return a row for each run: its setting, seed, options, and all numbers of its summary."""
     rows: list[Mapping[str, object]] = []
     for group in groups:
         for run in group.runs:
@@ -724,7 +740,7 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the numbers of a summary by dotted keys, without the description of the run."""
+    """Return the numbers of a summary by dotted keys; leave out the description of the run."""
     flat: dict[str, object] = {}
     for key, value in summary.items():
         if key in ("identity", "choices"):

@@ -10,7 +10,12 @@ TARGET = "_target_"  # Hydra's key for the path of a class
 
 
 def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
-    """Return `raysim run --config PATH`, allowing the packages whose classes the config names."""
+    """Return `raysim run --config PATH` with --allow for all packages that the run needs.
+
+    config: the stored configuration, which names the classes of these packages.
+    path: the file of the configuration.
+    overrides: more arguments of the command.
+    """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     parts = ["raysim run --config", shlex.quote(str(path))]
     parts += [f"--allow {name}" for name in packages]

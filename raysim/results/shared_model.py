@@ -1,4 +1,4 @@
-"""Load the model that all clients share; it takes inputs as the data set stores them."""
+"""Load the model that all clients share; its inputs are those that the data set stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysim.training.run_spec import RunSpec, declare_run
 class SharedModel(nn.Module):
     """A model that maps raw inputs [B, ...] to scores [B, outputs].
 
-    It normalises the inputs as the clients do.
+    It normalises the inputs first, as clients do.
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
@@ -24,15 +24,16 @@ class SharedModel(nn.Module):
         self._pipeline = pipeline
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the scores that evaluation ranks."""
+        """Return the scores by which predictions are evaluated, [B, outputs]."""
         scores: Tensor = self.model(self._pipeline.normalise(inputs))
         return scores
 
 
 def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
-    """Load weights on the CPU; return the model in eval mode and an example of two empty inputs.
+    """Load weights on the CPU; return the model in eval mode and an example of its inputs.
 
-    Returns None if clients keep parts of the model, or if the file does not hold it.
+    The example has two inputs of zeros. Returns None if clients keep parts of the model, or if the
+    file does not hold the whole model.
     """
     declarations = declare_run(spec)
     if not all(method.has_parameters for method in declarations.methods):

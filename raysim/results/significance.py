@@ -1,7 +1,8 @@
-"""Compare methods over seeds: means, paired differences, intervals, tests, Holm's correction.
+"""Compare methods over seeds: means, paired differences, intervals and tests.
 
-Pure functions of numbers. A pair is two runs of one seed: they share data, split, starting model
-and cohorts, so a paired test sees the difference of two methods without the scatter of the seeds.
+All functions are pure. A pair is two runs with the same seed. They share data, split, initial model
+and cohorts, so a paired test measures the difference of two methods without the variation between
+seeds.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ ROUNDING = 1e-9  # a deviation below this share of the values comes from roundin
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference left - right of paired values, with an interval and tests.
+    """The mean of paired differences, left - right, with an interval and tests.
 
-    `low` to `high` is the 95 % interval. A number is None if it was not computed.
+    `low` to `high` is the 95 % interval. A number is None if there were too few pairs for it.
     """
 
     pairs: int
@@ -36,14 +37,20 @@ class Difference:
 
 
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (divisor n-1); None if there are too few values."""
+    """Return mean and standard deviation (divisor n-1).
+
+    Each is None if there are too few values.
+    """
     mean = float(np.mean(values)) if values else None
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return mean, deviation
 
 
 def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
-    """Compare values of the same seeds by Student's paired t-test and Wilcoxon's test."""
+    """Compare values of the same seeds by Student's paired t-test and Wilcoxon's test.
+
+    left, right: one value for each seed, in the same order.
+    """
     differences = np.asarray(left, float) - np.asarray(right, float)
     pairs = len(differences)
     mean, deviation = mean_deviation([float(value) for value in differences])
@@ -75,9 +82,10 @@ def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
 
 
 def holm_correction(values: Sequence[float | None]) -> list[float | None]:
-    """Return Holm's step-down correction of p-values (Holm 1979); None stays None.
+    """Return p-values after Holm's step-down correction (Holm 1979); None stays None.
 
-    The k-th lowest of m becomes the largest of (m - i + 1) p_i over i <= k, at most 1.
+    Of m values in ascending order, the k-th becomes the largest of (m - i + 1) p_i over i <= k, at
+    most 1.
     """
     p_values = {index: value for index, value in enumerate(values) if value is not None}
     order = sorted(p_values, key=lambda index: p_values[index])

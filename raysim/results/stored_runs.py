@@ -26,7 +26,10 @@ UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
 class Run:
     """A run as its folder describes it.
 
-    folder: on this machine. url: where the folder was fetched from; "" for none.
+    rows: the history.
+    folder: the folder on this machine.
+    finished: False if the run has not ended.
+    url: where the folder was fetched from; "" if the folder was not fetched.
     """
 
     name: str
@@ -39,26 +42,33 @@ class Run:
 
     @property
     def address(self) -> str:
-        """Return the URL of the run, or its folder."""
+        """Return the URL of the run; without a URL, its folder."""
         return self.url or str(self.folder)
 
 
 # --- reading --------------------------------------------------------------------------------------
 def is_result_file(name: str) -> bool:
-    """Return True for a file that is no checkpoint, lock or draft. name: below a folder of runs."""
+    """Return True for a file that is no checkpoint, lock or draft.
+
+    name: the file's path inside a folder of runs.
+    """
     *folders, _ = parts = PurePosixPath(name).parts
     return CHECKPOINTS not in folders and not any(part.startswith(".") for part in parts)
 
 
 def is_report_file(name: str) -> bool:
-    """Return True for a file that reports read."""
+    """Return True for a file that reports read.
+
+    name: the file's path inside a folder of runs.
+    """
     return is_result_file(name) and name.endswith(REPORT_SUFFIXES)
 
 
 def load_run(folder: Path, url: str = "") -> Run:
     """Read a run's folder; the summary of an unfinished run is computed from its history.
 
-    url: see `Run`. Raises `ValueError` if the folder is no run or one of its files is broken.
+    url: see `Run`.
+    Raises `ValueError` if the folder is no run or one of its files is broken.
     """
     folder = Path(folder)
     if url and not (folder.is_dir() and any(folder.iterdir())):
@@ -93,8 +103,8 @@ def load_run(folder: Path, url: str = "") -> Run:
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
     """Read the runs at these paths and URLs; skip files and folders that no run wrote.
 
-    warn: function that gets one sentence about skipped folders. Raises `ValueError` if there is no
-    run.
+    warn: function that gets one sentence about all skipped folders.
+    Raises `ValueError` if there is no run.
     """
     from raysim.results.tracking import ARTIFACTS
 
@@ -155,13 +165,16 @@ def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, objec
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """Return a value if it is a mapping, or an empty mapping."""
+    """Return a mapping unchanged, and an empty mapping for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
 # --- names ----------------------------------------------------------------------------------------
 def chosen_option(config: Mapping[str, object], group: str) -> str:
-    """Return the option of a group from `choices`, or from the group itself."""
+    """Return the option of a group in a run's configuration.
+
+    It is read from `choices`; in older configurations, from the group's own node.
+    """
     value = as_mapping(config.get("choices")).get(group)
     if value is None:
         value = config.get(group)
@@ -176,7 +189,7 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 
 
 def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return every value of a config by its dotted key, without `UNTOLD_KEYS`."""
+    """Return every value of a config by its dotted key, without the keys in `UNTOLD_KEYS`."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if key in UNTOLD_KEYS:
@@ -189,9 +202,9 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 
 
 def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the options that distinguish settings.
+    """Return the options that distinguish settings, by group.
 
-    A loss counts unless it is the usual one: it may have no key of its own.
+    The loss is included unless it is the usual one, because a loss may have no keys that show it.
     """
     has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
     groups = (*GROUPS, "loss") if has_own_loss else GROUPS
@@ -211,10 +224,10 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the differing settings without implied defaults, and the number of keys left out.
+    """Return the differing settings, and the number of differing keys that were left out.
 
-    If only runs with another option have a key, and all of them have its default, the key is left
-    out: the option itself is listed. Values of methods are always listed.
+    A key is left out if only runs with another option have it, and all of them have its default
+    value: the option, which is listed, implies it. Keys of methods are always listed.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -249,7 +262,8 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    Equal names are replaced by the settings that differ, or else by the folder.
+    If several runs have one name, the settings that differ replace it; if none differ, the folder
+    is added.
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:

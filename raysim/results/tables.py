@@ -1,4 +1,4 @@
-"""Format tables: columns of texts for a terminal, LaTeX and Markdown, and rows of values as CSV."""
+"""Format tables for a terminal, LaTeX and Markdown, and rows of values as CSV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ MARK_RULE = (
 
 
 class FormatNumber(Protocol):
-    """A function that formats a number; a deviation gets the unit and decimals of `like`."""
+    """A function that formats a number.
+
+    like: if the number is a deviation, its mean: the deviation gets the unit and decimals of the
+    mean.
+    """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
 
@@ -36,14 +40,16 @@ class FormatNumber(Protocol):
 class Column:
     """One column of a table: a text for each row, and the numbers behind the texts.
 
-    scores: the numbers; empty for a column of texts. better: +1 if the highest score is the best,
-    -1 if the lowest is, 0 if none is. deviations: the deviations of the scores; `BEST_RULE` uses
-    them. bold: a name in `BOLD_RULES`. incomplete: the rows whose score lacks a seed, which are
-    never the best. groups: only rows of one group are compared; None compares all rows. show:
-    function that
-    formats a number of this column; None uses four decimals. key: name of the number in a summary;
-    "" for a column that has none. tests: for each row, the paired test against the reference row
-    of its group; None for the reference.
+    scores: the numbers; empty for a column of texts.
+    better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
+    deviations: the deviations of the scores; `BEST_RULE` uses them.
+    groups: the group of each row; only rows of the same group are compared. None compares all rows.
+    show: function that formats a number of this column; None uses four decimals.
+    key: name of the number in a summary; "" for a column that has none.
+    tests: for each row, the paired test against the reference row of its group; None for the
+    reference.
+    bold: a name in `BOLD_RULES`.
+    incomplete: the rows in whose mean a seed is missing; they are never marked as the best.
     """
 
     title: str
@@ -59,7 +65,7 @@ class Column:
     incomplete: Collection[int] = ()
 
     def mark(self, row: int) -> str:
-        """Return the mark of a row that differs significantly from the reference, else ""."""
+        """Return the mark of a row that differs significantly from its reference row, else ""."""
         test = self.tests[row] if self.tests else None
         if test is None or test.mean is None or test.holm is None or not self.better:
             return ""
@@ -73,7 +79,10 @@ class Column:
         return any(test is not None and test.holm is not None for test in self.tests)
 
     def best(self) -> set[int]:
-        """Return the rows with the best score; none if all are equal or only one has a score."""
+        """Return the rows with the best score.
+
+        Return none if all scores are equal, or if only one row has a score.
+        """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
         for group in dict.fromkeys(groups):
@@ -100,7 +109,11 @@ class Column:
 
 
 def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Column]:
-    """Return the columns of a table of texts: the first holds labels, the others numbers."""
+    """Return columns of texts.
+
+    head: the titles.
+    rows: the texts of each row. The first column holds labels, the others numbers.
+    """
     label, *numbers = zip(head, *rows, strict=True)
     columns = [Column(label[0], list(label[1:]))]
     for title, *texts in numbers:
@@ -109,16 +122,16 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
 
 
 def number_column(title: str, texts: Sequence[str]) -> Column:
-    """Return a column of numbers without a best one."""
+    """Return a column of numbers, of which none is marked as the best."""
     return Column(title, list(texts), [None] * len(texts))
 
 
 # --- terminal -------------------------------------------------------------------------------------
 def format_table(columns: Sequence[Column], width: int = 0) -> str:
-    """Return a table as text, numbers on the right, the best ones with a star.
+    """Return a table as text, with numbers on the right and a star at the best numbers.
 
-    width: the longest line; columns that do not fit go into a block below, after the first column.
-    0 means no limit.
+    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
+    a block below, which repeats the first column.
     """
     label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]
@@ -172,7 +185,7 @@ _LATEX = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values are bold; significant differences to the reference have a dagger.
+    The best values are bold. A dagger marks significant differences from the reference.
 
     note: a comment above the table.
     """
@@ -202,16 +215,19 @@ def _escape(text: str) -> str:
 
 
 def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without a newline at its end; no cell may contain a bar."""
+    """Return a table without a newline at its end.
+
+    No cell may contain a vertical bar.
+    """
     lines = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
-    """Return a DataFrame with the numbers of a table, by the keys of its columns.
+    """Return a DataFrame with the numbers of a table; the columns are named by their keys.
 
-    A column of scores has a second one with its deviations ("final_std") if it has any, and a
-    third one with its marks ("final_mark") if its rows were tested.
+    A column of scores is followed by its deviations ("final_std") and its marks ("final_mark"), if
+    it has any.
     """
     import pandas as pd
 
@@ -227,7 +243,10 @@ def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
 
 
 def to_csv(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return a head of all keys and a line for each row; a missing value or None is empty."""
+    """Return CSV: a head with all keys, and a line for each row.
+
+    A missing value or None is empty.
+    """
     import pandas as pd
 
     return str(pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))

@@ -1,4 +1,4 @@
-"""Text that a language model writes: samples.txt in a run's folder, and on the report's page."""
+"""Write text with a language model: samples.txt in a run's folder, and a report's section."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def continue_text(
     generate: Generation,
     rng: np.random.Generator,
 ) -> str:
-    """Return the prompt and the text that a model writes after it.
+    """Return a prompt followed by the text that a model writes after it.
 
-    model: from tokens [B, T] to logits of the next tokens [B, C, T]. length: T, the most tokens
-    that it sees. The text ends before the end of a document, or after `generate.tokens` new tokens.
+    model: function from tokens [B, T] to logits of the next tokens [B, C, T].
+    length: the largest T that the model accepts.
+    generate: the number of new tokens and the temperature. The text ends at the end of a document,
+    or after `generate.tokens` new tokens.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
     first = len(written)
@@ -62,7 +64,10 @@ def _draw_token(logits: Tensor, temperature: float, rng: np.random.Generator) ->
 
 
 def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[str]:
-    """Return a text for each prompt; the same for the same model, settings and seed."""
+    """Return a text for each prompt.
+
+    Equal models, settings and seeds give equal texts.
+    """
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
     texts = []
@@ -76,7 +81,10 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads: as many as training, because the texts depend on it."""
+    """Set the number of torch's threads during a `with` block.
+
+    Texts depend on this number, so they are written with as many threads as training has.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -86,9 +94,9 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 class TextSamples(Observer):
-    """An observer that writes samples.txt, if the data is language and clients share a model.
+    """An observer that writes samples.txt, if the data is text and clients share a model.
 
-    If each client has a model of its own, it prints how to get texts of these.
+    If each client has its own model, the observer prints how to get texts from these models.
     """
 
     def __init__(self, spec: RunSpec, note: PrintLine):

@@ -20,13 +20,19 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return colour and dashes of a line: 40 different ones, solid lines first."""
+    """Return the colour and dashes of a line.
+
+    index: position of the line. The first lines are solid; after 40 lines the styles repeat.
+    """
     dash = DASHES[index // len(MANY_COLOURS) % len(DASHES)]
     return {"color": MANY_COLOURS[index % len(MANY_COLOURS)], "linestyle": dash}
 
 
 def theme(ink: str) -> dict[Any, object]:
-    """Return the settings of all figures for `matplotlib.rc_context`. ink: colour of the text."""
+    """Return the settings of all figures for `matplotlib.rc_context`.
+
+    ink: colour of the text.
+    """
     return {
         "font.size": 11,
         "axes.labelsize": 11,
@@ -88,7 +94,8 @@ def page_theme(dark: bool) -> dict[Any, object]:
 def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
     """Make an axis logarithmic, with plain numbers at its ticks.
 
-    Matplotlib writes powers as mathematics, which is switched off because names may hold `$`.
+    which: "x" or "y". Matplotlib would write powers as formulas. Formulas are switched off in our
+    figures, because names may contain `$`.
     """
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
@@ -106,11 +113,11 @@ def draw_svg(
 
     Text stays text, and the colours of `LIGHT` and `INK` become variables that the page sets.
 
-    draw: function that draws on given axes. about: a description for readers who cannot see the
-    drawing.
-    size: inches; the page may scale the drawing. has_plain_labels: True if the axes have numbers at
-    their ticks and a label below, which fit into fixed margins; otherwise matplotlib measures all
-    texts, which takes as long as the drawing.
+    draw: function that draws on given axes.
+    about: a description for readers who cannot see the drawing.
+    size: width and height in inches; the page may scale the drawing.
+    has_plain_labels: True if the axes have numbers at their ticks and a label below, which fit into
+    fixed margins. With False, matplotlib measures all texts, which takes as long as the drawing.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -151,7 +158,10 @@ def draw_svg(
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return size and name of the largest unit in which a time is at least 2, or of seconds."""
+    """Choose a unit for a time, and return its size in seconds and its name.
+
+    The unit is the largest one in which the time is at least 2; seconds for shorter times.
+    """
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return size, unit

@@ -37,7 +37,10 @@ _UNUSED = {
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write timeline.png; return False, and write nothing, if `has_events` is false."""
+    """Write timeline.png; return False, and write nothing, if it would show nothing.
+
+    `has_events` decides this.
+    """
     is_drawn = has_events(jobs)
     if is_drawn:
         replace_file(path, timeline_png(jobs, rows, title))
@@ -61,10 +64,10 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
 
 
 def has_events(jobs: Jobs) -> bool:
-    """Return True if a timeline shows anything.
+    """Return True if a timeline shows more than equal rounds.
 
-    That is so if jobs were stale, lost, discarded or failed, or if clients waited for others most
-    of the time.
+    This is the case if jobs were stale, lost, discarded or failed, or if clients waited for other
+    clients most of the time.
     """
     if not len(jobs) or jobs.finish.max() <= 0:
         return False
@@ -108,9 +111,10 @@ def fill_figure(
 
 # --- clients --------------------------------------------------------------------------------------
 def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
-    """Return start and end, in virtual seconds, of a part in which single jobs can be seen.
+    """Return start and end, in virtual seconds, of a period in which single jobs can be seen.
 
-    It is the whole run, or a part in the middle.
+    The period is the whole run, or a part in the middle of a long run.
+    end: the end of the run.
     """
     width = _MAX_JOBS_IN_A_ROW * float(np.median(jobs.finish - jobs.start))
     if width <= 0 or width >= end:
@@ -119,9 +123,10 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 
 
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
-    """Return clients by kind, from fast to slow in each kind; one kind "" if they are few.
+    """Return clients by kind of device, from fast to slow in each kind.
 
-    Equal jobs always give equal clients.
+    If there are few clients, all of them are returned as one kind "". Equal jobs always give equal
+    clients.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
     # A lost job is shorter than its client would have needed, so it counts only if there is
@@ -170,9 +175,11 @@ def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
 
 
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
-    """Write above the panel which versions some aggregations made.
+    """Write numbers of versions above the panel, at the aggregations that made them.
 
-    A job that starts to the right of an aggregation trains its version or a later one.
+    A job that starts to the right of such a number trains this version or a later one.
+    low, high: the shown period in virtual seconds.
+    size: seconds in the unit of the axis.
     """
     step = (high - low) / 12
     places = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))
@@ -194,7 +201,7 @@ def _text_colour() -> str:
 
 
 def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Write the numbers of the clients, and the kinds of clients, separated by lines."""
+    """Write the numbers of the clients and the names of their kinds, with lines between kinds."""
     shown = np.concatenate([clients for _, clients in kinds]).tolist()
     ax.set_yticks(range(len(shown)), [str(client) for client in shown], fontsize=8)
     ax.set_ylabel("" if kinds[0][0] else "client, the fastest first")
@@ -218,7 +225,10 @@ def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
 
 
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
-    """Draw aggregated jobs in the colour of their staleness; other jobs are empty with a marker."""
+    """Draw a bar for each job.
+
+    An aggregated job has the colour of its staleness. Any other job is empty and has a marker.
+    """
     from matplotlib.collections import PolyCollection
 
     def boxes(chosen: np.ndarray) -> list[np.ndarray]:
@@ -288,13 +298,16 @@ def _whole_numbers(count: int) -> Locator:
 
 # --- fleet, workers, staleness --------------------------------------------------------------------
 def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
-    """Return the mean number of active clients between neighbouring edges (virtual seconds)."""
+    """Return the mean number of active clients between neighbouring edges.
+
+    edges: ascending times in virtual seconds. The result has one value less.
+    """
     seconds = _elapsed(jobs.start, edges) - _elapsed(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))
 
 
 def _elapsed(since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Return for each time in `until` the sum of the seconds since earlier times in `since`."""
+    """Return, for each time t in `until`, the sum of t - s over all times s < t in `since`."""
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     earlier = np.searchsorted(ordered, until)
@@ -361,7 +374,10 @@ def _draw_workers(
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `_BINS` points of a curve from 0 to `end`, means of neighbouring points."""
+    """Return at most `_BINS` points of a curve between 0 and `end`.
+
+    A point is the mean of neighbouring points.
+    """
     if len(x) <= _BINS:
         return x, y
     _, members = np.unique(np.minimum(x * _BINS // end, _BINS - 1), return_inverse=True)

@@ -32,8 +32,9 @@ def draw_topology(
 ) -> bool:
     """Write a picture of the clients, the replicas and their links.
 
-    clients: the columns of clients.parquet. rows: the history. Returns False, and writes nothing,
-    for one replica, for more than `MAX_CLIENTS` clients, and if no client was scored.
+    clients: the columns of clients.parquet.
+    rows: the history. Returns False, and writes nothing, for one replica, for more than
+    `MAX_CLIENTS` clients, and if no client was scored.
     """
     metric = metric_of(rows)
     scores = clients.get(metric)
@@ -69,9 +70,10 @@ def draw_topology(
 
 
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
-    """Return the megabytes between each replica and its clients, [replicas, down and up].
+    """Return the megabytes between each replica and its clients, [replicas, 2]: down and up.
 
-    The values are those of the last aggregation of each replica.
+    rows: the history. The values are those of each replica's last aggregation.
+    replicas: the number of replicas.
     """
     megabytes = np.zeros((replicas, 2))
     for row in rows:
@@ -90,7 +92,11 @@ def _circle(count: int, radius: float) -> np.ndarray:
 
 
 def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """Return positions of the members of groups on arcs outside of the centers, [members, 2]."""
+    """Return positions of the members of groups, [members, 2], on arcs around their centers.
+
+    centers: the position of each group, [groups, 2].
+    group_of: the group of each member, [members].
+    """
     positions = np.zeros((len(group_of), 2))
     radius = min(0.5, 2.2 / max(4, len(centers)))
     for group, center in enumerate(centers):

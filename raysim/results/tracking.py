@@ -1,17 +1,17 @@
-"""Store runs for MLflow, and send them: to a server at once, to a local database on request.
+"""Store runs for MLflow, and send them to a server or, on request, to a local database.
 
-Without an address, a run only stores in its folder what MLflow needs. `raysim ui` sends it to the
-database next to the folder when somebody looks, because importing MLflow, making its database and
-tracing the model take longer than a short run. With an address, a thread sends each row at once;
-rows that a server does not accept are sent later.
+Without `tracking.uri`, a run only stores in its folder what MLflow needs. `raysim ui` sends it to
+the database next to the folder when the user wants to see it, because a short run takes less time
+than importing MLflow, making its database and tracing the model. With `tracking.uri`, a thread
+sends each row at once; rows that a server does not accept are sent later.
 
 MLflow knows which rows were sent: each new connection asks for the last step, and only later rows
-follow. A run that is resumed, sent again or interrupted in the middle of a call therefore has no
-gap and no step twice.
+follow. Therefore no step is missing or repeated, even if a run is resumed, sent again or
+interrupted during a call.
 
-A study and a sweep are MLflow runs, too, the parents of their runs. The data set is an input of a
-run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs as the
-data set stores them.
+Studies and sweeps are MLflow runs, too: they are the parents of their runs. The data set is an
+input of a run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs
+as the data set stores them.
 """
 
 from __future__ import annotations
@@ -94,18 +94,24 @@ def set_mlflow_environment() -> None:
 
 
 def default_uri(root: Path) -> str:
-    """Return the address of the SQLite file that all runs in one folder share."""
+    """Return the address of the SQLite file that all runs in the folder `root` share."""
     return f"sqlite:///{Path(root).resolve() / DATABASE}"
 
 
 def expand_uri(uri: str) -> str:
-    """Replace ~ in an address by the home folder; raise `RefusedError` if it cannot be a path."""
+    """Replace ~ in an address by the home folder.
+
+    Raise `RefusedError` if the address is not a valid path.
+    """
     path = uri.removeprefix("sqlite:///")
     return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return {"a": {"b": 1}} as {"a.b": 1}; an empty mapping stays as a value of its key."""
+    """Return {"a": {"b": 1}} as {"a.b": 1}.
+
+    An empty mapping stays as the value of its key.
+    """
     flat: dict[str, object] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
@@ -131,7 +137,7 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def short_reason(problem: BaseException) -> str:
-    """Return the cause of a failed call in a few words; HTTP libraries write a paragraph."""
+    """Return the cause of a failed call in a few words; errors of HTTP libraries are long."""
     text = without_password(str(problem)) or type(problem).__name__
     match = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text)
     if match:
@@ -142,7 +148,7 @@ def short_reason(problem: BaseException) -> str:
 
 
 def source_tags() -> dict[str, str]:
-    """Return the tags with MLflow columns: the user, and the git commit of the current folder."""
+    """Return the tags for MLflow's columns: the user, and the current folder's git commit."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
     tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
     # In a container the user may have no name.
@@ -154,8 +160,8 @@ def source_tags() -> dict[str, str]:
 def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     """Write a model for MLflow: a traced program and its weights, without pickled code.
 
-    model: module that maps a batch like `example` [2, ...] to scores [2, outputs]; other batches
-    may have any length >= 1. Raises the error of PyTorch if it cannot trace the model.
+    model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
+    example: two inputs [2, ...]. Raises the error of PyTorch if it cannot trace the model.
     """
     import mlflow.pyfunc
     import torch
@@ -193,7 +199,10 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
 
 def _tensor_schema(array: np.ndarray) -> Schema:
-    """Describe a batch of any length like this one; MLflow has no boolean tensors."""
+    """Describe batches of any length with the shape and type of `array` [B, ...].
+
+    Booleans are described as uint8, because MLflow has no boolean tensors.
+    """
     import numpy as np
     from mlflow.types import Schema, TensorSpec
 
@@ -202,16 +211,19 @@ def _tensor_schema(array: np.ndarray) -> Schema:
 
 
 class TrackingServer(Protocol):
-    """The interface of a tracking server for the tracker; every method may raise any error."""
+    """The interface of a tracking server, as the tracker uses it.
+
+    Every method may raise any error.
+    """
 
     def open(self, record: Record, folder: Path) -> str:
-        """Continue the run in a folder's record, or create a run; return its id."""
+        """Continue the run that a folder's record names, or create a run; return its id."""
 
     def describe(self, record: Record) -> None:
         """Log the part of the configuration that the server does not have yet."""
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows after the last one that the server has."""
+        """Log the rows that come after the server's last row."""
 
     def close(self, record: Record, folder: Path) -> None:
         """Log the summary, upload the artifacts, end the run."""
@@ -243,7 +255,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Take over what the server knows about a run."""
+        """Read from a run on the server which rows, parameters, data and model it already has."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -252,7 +264,10 @@ class Mlflow:
         self._has_model = bool(run.outputs and run.outputs.model_outputs)
 
     def _database_lock(self) -> AbstractContextManager[None]:
-        """Lock a SQLite file: two processes that create its tables or experiment at once fail."""
+        """Lock a SQLite file while its tables or its experiment are created.
+
+        Without the lock, two processes that do so at once fail.
+        """
         return (
             wait_for_folder(self._database.parent, "tracking.uri")
             if self._database
@@ -260,7 +275,7 @@ class Mlflow:
         )
 
     def _find_run(self, record: Record) -> Run | None:
-        """Return the run, or None if this server never had it or it was deleted there."""
+        """Return the run of a record; None if the server does not have it, or deleted it."""
         from mlflow.exceptions import MlflowException
 
         identity = str(record.get("run_id") or "") or self._find_id(record)
@@ -326,7 +341,10 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the missing parameters; MLflow does not allow changes of existing ones."""
+        """Log the parameters that the server lacks.
+
+        MLflow does not allow changes of existing parameters.
+        """
         from mlflow.entities import Param
 
         config = _mapping(record.get("config"))
@@ -351,7 +369,10 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log rows after the last one; several rows share a call, but no row is split over two."""
+        """Log the rows after the last logged one.
+
+        A call sends several rows; no row is split over two calls.
+        """
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
@@ -372,7 +393,7 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Return the wall time of a row in ms; a row that is sent again gets the same time."""
+        """Return the wall time of a row in ms; a row that is sent twice gets the same time."""
         return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:
@@ -405,7 +426,7 @@ class Mlflow:
         self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
 
     def add_model(self, record: Record, folder: Path) -> None:
-        """Log the model in a folder, unless the run of the record has one already."""
+        """Log the model in a folder, unless the record's run has a model on the server already."""
         run = self._find_run(record)
         if run is None:
             raise ConnectionError(f"the run {record['name']} is not there")
@@ -464,9 +485,11 @@ class NoTracker:
 class StoredTracker:
     """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
 
-    It imports nothing of MLflow. Rows are in the backlog file until the history has them.
+    This class does not import MLflow. Rows are kept in the backlog file until history.parquet has
+    them.
 
-    folder: the run's folder. say: function that prints one sentence.
+    folder: the run's folder.
+    say: function that prints one sentence.
     """
 
     def __init__(
@@ -497,10 +520,12 @@ class StoredTracker:
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin a run, or continue the run in the folder's record.
+        """Begin a run, or continue the run that the folder's record describes.
 
-        rows: the history that a resumed run already has. parent: the folder of a tracked run to
-        which this one belongs. data: name and digest of the data set, and other facts about it.
+        rows: the earlier history of a resumed run.
+        parent: the folder of the tracked study or sweep to which this run belongs; None without
+        one.
+        data: name and digest of the data set, and other facts about it.
         """
         self._begin(config, tags, rows, parent, data, sender=UI)
         self._store()
@@ -514,7 +539,10 @@ class StoredTracker:
         data: Mapping[str, object] | None,
         sender: str,
     ) -> None:
-        """Write the record of a run that begins or continues, and collect its unsent rows."""
+        """Write the record of a run that begins or continues, and collect its unsent rows.
+
+        sender: who sends the run: the run itself, or `raysim ui`.
+        """
         self._record.update(read_record(self._folder))
         for key in END_KEYS:
             self._record.pop(key, None)
@@ -538,7 +566,7 @@ class StoredTracker:
         """Do nothing: `raysim ui` sends a parent before its runs."""
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; skip rounds that were added before the run was resumed."""
+        """Add a row of the history; skip a round that was added before the run was resumed."""
         if _round(row) <= self._last_round:
             return
         self._last_round = _round(row)
@@ -561,8 +589,10 @@ class StoredTracker:
     ) -> None:
         """Store the remaining rows, the summary, and the names of the files.
 
-        status: a status of MLflow: FINISHED, FAILED or KILLED. model: `PENDING` if the sender shall
-        look for a shared model in the folder and save it for MLflow.
+        artifacts: the files to upload.
+        status: a status of MLflow: FINISHED, FAILED or KILLED.
+        model: `PENDING` makes the sender look for a shared model in the folder and save it for
+        MLflow.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -574,7 +604,10 @@ class StoredTracker:
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Do what takes no time: the first half of `finish`."""
+        """Store the remaining rows, the summary and the names of the files, without waiting.
+
+        `finish` calls `end`, then `wait`. For the arguments see `finish`.
+        """
         self._store()
         self._write_end(summary, artifacts, status, model)
         if last_round(self._folder / HISTORY) >= self._last_round:
@@ -592,10 +625,13 @@ class StoredTracker:
         write_json(self._record, self._folder / RECORD)
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait until everything is sent: the second half of `finish`. Here nothing is sent."""
+        """Wait until everything is sent. This class sends nothing, so it does not wait."""
 
     def _append(self, rows: Sequence[Row], replace: bool = False) -> None:
-        """Write rows to the backlog file."""
+        """Write rows to the backlog file.
+
+        replace: True replaces the rows in the file.
+        """
         if not rows:
             return
         try:
@@ -612,10 +648,13 @@ class StoredTracker:
 
 
 class Tracker(StoredTracker):
-    """A tracker that sends a run to MLflow; the run waits at most `patience` seconds at its end.
+    """A tracker that sends a run to MLflow from another thread.
 
-    folder: the run's folder. say: function that prints one sentence; it is called from another
-    thread. No method raises an error because of MLflow, its server or its database.
+    At its end the run waits at most `patience` seconds.
+    folder: the run's folder.
+    say: function that prints one sentence. It is called from another thread.
+
+    No method raises an error because of MLflow, its server or its database.
     """
 
     def __init__(
@@ -653,22 +692,22 @@ class Tracker(StoredTracker):
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin a run like `StoredTracker`, and the thread that sends it."""
+        """Begin a run like `StoredTracker.start`, and start the thread that sends it."""
         with self._wake:
             self._begin(config, tags, rows, parent, data, sender="run")
             self._has_news = True
         self._thread.start()
 
     def wait_until_known(self) -> None:
-        """Wait until the server has this run, so that other runs can belong to it.
+        """Wait until the server has this run, so that other runs can be its children.
 
-        Also returns if that failed, and after `patience` seconds.
+        The wait ends after `patience` seconds, or when sending has failed.
         """
         with self._wake:
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row like `StoredTracker`, for the thread to send."""
+        """Add a row like `StoredTracker.log`; the thread sends it."""
         with self._wake:
             if _round(row) > self._last_round:
                 self._last_round, self._has_news = _round(row), True
@@ -682,7 +721,7 @@ class Tracker(StoredTracker):
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Request that the remaining rows, the summary and the files are sent."""
+        """Tell the thread to send the remaining rows, the summary and the files; do not wait."""
         with self._wake:
             self._write_end(summary, artifacts, status, model)
             self._is_ending = True
@@ -691,7 +730,7 @@ class Tracker(StoredTracker):
     def wait(self, patience: float | None = None) -> None:
         """Wait until everything is sent.
 
-        After `patience` seconds the unsent rows stay on disk, and a sentence says so.
+        After `patience` seconds the unsent rows stay on disk, and a printed sentence says so.
         """
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
@@ -736,7 +775,10 @@ class Tracker(StoredTracker):
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Remove the first `sent` rows, which the server has."""
+        """Remove the first `sent` rows from memory and from the backlog: the server has them.
+
+        ended: True if the server also has the end of the run.
+        """
         with self._wake:
             if self._is_abandoned:
                 return
@@ -751,7 +793,7 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Add missing rows to the backlog file, and report the first problem."""
+        """Add the missing rows to the backlog file, and print the first problem of the run."""
         with self._wake:
             if self._is_abandoned:
                 return
@@ -775,7 +817,10 @@ def make_tracker(
     say: Callable[[str], None] = print,
     command: str = "raysim run",
 ) -> StoredTracker:
-    """Return a tracker that sends a run to an address; without one, it only stores the run."""
+    """Return a tracker that sends a run to an address, or one that only stores the run.
+
+    uri: the address; None or "" stores the run.
+    """
     if not uri:
         return StoredTracker(folder, name=name, say=say)
     return Tracker(folder, uri, name=name, say=say, command=command)
@@ -790,8 +835,11 @@ def replay(
 ) -> bool:
     """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
-    A server that never had the run (another one, or a new database) gets all of it from the
-    history. A folder that was not tracked, or was sent completely, needs nothing.
+    If the server never had the run (another server, or a new database), it gets all rows from the
+    history. A folder needs nothing if its run was not tracked or was sent completely.
+    uri: the address; "" takes the stored one.
+    say: function that prints one sentence.
+    connect: function that returns a connected server.
     """
     folder = Path(folder)
     record, backlog = read_record(folder), read_backlog(folder)
@@ -827,10 +875,10 @@ def replay(
 
 
 def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: bool) -> None:
-    """Send the new rows of a stored run, and its end if it has ended.
+    """Send the new rows of a stored run, and its end if the run has ended.
 
-    A run that has not ended is only read, because its process writes the files. is_open: True if
-    the server has opened the run before. Any error of the server may be raised.
+    The files of a run in progress are only read, because the run's process writes them.
+    is_open: True if the server has opened the run before. Any error of the server may be raised.
     """
     run_id = record.get("run_id") if is_open else server.open(record, folder)
     if not is_open:
@@ -846,7 +894,7 @@ def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: b
 
 
 def has_ended(record: Record) -> bool:
-    """Return True if the process of a run has written its end."""
+    """Return True if a run's process has written the end of the run into the record."""
     return record.get("summary") is not None
 
 
@@ -859,7 +907,7 @@ def read_record(folder: Path) -> Record:
 
 
 def read_backlog(folder: Path) -> list[Row]:
-    """Return the rows of the backlog file without an incomplete last line after a crash."""
+    """Return the rows of the backlog file; skip a last line that a crash has cut off."""
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
     except (OSError, ValueError):
@@ -874,7 +922,10 @@ def read_backlog(folder: Path) -> list[Row]:
 
 
 def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-    """Return the rows of both in order; if both have a round, the row of the second is used."""
+    """Return the rows of both lists in order.
+
+    If both have a row of the same round, the row of the second list is used.
+    """
     rows = {_round(row): row for row in [*first, *second]}
     return [rows[index] for index in sorted(rows)]
 
@@ -892,7 +943,7 @@ def _names(value: object) -> list[str]:
 
 
 def save_problem(error: Exception) -> str:
-    """Describe why a model could not be saved as a program."""
+    """Return a sentence that says why a model could not be saved as a program."""
     if isinstance(error, RefusedError):
         return str(error)
     if not isinstance(error, OSError):
@@ -905,7 +956,7 @@ def save_problem(error: Exception) -> str:
 
 
 def make_experiment(uri: str) -> str:
-    """Return the id of raysim's experiment in a database; make both if they are missing."""
+    """Return the id of raysim's experiment in a database; create whatever is missing."""
     return Mlflow(uri).experiment(EXPERIMENT)
 
 
