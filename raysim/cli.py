@@ -1,6 +1,6 @@
-"""The command `raysim`: run, study, sweep, submit, fetch, methods, new, report and others.
+"""Implement the command `raysim`: run, study, sweep, submit, fetch, methods, new, ...
 
-This module parses the arguments, calls what does the work, and prints.
+This module parses the arguments, calls the code of the command, and prints.
 
 Exit status: 0 done, 1 the run failed, 2 refused (one sentence on stderr), 130 interrupted.
 """
@@ -220,16 +220,19 @@ CLASS_STATISTICS = ("classes_per_client", "heterogeneity", "pooled_entropy")  # 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports wrong arguments in one sentence."""
+    """An argument parser that reports wrong arguments in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
+        """Print the message and exit with status 2."""
         self.exit(2, f"raysim: {message}: see {self.prog} -h\n")
 
 
 # --- the process --------------------------------------------------------------------------------
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit. argv: the arguments; None takes those of the process."""
+    """Run one command and exit.
+
+    argv: the arguments; None takes those of the process.
+    """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     status = call(list(sys.argv[1:] if argv is None else argv))
     # Exit quietly; Python would print a traceback for a Ctrl-C from here on.
@@ -238,9 +241,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook that repeats a Ctrl-C where Python cannot raise KeyboardInterrupt.
+    """Return a hook that repeats a Ctrl-C if Python could not raise KeyboardInterrupt.
 
-    In the callback of a weak reference, for example, the interrupt would be lost.
+    Otherwise the interrupt would be lost, for example in the callback of a weak reference.
+    usual: the hook that handles all other errors.
     """
 
     def hook(unraisable: Any) -> None:
@@ -255,7 +259,7 @@ def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]
 
 
 def call(argv: Sequence[str]) -> int:
-    """Run one command; return the exit status."""
+    """Run one command; return its exit status."""
     with lossy_output(sys.stdout, sys.stderr):
         return _call(argv)
 
@@ -281,13 +285,13 @@ def _call(argv: Sequence[str]) -> int:
 
 
 def prepare_ray() -> None:
-    """Set the environment variables that Ray reads at import; a user's own values stay."""
+    """Set the environment variables that Ray reads at import; keep values that the user set."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def exit_status(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; print an early end as one sentence."""
+    """Run a command and return its exit status; print an expected error as one sentence."""
     try:
         status = command()
         sys.stdout.flush()
@@ -313,7 +317,7 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard the rest of the output, because Python would fail to write it when it exits."""
+    """Discard the unwritten output, because Python would fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -329,7 +333,7 @@ def _print_error(sentence: str, status: int) -> int:
 
 # --- the arguments ------------------------------------------------------------------------------
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command; wrong ones end the process with status 2."""
+    """Return the arguments of a command; wrong arguments end the process with status 2."""
     parser = _parser()
     for argument in argv:
         replacement = FOREIGN_FLAGS.get(argument.partition("=")[0])
@@ -353,7 +357,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag: str) -> str:
-    """Return the override that a flag probably means: "rounds=5" for --round 5; "" for none."""
+    """Return the override that the user probably meant by an unknown flag.
+
+    For "--round 5" this is "rounds=5"; "" if no key is similar.
+    """
     if not hasattr(arguments, "overrides"):
         return ""
     import difflib
@@ -376,7 +383,7 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
     """Make the packages of --allow importable, and add their options.
 
-    are_remote: True if their classes are imported on a cluster and not in this process.
+    are_remote: True if their classes are imported on a cluster, not in this process.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -388,7 +395,7 @@ def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) ->
 
 
 def _complete() -> NoReturn:
-    """Send completions to the shell that asked for them."""
+    """Print the completions for the shell that requested them."""
     import argcomplete
 
     argcomplete.autocomplete(_parser())
@@ -396,7 +403,7 @@ def _complete() -> NoReturn:
 
 
 class Commands:
-    """The subcommands of the parser; each has a line in the list of commands, and examples."""
+    """The subcommands of the parser. Each has a line in the list of commands, and examples."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -774,7 +781,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
     """Raise `RefusedError` for a new run in a used folder, and for `resume` without a run.
 
-    Resuming without a run would start one with the default configuration, which was not requested.
+    Resuming without a run would start a run with the default configuration, which the user did not
+    request.
     """
     from raysim.experiment.many_runs import check_free
     from raysim.primitives.stores import is_url, open_store
@@ -794,7 +802,10 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
 
 
 def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a run that starts or continues."""
+    """Add `resume=latest`, which starts or continues the run in the folder of `out=`.
+
+    Raise `RefusedError` without `out=`, and if there is a `resume=` already.
+    """
     keys = {override.partition("=")[0] for override in overrides}
     if "resume" in keys:
         raise RefusedError("--auto-resume: it has no effect with resume=.... Leave one of them out")
@@ -989,7 +1000,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts of "a,b"."""
+    """Split "a,b" into its parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

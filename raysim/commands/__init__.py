@@ -1,1 +1,1 @@
-"""The commands of `raysim` other than `run`."""
+"""Implement the commands of `raysim` other than `run`."""

@@ -1,4 +1,4 @@
-"""The command `raysim flower run`: a Flower app, its ServerApp included, on virtual time."""
+"""Implement `raysim flower run`: run a Flower app with its ServerApp on virtual time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ _SETTING = re.compile(r"""([^\s=]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 
 @dataclass(frozen=True)
 class FlowerRequest:
-    """What a command line asks for.
+    """The parsed arguments of `raysim flower run`.
 
-    node: raysim's configuration. clients: None takes the project's number. run_config: overrides of
-    the app's run config. seeds: one run for each.
+    node: raysim's configuration.
+    seeds: the app is run once for each.
+    clients: the number of clients; None takes the number in the Flower project.
+    samples: the number of samples of each client.
+    run_config: overrides of the app's run config.
     """
 
     project: Project
@@ -46,8 +49,10 @@ class FlowerRequest:
 
 
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
-    """Read a folder and overrides, and the texts of --run-config.
+    """Parse the command line.
 
+    words: the folder of the app, and overrides.
+    run_configs: the texts of --run-config.
     Raise `RefusedError` for wrong keys and values, and for a second folder.
     """
     folders = [word for word in words if "=" not in word]
@@ -117,9 +122,10 @@ def _read_run_config(text: str) -> dict[str, Any]:
 
 
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
-    """Run a Flower app once for each seed; print the numbers of its messages.
+    """Run a Flower app once for each seed; print the metrics of its messages.
 
-    Return the exit status. Raise `RefusedError` for what cannot run.
+    For the arguments see `read_request`. Return the exit status. Raise `RefusedError` for an app or
+    a setting that cannot run.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():
@@ -176,7 +182,7 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a row for each group of messages that were sent at one time."""
+    """Return a row for each group of messages that were sent at the same virtual time."""
     if not len(rounds):
         return "the ServerApp sent no messages"
     head = [str(name) for name in rounds.columns]
@@ -199,7 +205,7 @@ def _summary_text(summary: Mapping[str, Any], out: Path | None) -> str:
 
 
 def _seeds_table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row for each seed, and the mean and the deviation of each number."""
+    """Return a row for each seed, and rows with the mean and the deviation of each number."""
     names = [
         name
         for name, value in summaries[0].items()

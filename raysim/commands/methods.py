@@ -1,4 +1,7 @@
-"""`raysim methods`: list all methods with paper, hooks and parameters, or explain some of them."""
+"""Implement `raysim methods`: list all methods, or explain some of them.
+
+The list shows each method's paper, hooks and parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method that can be in a list of methods.
+    """A method, as `raysim methods` shows it.
 
-    option: the option of `method=` that selects it, possibly with other methods. about: one line
-    that says what it does. texts: the docstrings of its module and its class. slots: the hooks that
-    it overrides.
+    option: the option of `method=` that selects the method, possibly together with other methods.
+    about: one line that says what the method does.
+    texts: the docstrings of its module and its class.
+    slots: the hooks that it overrides.
     """
 
     name: str
@@ -54,10 +58,11 @@ class MethodEntry:
 def find_methods(
     names: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> list[MethodEntry]:
-    """Return the methods that the names select, or all methods with FedAvg first.
+    """Return the methods that the names select; without names, all methods with FedAvg first.
 
-    names: as in `method=`, such as "fedbr" or "fedld+fedavg". conf: the user's own folders of
-    options. allow: the packages whose classes these options may use.
+    names: as in `method=`, such as "fedbr" or "fedld+fedavg".
+    conf: the user's own folders of options.
+    allow: the packages whose classes these options may use.
 
     Raise `RefusedError` for a name that does not exist.
     """
@@ -99,7 +104,12 @@ def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]
 
 
 def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
-    """Return the same for a class that has to be imported, such as one of the user's own."""
+    """Return the facts about a method's class by importing it.
+
+    This is for classes that `read_method` cannot read, such as a user's own.
+    name: the method's name.
+    node: its configuration node.
+    """
     from raysim.api.method import Method
     from raysim.experiment.describe import hook_names
     from raysim.experiment.parts import class_of
@@ -125,7 +135,10 @@ def first_line(text: str) -> str:
 
 
 def list_methods(entries: Sequence[MethodEntry], width: int) -> str:
-    """Return a few lines about each method. width: the length of a line in characters."""
+    """Return a few lines about each method.
+
+    width: the length of a line in characters.
+    """
     return "\n".join(line for entry in entries for line in _lines(entry, width))
 
 
@@ -140,7 +153,7 @@ def _lines(entry: MethodEntry, width: int) -> Iterator[str]:
 
 
 def explain_methods(entries: Sequence[MethodEntry]) -> str:
-    """Return the docstrings of each method, its hooks, and its settings as overrides.
+    """Return each method's docstrings, hooks, and settings as overrides.
 
     The docstring of a module with several methods appears once.
     """

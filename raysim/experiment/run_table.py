@@ -1,10 +1,10 @@
-"""The folder that `raysim study` and `raysim sweep` write and continue.
+"""Write and read the folder of `raysim study` and `raysim sweep`.
 
-study.yaml, sweep.yaml   the plan: the overrides of the command, and its --conf folders runs/NAME/
-a folder for each run, as `raysim run` writes it
-logs/NAME.txt            what that run printed, with the traceback of an error
+    study.yaml, sweep.yaml   the plan: the overrides of the command, and its --conf folders
+    runs/NAME/               a folder for each run, as `raysim run` writes it
+    logs/NAME.txt            what this run printed, with the traceback of an error
 
-Imports no torch, so that a wrong override is refused at once.
+This module imports no torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations

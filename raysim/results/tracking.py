@@ -837,7 +837,7 @@ def replay(
 
     If the server never had the run (another server, or a new database), it gets all rows from the
     history. A folder needs nothing if its run was not tracked or was sent completely.
-    uri: the address; "" takes the stored one.
+    uri: the address of the server; "" takes the SQLite file next to the folder.
     say: function that prints one sentence.
     connect: function that returns a connected server.
     """

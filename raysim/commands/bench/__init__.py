@@ -1,1 +1,1 @@
-"""`raysim bench`: speed compared with a bare PyTorch loop."""
+"""Implement `raysim bench`: compare raysim's speed with a plain PyTorch loop."""

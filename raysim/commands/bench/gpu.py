@@ -1,10 +1,14 @@
-"""`raysim bench gpu --out DIR`: half an hour of measurements on a GPU, without Ray or Hydra.
+"""Implement `raysim bench gpu --out DIR`: half an hour of measurements on one GPU.
 
-They are: the results of every method compared with the CPU; bit-identity of one worker and two;
-memory compared with raysim's estimate before a run; and the speed of four workloads, each compared
-with a plain PyTorch loop on the same device in the same run. G1 is FedBR's RotatedMNIST setting, G2
-its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18, G4 a network without
-convolutions. Pictures are synthetic, of the same shapes.
+It needs neither Ray nor Hydra, and measures four things:
+
+- the results of every method, compared with the CPU;
+- whether one worker and two workers give equal bits;
+- memory, compared with raysim's estimate before a run;
+- the speed of four workloads, each compared with a plain PyTorch loop on the same device in the
+  same run. G1 is FedBR's RotatedMNIST setting, G2 its CIFAR-10 setting with VGG11, G3 CIFAR-10 with
+  100 clients and ResNet-18, and G4 a network without convolutions. Pictures are synthetic, with the
+  shapes of the original ones.
 
 Each part is written as soon as it is measured. A later call with other parts completes the page.
 """
@@ -79,7 +83,12 @@ ResultRow: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """A way to execute the steps of clients; the tables have it in the column "way"."""
+    """A way to execute the steps of clients. Tables show its name in the column "way".
+
+    lanes: the number of clients that are trained at once.
+    graph: True records a step as a CUDA graph and replays it.
+    precision: the number format of matrix products.
+    """
 
     name: str
     lanes: int = 1
@@ -87,7 +96,7 @@ class ExecutionMode:
     precision: Precision = "float32"
 
     def apply(self, spec: RunSpec) -> RunSpec:
-        """Return the run in this mode."""
+        """Return the run's spec with this mode."""
         return replace(spec, lanes=self.lanes, graph=self.graph, precision=self.precision)
 
 
@@ -100,8 +109,12 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 class GpuWorkload:
     """A speed measurement: clients of equal size that train one epoch.
 
-    samples: the number of samples of each client. least: how many times as fast as the plain loop
-    raysim must be. lanes: the numbers of lanes that are measured.
+    shape: of a picture: channels, height, width.
+    clients: the number of clients.
+    cohort: the number of clients in a round.
+    samples: the number of samples of each client.
+    least: the speed that raysim must reach, as a multiple of the plain loop's speed.
+    lanes: the numbers of lanes that are measured.
     """
 
     title: str
@@ -133,7 +146,7 @@ class GpuWorkload:
 
     @property
     def best_mode(self) -> ExecutionMode:
-        """Return the mode with the most lanes, CUDA graphs and float32."""
+        """Return the mode with the most lanes, with CUDA graphs, in float32."""
         return _graph_of_lanes(self.lanes[-1])
 
 
@@ -167,8 +180,10 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 class GpuOptions:
     """The options of `raysim bench gpu`.
 
-    minutes: time limit for all parts. seconds: duration of each speed measurement. methods: the
-    methods that are checked; None checks all. tiny: True uses sizes that only try the command.
+    minutes: time limit for all parts.
+    seconds: duration of each speed measurement.
+    methods: the methods that are checked; None checks all.
+    tiny: True uses the smallest sizes, to test the command itself.
     """
 
     device: str = "cuda"
@@ -185,7 +200,7 @@ class GpuOptions:
 
 
 def tiny_options(options: GpuOptions) -> GpuOptions:
-    """Return options with the smallest sizes, which show that the command works."""
+    """Return options with the smallest sizes, which only test that the command works."""
     return replace(options, tiny=True, seconds=0.0, methods=("scaffold",))
 
 
@@ -227,7 +242,10 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
 
 
 def _make_method(make: MakeMethod, rounds: int) -> Method | None:
-    """Make the method. Methods that change over a run, such as FRAug, get the number of rounds."""
+    """Make the method.
+
+    Methods that change over a run, such as FRAug, get the number of rounds.
+    """
     if make is None:
         return None
     takes_rounds = "rounds" in inspect.signature(make).parameters
@@ -235,7 +253,7 @@ def _make_method(make: MakeMethod, rounds: int) -> Method | None:
 
 
 def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
-    """Run to the end; return the coordinator, and the vector followed by all client states."""
+    """Run to the end; return the vector followed by all client states, and the coordinator."""
     runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
     server_spec = replace(spec, device="cpu")
     coordinator = Coordinator(server_spec, Synchronous(CHECK_CLIENTS), Ideal(), runtime)
@@ -259,10 +277,11 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Yield for every mode its distance from the loop on the CPU, and the allowed distance.
+    """Yield, for every execution mode, the distance of its results from the loop on the CPU.
 
-    A distance is a share of the largest change. A model that draws random numbers in its steps
-    draws different ones on another device; it is compared with the loop on the device.
+    Each row has the distance and the largest allowed one, both as shares of the largest change of a
+    parameter. A model that draws random numbers in its steps draws different ones on another
+    device, so it is compared with the loop on the same device.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -293,7 +312,10 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
 
 
 def _draws_in_steps(make: MakeMethod) -> bool:
-    """Return True if the model draws random numbers in its steps, which cannot be recorded."""
+    """Return True if the model draws random numbers in its steps.
+
+    Such steps cannot be recorded as a CUDA graph.
+    """
     networks, _ = build_networks(check_spec(make, torch.float32, "cpu", LOOP))
     return is_stochastic(*networks.values())
 
@@ -318,7 +340,7 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 
 
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare the bits of a run with those of the same run repeated, and on two workers."""
+    """Compare the bits of a run with those of the repeated run, and of the run on two workers."""
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
         modes = [LOOP] if _draws_in_steps(make) else [LOOP, CHECKED_MODES[-1]]
@@ -364,7 +386,7 @@ def _coordinator(spec: RunSpec, workload: GpuWorkload) -> Coordinator:
 
 
 class UtilizationMonitor(threading.Thread):
-    """A thread that asks the GPU's driver several times a second whether the GPU works."""
+    """A thread that asks the GPU's driver several times per second whether the GPU is working."""
 
     def __init__(self, device: str):
         super().__init__(daemon=True)
@@ -373,7 +395,7 @@ class UtilizationMonitor(threading.Thread):
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Record shares until `mean` is called; record none if the driver does not report them."""
+        """Record the driver's answers until `mean` is called; none if the driver gives none."""
         while not self._end.wait(UTILIZATION_INTERVAL_S):
             share = gpu_utilization(self.device)
             if share is None:
@@ -381,7 +403,10 @@ class UtilizationMonitor(threading.Thread):
             self.shares.append(share)
 
     def mean(self) -> float | None:
-        """Stop the thread; return the mean share of time in which the GPU worked, or None."""
+        """Stop the thread; return the share of time in which the GPU worked, 0 to 1.
+
+        Return None if the driver gave no answers.
+        """
         self._end.set()
         self.join()
         return statistics.fmean(self.shares) if self.shares else None
@@ -389,7 +414,7 @@ class UtilizationMonitor(threading.Thread):
 
 @contextmanager
 def _device_use(device: str) -> Iterator[ResultRow]:
-    """Yield a row; when the block ends, write the device's peak memory and utilization into it."""
+    """Yield a row; at the end of the block, add the device's peak memory and utilization."""
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
     if is_cuda:
@@ -406,9 +431,10 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 
 
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
-    """Return seconds per round and client steps per second, from the end times of rounds.
+    """Return seconds per round and client steps per second.
 
-    The first two rounds are left out, because they allocate memory and record graphs.
+    times: the end times of rounds, in seconds. The first two rounds are left out, because they
+    allocate memory and record graphs.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
     return {
@@ -423,7 +449,10 @@ def _is_long_enough(times: Sequence[float], seconds: float) -> bool:
 
 
 def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
-    """Measure the speed of raysim's rounds on one worker in this process."""
+    """Measure raysim's speed on one worker in this process.
+
+    seconds: duration of the measurement.
+    """
     with _device_use(spec.device) as row:
         events = _coordinator(spec, workload).run()
         times: list[float] = []
@@ -452,7 +481,10 @@ def _default_algorithms() -> Iterator[None]:
 
 
 class PlainLoop:
-    """A plain PyTorch loop: one client after another on one device, with `torch.optim.SGD`."""
+    """A plain PyTorch loop on one device: it trains one client after another with SGD.
+
+    The optimizer is `torch.optim.SGD`.
+    """
 
     def __init__(self, spec: RunSpec, workload: GpuWorkload):
         self.workload = workload
@@ -496,9 +528,10 @@ class PlainLoop:
 
 
 def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
-    """Measure rounds of the plain loop, with data on the device and PyTorch's default algorithms.
+    """Measure the plain loop, with data on the device and PyTorch's default algorithms.
 
-    On a GPU, PyTorch's default computes convolutions in TF32.
+    On a GPU, these algorithms compute convolutions in TF32.
+    seconds: duration of the measurement.
     """
     loop = PlainLoop(spec, workload)
     times = [time.perf_counter()]
@@ -510,7 +543,10 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
 
 def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Measure a workload in every mode and in the plain loop; measure G1 with FedBR, too."""
+    """Measure a workload in every mode and in the plain loop. G1 is also measured with FedBR.
+
+    has_time: function that returns False when the time limit is reached.
+    """
     workload = options.workloads[name]
     data = _data_of(workload)
     spec = _spec_of(workload, data, options.device)
@@ -564,7 +600,7 @@ def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
 
 
 def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
-    """Write a profile of G1, in the loop and with CUDA graphs."""
+    """Write profiles of G1: one of the loop, one with CUDA graphs."""
     workload = options.workloads["G1"]
     rows: list[ResultRow] = []
     for mode in (LOOP, workload.best_mode):
@@ -581,7 +617,7 @@ def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
 
 # --- the command --------------------------------------------------------------------------------
 def describe_device(device: str) -> ResultRow:
-    """Return the name of the device, and the versions of PyTorch and CUDA."""
+    """Return the device's name, and the versions of PyTorch and CUDA."""
     is_cuda = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
@@ -593,8 +629,9 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Measure the parts; write results.json and page.md after each. Return all results.
 
-    say: function that gets a line for each part. Raise `ValueError` for a part or a device that
-    does not exist.
+    folder: of the two files.
+    say: function that gets a line for each part.
+    Raise `ValueError` for a part or a device that does not exist.
     """
     for part in options.parts:
         if part not in PARTS:

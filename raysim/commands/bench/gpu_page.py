@@ -1,4 +1,4 @@
-"""The page of `raysim bench gpu`: tables and pictures of the measurements, as Markdown."""
+"""Write the page of `raysim bench gpu`: tables and pictures of the results, as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def write_page(results: Mapping[str, Any], folder: Path) -> None:
-    """Write page.md and its pictures, for the parts that were measured."""
+    """Write page.md and its pictures for those parts that were measured."""
     text = "\n".join(_page(results, folder)) + "\n"
     replace_file(folder / PAGE, text.encode())
 
@@ -120,7 +120,10 @@ def _speed(name: str, workload: Mapping[str, Any], rows: Rows, folder: Path) -> 
 
 
 def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row of the table. plain: the measurement of the plain loop, or None."""
+    """Return a row of the table of speeds.
+
+    plain: the measurement of the plain loop; None if it is missing.
+    """
     line = dict(row)
     if "seconds_per_round" not in row:
         return line
@@ -135,7 +138,10 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
 
 
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield a table. The last cell of a refused measurement gives the reason."""
+    """Yield the lines of a Markdown table.
+
+    If a measurement was refused, the last cell of its row says why.
+    """
     lines = []
     for row in rows:
         cells = [str(row.get(column, "")) for column in columns]

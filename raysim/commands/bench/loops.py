@@ -1,10 +1,10 @@
-"""Measure speed against bare PyTorch loops with the same clients, models, arrays and processes.
+"""Measure raysim's speed against bare PyTorch loops with equal clients, models and data.
 
 `raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`).
 With `--floor` it also measures a tuned loop: no optimizer object, no accumulated gradient, one
-fused update, all in one flat vector. It prints the medians of the ratios, so that a machine whose
-speed drifts does not decide. Evaluation and the first rounds of a block are left out. Results are
-also written to a JSON file.
+fused update, all in one flat vector. Both sides use equally many processes. The result is the
+median of the ratios, so that a slow drift of the machine's speed has little effect. Evaluation and
+the first rounds of a block are left out. Results are also written to a JSON file.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ STOP_TIMEOUT_S = 10
 class LoopWorkload:
     """A run with one local epoch per round, whose speed is measured.
 
-    samples: the number of samples of each client. rounds: the rounds of a block. limit: the
-    promised ratio to the textbook loop.
+    samples: the number of samples of each client.
+    rounds: the number of rounds in a block.
+    limit: the promised ratio of raysim's time to the textbook loop's time.
     """
 
     clients: int
@@ -67,8 +68,10 @@ class LoopWorkload:
 class LoopOptions:
     """The options of `raysim bench`.
 
-    workers: processes on each side. lanes: number of lanes; None takes a run's default. floor: True
-    also measures the tuned loop. profile: the folder for a profile of each workload.
+    workers: the number of processes, for raysim and for the loops.
+    lanes: the number of lanes; None takes a run's default.
+    floor: True also measures the tuned loop.
+    profile: the folder for a profile of each workload; None writes none.
     """
 
     workers: int = 2
@@ -89,8 +92,9 @@ class LoopResult:
     """The speed of a workload.
 
     raysim, bare, floor: seconds per round (medians over blocks) of raysim, of the textbook loop and
-    of the tuned loop. ratios, to_floor: for each block, raysim's seconds divided by those of the
-    textbook loop and of the tuned loop.
+    of the tuned loop.
+    ratios, to_floor: for each block, raysim's seconds divided by those of the textbook loop and of
+    the tuned loop.
     """
 
     workload: str
@@ -104,12 +108,15 @@ class LoopResult:
 
     @property
     def ratio(self) -> float:
-        """Return the median of the ratios to the textbook loop."""
+        """Return the median ratio of raysim's time to the textbook loop's time."""
         return statistics.median(self.ratios)
 
 
 def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
-    """Return the run of a workload: equal sizes, classes by Dirichlet(0.5), no client test sets."""
+    """Return the run of a workload.
+
+    Clients have equally many samples, classes by Dirichlet(0.5), and no test sets.
+    """
     partition = DirichletClient(
         clients=workload.clients, alpha=0.5, test_fraction=0.0, fraction=1.0
     )
@@ -123,7 +130,7 @@ def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
 def source_of(workload: LoopWorkload, root: str | None) -> Source:
     """Return Fashion-MNIST, or random pictures of the same shape.
 
-    root: the folder that contains Fashion-MNIST; None downloads it; "" returns random pictures.
+    root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     """
     samples = workload.clients * workload.samples
     if root == "" or samples != 60_000:
@@ -138,10 +145,12 @@ def source_of(workload: LoopWorkload, root: str | None) -> Source:
 class SharedMemory:
     """The memory that the processes of a bare loop share.
 
-    inputs, labels: the samples of all clients, one client after another. vector: the shared
-    parameters. sums: one row for each process. next_place: the next position in the cohort; `STOP`
-    ends the processes. start: a semaphore for each process. done: released by each process after a
-    round.
+    inputs, labels: the samples of all clients, one client after another.
+    vector: the shared parameters.
+    sums: the sum of updates of each process, one row per process.
+    next_place: the next position in the cohort; `STOP` ends the processes.
+    start: a semaphore for each process, released at the start of a round.
+    done: a semaphore that each process releases after a round.
     """
 
     inputs: torch.Tensor
@@ -156,7 +165,12 @@ class SharedMemory:
 def _bare_worker(
     index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """Train clients in rounds; each process takes the next client of the cohort from a counter."""
+    """Train clients in each round, in one of the loop's processes.
+
+    A shared counter gives each process the next client of the cohort.
+    index: the number of the process.
+    is_tuned: True uses the tuned loop.
+    """
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     params: list[torch.Tensor] = list(model.parameters())
@@ -189,7 +203,7 @@ def _bare_worker(
 
 
 def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy the parameters into one flat vector, make them views of it, and return it."""
+    """Copy the parameters into one flat vector, make them views of the vector, and return it."""
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     position = 0
     for param in params:
@@ -219,7 +233,7 @@ def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches,
 
 
 class BareLoop:
-    """A loop without a framework: processes that train clients and add up their updates."""
+    """A loop without a framework: its processes train clients and add up the updates."""
 
     def __init__(
         self, spec: RunSpec, workload: LoopWorkload, processes: int, is_tuned: bool = False
@@ -251,7 +265,7 @@ class BareLoop:
             self.processes.append(process)
 
     def time_rounds(self, count: int) -> float:
-        """Make a block of rounds; return the seconds per round, without the first rounds."""
+        """Execute a block of `count` rounds; return seconds per round without the first rounds."""
         for index in range(count + WARM_UP_ROUNDS):
             if index == WARM_UP_ROUNDS:
                 since = time.perf_counter()
@@ -276,7 +290,7 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Make a block of rounds; return the seconds per round, without the first rounds."""
+    """Execute a block of `count` rounds; return seconds per round without the first rounds."""
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
     for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
@@ -294,7 +308,7 @@ def _write_profile(
     folder: Path,
     show: Print,
 ) -> None:
-    """Make one more block with profiled workers; write the profile and print a summary."""
+    """Execute one more block with profiled workers; write the profile and print a summary."""
     from raysim.results import profile
     from raysim.runtime.ray import start_workers
 
@@ -313,9 +327,12 @@ def _write_profile(
 def measure_workload(
     name: str, root: str | None, blocks: int, options: LoopOptions, show: Print
 ) -> LoopResult:
-    """Alternate blocks of rounds of raysim and of the bare loops, on a running Ray.
+    """Alternate blocks of rounds of raysim and of the bare loops. Ray must be running.
 
-    root: see `source_of`. show: function that gets a line for each block.
+    name: of the workload.
+    root: see `source_of`.
+    blocks: the number of blocks.
+    show: function that gets a line for each block.
     """
     from raysim.runtime.ray import start_workers
 
@@ -347,7 +364,7 @@ def measure_workload(
 
 
 def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
-    """Return the result of all blocks."""
+    """Summarise the times of all blocks as medians."""
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)
     if not floor:
@@ -359,7 +376,10 @@ def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]
 def main(
     names: list[str], root: str | None, out: Path, blocks: int, options: LoopOptions
 ) -> list[LoopResult]:
-    """Measure workloads, print a table, and write `out`."""
+    """Measure workloads, print a table, and write the results to `out`.
+
+    root: see `source_of`.
+    """
     from raysim.runtime import ray as cluster
 
     cluster.connect(cluster.RayOptions())

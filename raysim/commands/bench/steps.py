@@ -1,8 +1,8 @@
-"""Measure the cost of a local step of each method compared with FedAvg's: `raysim bench steps`.
+"""Measure the time of each method's local step compared with FedAvg: `raysim bench steps`.
 
 The benchmark alternates a method and its reference in one process and reports the median of the
-ratios. The limit of a method follows from the passes that it needs: their cost divided by the cost
-of FedAvg's step (a forward pass costs 1, a backward pass 2), plus 5 %.
+ratios. A method's limit follows from the passes that it needs: their cost divided by the cost of
+FedAvg's step (a forward pass costs 1, a backward pass 2), plus 5 %.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of a method's local step.
+    """The time of a method's local step.
 
-    seconds: the median over blocks. ratios: for each block, the method's seconds divided by those
-    of the reference; ratio: their median. limit: the promised ratio; None without a promise.
+    seconds: the median over blocks.
+    ratio: the median of `ratios`.
+    ratios: for each block, the method's seconds divided by those of the reference.
+    limit: the promised ratio; None without a promise.
     """
 
     method: str
@@ -93,7 +95,10 @@ def _settings(local: Local) -> RunSettings:
 
 
 def step_spec(*methods: Method) -> RunSpec:
-    """Return a run of two clients on random 14 x 14 pictures, with FedBR's RotatedMNIST network."""
+    """Return a run of two clients on random 14 x 14 pictures, with FedBR's network.
+
+    The network is that of FedBR's RotatedMNIST setting.
+    """
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=CLIENTS), 0)
     local = Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH)
@@ -110,7 +115,7 @@ def _run_spec(spec: RunSpec) -> Coordinator:
 def _sum_column(coordinator: Coordinator, column: str) -> float:
     """Return the sum of a column over all rounds but the first.
 
-    In the first round, MOON has no previous model, and memory is allocated.
+    The first round is left out, because MOON has no previous model there, and memory is allocated.
     """
     return sum(float(row[column] or 0) for row in coordinator.rows[1:])
 
@@ -125,9 +130,9 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
-    """Return the seconds of FedBSS's jobs, and the seconds of their parts with FedAvg.
+    """Return the seconds of FedBSS's jobs, and the seconds of the same work in FedAvg.
 
-    The parts are FedAvg's steps on as many samples, and a forward pass over the data before them.
+    This work is FedAvg's steps on as many samples, and a forward pass over the data before them.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
@@ -166,7 +171,7 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure each method and FedAvg in turn, FedBSS and its parts, and FRAug and FedBN."""
+    """Measure each method against FedAvg, FedBSS against its parts, and FRAug against FedBN."""
     seconds_per_step()  # warms up
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
     limits: dict[str, float | None] = {}
@@ -186,7 +191,8 @@ def measure_pairs(
 ) -> list[StepCost]:
     """Measure every method once in each block.
 
-    pairs: by method, a function that returns the seconds of the method and of the reference.
+    pairs: for each method, a function that returns the seconds of the method and of its reference.
+    limits: for each method, the promised ratio; None without a promise.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):

@@ -1,1 +1,1 @@
-"""`raysim fleet`: convert traces of devices from FedScale's format, and check them."""
+"""Implement `raysim fleet`: convert traces of devices from FedScale, and check traces."""

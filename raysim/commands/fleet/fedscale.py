@@ -40,7 +40,7 @@ _ALLOWED_TYPES = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """An unpickler that reads containers and numbers, and never calls code that the file names."""
+    """An unpickler for containers and numbers; it never calls code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed type. Raise `UnpicklingError` for any other name."""
@@ -52,9 +52,11 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def convert(capacity: str, behaviour: str, out: Path) -> str:
-    """Write the trace; return a sentence about it.
+    """Write a trace; return a sentence about it.
 
-    capacity, behaviour: FedScale's files. Raise `ValueError` if they have another content.
+    capacity, behaviour: FedScale's two files.
+    out: the file of the trace.
+    Raise `ValueError` if FedScale's files have other contents.
     """
     devices = _read_clients(capacity, "computation")
     times = _read_clients(behaviour, "finish_time")
@@ -80,9 +82,9 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 
 
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
-    """Return a pickled dictionary with a dictionary for each client.
+    """Return the dictionary of a pickled file: for each client, a dictionary.
 
-    Check that each has `key`.
+    Raise `ValueError` if the file has other contents, or if the dictionary of a client lacks `key`.
     """
     try:
         path = Path(file)
@@ -104,7 +106,12 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
 
 
 def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the trace; values that are not numbers become nan."""
+    """Return a row of the trace; values that are not numbers become nan.
+
+    client: the client's number.
+    time: its entry in `client_behave_trace`.
+    device: its entry in `client_device_capacity`.
+    """
     milliseconds = _number(device["computation"])
     bandwidth = _number(device.get("communication")) * BYTES_PER_S
     milliseconds_per_sample = TRAINING_PER_INFERENCE * milliseconds

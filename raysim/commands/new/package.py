@@ -1,7 +1,7 @@
-"""`raysim new NAME`: write a package with one part of each kind, its options and its tests.
+"""Implement `raysim new NAME`: write a package with one part of each kind.
 
-The new package is a copy of `template` with NAME in place of `mypackage`. The template itself is a
-complete package.
+The package also has the parts' options and tests. It is a copy of `template`, a complete package,
+with NAME in place of `mypackage`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ NAME = "mypackage"
 
 
 def write(name: str) -> Path:
-    """Write the package; return the folder.
+    """Write the package into a new folder; return the folder.
 
+    name: the path of the folder; its last part becomes the package's name.
     Raise `RefusedError` for a name that a new package cannot have.
     """
     folder = user_path(name)
@@ -58,7 +59,7 @@ def _check_name(folder: Path) -> None:
 
 
 def next_steps(folder: Path) -> str:
-    """Return the commands that use the new package."""
+    """Return the commands that a user can try with the new package."""
     name = folder.name
     parts = f"method={name} model={name} data={name}"
     steps = {

@@ -1,1 +1,1 @@
-"""`raysim study`: many runs and one comparison."""
+"""Implement `raysim study`: many runs and one comparison."""

@@ -1,6 +1,6 @@
-"""The plan of a study: its runs, from the overrides of the command or from study.yaml.
+"""Plan the runs of a study, from the command's overrides or from study.yaml.
 
-Imports no torch, so that a wrong override is refused at once.
+This module imports no torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ ALWAYS_NAMED = ("method", "seed")
 class StudyRun:
     """One run of a study.
 
-    name: the name of its folder. settings: the values that vary, without the seed, such as
-    {"method": "fedprox", "partition.alpha": "0.1"}. config: the complete configuration.
+    name: the name of its folder.
+    settings: the values that vary, without the seed, such as {"method": "fedprox",
+    "partition.alpha": "0.1"}.
+    config: the complete configuration.
+    is_finished: True if the folder already holds the complete run.
+    warnings: warnings about the configuration, for the user.
     """
 
     name: str
@@ -50,8 +54,10 @@ class StudyRun:
 class StudyPlan:
     """A study before it starts.
 
-    conf: the user's own configuration folders. overrides: for each key, a list with one override
-    for each value. is_dated: True if the folder's name is the time of the start.
+    conf: the user's own folders of options.
+    overrides: for each key, a list with one override for each value.
+    is_new: True if the folder must be empty.
+    is_dated: True if the folder's name is the time of the start.
     """
 
     folder: Path
@@ -75,7 +81,10 @@ class StudyPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Return each warning once, with the first run that has it unless all runs have it."""
+        """Return each warning once, with the first run that it is about.
+
+        A warning about all runs names no run.
+        """
         names_of: dict[str, list[str]] = {}
         for run in self.runs:
             for text in run.warnings:
@@ -91,7 +100,7 @@ class StudyPlan:
         return lines
 
     def log(self, run: StudyRun) -> Path:
-        """Return the path of a run's printed output."""
+        """Return the file with a run's printed output."""
         return run_table.log_file(self.folder, run.name)
 
     def run_folder(self, run: StudyRun) -> Path:
@@ -101,12 +110,13 @@ class StudyPlan:
 
 # --- the plan -----------------------------------------------------------------------------------
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
-    """Return the study that the overrides describe, with the runs of the first seed first.
+    """Return the study that the overrides describe; the runs of the first seed come first.
 
     overrides: as for `raysim run`, each with any number of values: "method=fedavg,fedprox",
     "seed=0..4", "rounds=20". A key that only some options of a group have (method.fedprox.mu) is
     used only in runs with these options. If a study is continued, the overrides are added to those
     of its study.yaml.
+    conf: the user's own folders of options.
 
     Raise `RefusedError` for an override that no run can have, and for a folder that is in use.
     """
@@ -151,7 +161,7 @@ def _folder(out: Sequence[str]) -> Path:
 
 
 def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
-    """Return the stored study of the folder; new overrides replace old ones with equal keys."""
+    """Add the overrides of the folder's stored study; for equal keys, new overrides win."""
     stored = run_table.load_plan(study.folder, "study")
     before = {key: tuple(texts) for key, texts in map(expand_override, stored["overrides"])}
     overrides = {**before, **study.overrides}
@@ -196,10 +206,10 @@ def _seed(override: str) -> int:
 
 
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
-    """Yield the settings and the configuration of each combination of values, without seeds.
+    """Yield settings and configuration of each combination of values; seeds are not combined.
 
-    An override whose key the run's options do not have is left out. Several combinations may then
-    be equal; each is yielded once.
+    If a run's options lack the key of an override, the run leaves the override out. Several
+    combinations may then be equal; only one of them is yielded.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files
@@ -245,9 +255,10 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to its part of a run's name: the key's last part, or the whole key if ambiguous.
+    """Map each key to the text for this key in a run's name.
 
-    The names are longer than in tables, because a continued study must find its folders by name.
+    The text is the last part of the key, or the whole key if several keys have the same last part.
+    It is longer than in tables, because a continued study finds its folders by name.
     """
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):

@@ -1,8 +1,10 @@
-"""The results of a study: means, paired differences to a reference, a page, a picture.
+"""Write the results of a study: means, paired differences to a reference, page, picture.
 
-study.csv        a row per run         differences.csv   a row per comparison
-study.json       both, and the means   study.png         the differences with their intervals
+study.csv        a row per run
+differences.csv  a row per comparison
+study.json       both, and the means
 study.tex        the means for LaTeX
+study.png        the differences with their intervals
 report.html      the page; its curves are the means over the seeds
 """
 
@@ -68,7 +70,11 @@ HOW = (
 
 @dataclass(frozen=True)
 class RunScores:
-    """A run of a study with its metrics. result: None if the run failed or has not been made."""
+    """A run of a study with its metrics.
+
+    result: None if the run failed or has not started.
+    values: by metric; None if the run does not have the metric.
+    """
 
     run: StudyRun
     result: Run | None
@@ -77,9 +83,13 @@ class RunScores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting compared with the reference, with all other settings equal.
+    """One setting compared with the reference; all other settings are equal.
 
-    where: the settings that both share, such as "alpha=0.1". differences: a value for each seed.
+    where: the settings that both share, such as "alpha=0.1".
+    what: the compared setting, such as "fedprox".
+    reference: the setting that it is compared with.
+    seeds: the seeds that both have.
+    differences: `what` minus `reference`, for each seed.
     """
 
     metric: str
@@ -97,7 +107,8 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 
     own_metrics: the metrics of the study's runs besides the usual ones.
 
-    A metric with a dot in its name is a method's report; it is only known after runs have finished.
+    A metric with a dot in its name is a method's report. It is not checked, because it is known
+    only after runs have finished.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -111,7 +122,10 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 
 
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
-    """Read the finished runs; return the names of the metrics, and the scores of all runs."""
+    """Read the finished runs; return the names of the metrics, and the scores of all runs.
+
+    metrics: the names; empty takes the usual ones.
+    """
     results = []
     for run in study.runs:
         folder = study.run_folder(run)
@@ -155,9 +169,9 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
 
 
 def compared_keys(study: StudyPlan) -> list[str]:
-    """Return the keys whose values are compared.
+    """Return the keys whose values the study compares.
 
-    These are the method and its settings if they vary, otherwise the first key that varies.
+    These are `method` and its settings if they vary, otherwise the first key that varies.
     """
     varied = [key for key in study.varied if key != "seed"]
     of_methods = [key for key in varied if key.partition(".")[0] == "method"]
@@ -165,7 +179,10 @@ def compared_keys(study: StudyPlan) -> list[str]:
 
 
 def _other_keys(study: StudyPlan) -> list[str]:
-    """Return the keys that vary but are not compared. Their values define the groups of rows."""
+    """Return the keys that vary but are not compared.
+
+    Runs are compared only with runs that have equal values of these keys.
+    """
     return [key for key in study.varied if key not in (*compared_keys(study), "seed")]
 
 
@@ -174,7 +191,7 @@ def _setting_keys(study: StudyPlan) -> list[str]:
 
 
 def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
-    """Return some settings of a run in one line: "fedprox, mu=0.1"."""
+    """Return a run's values of some keys in one line: "fedprox, mu=0.1"."""
     short = dict(zip(study.varied, short_names(study.varied), strict=True))
     parts = []
     for key in keys:
@@ -187,9 +204,10 @@ def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
 def compare_settings(
     study: StudyPlan, scores: Sequence[RunScores], metric: str
 ) -> list[Comparison]:
-    """Compare every setting with the first one, over the seeds that both have.
+    """Compare every setting with the reference, over the seeds that both have.
 
-    Holm's correction covers all comparisons.
+    The reference is the first setting of those with equal other keys. Holm's correction covers all
+    comparisons.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:
@@ -227,7 +245,7 @@ def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGrou
 
 
 def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
-    """Return the runs of each setting, which differ only in their seeds."""
+    """Group the runs by setting: the runs of a group differ only in their seeds."""
     groups: dict[tuple[tuple[str, str], ...], list[RunScores]] = {}
     for run_scores in scores:
         groups.setdefault(tuple(run_scores.run.settings.items()), []).append(run_scores)
@@ -238,7 +256,11 @@ def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
 def _format_number(
     metric: str, value: float | None, sign: str = "", *, like: float | None = None
 ) -> str:
-    """Return a number as text. like: the mean of a deviation, so that both get equal decimals."""
+    """Return a number as text.
+
+    sign: "+" shows the sign of positive numbers.
+    like: if the number is a deviation, its mean, so that both get equal decimals; else None.
+    """
     if value is None:
         return MISSING
     if metric.startswith("rounds"):
@@ -264,10 +286,10 @@ def settings_table(
 ) -> list[Column]:
     """Return a row per setting: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is over the seeds, with divisor n-1. The best setting is marked in each group of
-    rows that share all settings that are not compared; `BEST_RULE` gives the rule.
+    The deviation is over the seeds, with divisor n-1. Rows with equal values of all keys that are
+    not compared form a group. The best setting of each group is marked by the rule `BEST_RULE`.
 
-    comparisons: for each metric, those whose significant differences are marked.
+    comparisons: for each metric, the comparisons whose significant differences are marked.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -321,7 +343,7 @@ def settings_table(
 
 
 def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
-    """Return a row per comparison of one metric. Empty columns are left out."""
+    """Return a row per comparison of one metric; leave empty columns out."""
     metric = comparisons[0].metric
     tests = [comparison.test for comparison in comparisons]
     intervals = []
@@ -352,7 +374,8 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
-    Each group of shared settings has a panel. about: the test set that the metric is measured on.
+    Each value of `where` has a panel.
+    about: the test set on which the metric is measured.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -435,9 +458,9 @@ def report(
 ) -> str:
     """Write all results into the study's folder; return the text to print.
 
-    metrics: the compared metrics; the first one is also in the picture. Empty means the usual ones.
-    failures: a sentence for each run that failed. width: the length of a line in characters; 0
-    means no limit.
+    metrics: the compared metrics; the first one is also in the picture. Empty takes the usual ones.
+    failures: a sentence for each run that failed.
+    width: the length of a line in characters; 0 means no limit.
     """
     names, scores = gather_scores(study, metrics)
     results = [run_scores.result for run_scores in scores if run_scores.result]
@@ -490,7 +513,7 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return the page's sections about differences; write the picture of the first metric."""
+    """Return the page's sections about differences; write a picture of the first metric's."""
     sections = []
     for name in names:
         if not comparisons[name]:

@@ -1,6 +1,7 @@
-"""Make the runs of a study, one after another or several at a time.
+"""Execute the runs of a study, one after another or several at a time.
 
-`raysim/experiment/run_table.py` describes the folder, `raysim/experiment/runner.py` makes one run.
+`raysim/experiment/run_table.py` describes the folder; `raysim/experiment/runner.py` executes one
+run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Say: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of a run. failure: a sentence that says why the run failed, or ""."""
+    """The end of a run.
+
+    failure: a sentence that says why the run failed; "" if it did not.
+    """
 
     run: StudyRun
     failure: str
@@ -50,8 +54,10 @@ class RunEnd:
 
 # --- before the first run -----------------------------------------------------------------------
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
-    """Build every run and look into its folder; return the study with its finished runs.
+    """Build every run, and mark the runs that are finished in the study's folder.
 
+    Return the study with these marks, and with the runs' warnings.
+    parallel: the number of runs at a time.
     Raise `RefusedError` for the first run that cannot be made or continued. Nothing is written.
     """
     runs = []
@@ -72,7 +78,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
 
 def _share_cpus(config: Node, parallel: int) -> Node:
-    """Set the number of workers of a local run so that `parallel` of them fit on this machine."""
+    """Set a local run's number of workers so that `parallel` such runs fit on this machine."""
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
@@ -103,10 +109,11 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Make the runs that are not finished; return the failed runs, each with a sentence.
+    """Execute the runs that are not finished; return the failed runs, each with a sentence.
 
-    say: function that gets a line for each run that has ended. show: function that gets the runs in
-    progress when one of them begins, and their progress after every round.
+    parallel: the number of runs at a time.
+    say: function that gets a line for each run that has ended.
+    show: function that gets the runs in progress, when a run begins and after every round.
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -176,7 +183,7 @@ def _make_one_by_one(
     begin: Callable[[StudyRun], None],
     show_progress: Say,
 ) -> Generator[RunEnd]:
-    """Make the runs in this process, on one Ray and with the same workers."""
+    """Execute the runs in this process, one after another, with the same Ray and workers."""
     with ExitStack() as session:
         for run in runs:
             since = time.monotonic()
@@ -196,7 +203,10 @@ def _make_one_by_one(
 
 
 def _join_ray(runtime: Node, session: ExitStack) -> str:
-    """Join or start Ray for a run until the session ends; return its address, or "" without Ray."""
+    """Join or start Ray for a run, until `session` ends; return its address.
+
+    Return "" if the run needs no Ray.
+    """
     if runtime["name"] == "inprocess":
         return ""
     join_ray(RayOptions(address=runtime.get("address") or "local"), session)
@@ -208,7 +218,11 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 # --- several runs at a time, each in its own process -------------------------------------------
 @dataclass(frozen=True)
 class ChildRun:
-    """A run in its own process, which reads a task from stdin and writes an answer to stdout."""
+    """A run in its own process.
+
+    The process reads a task from stdin and writes an answer to stdout.
+    since: time.monotonic() at the start.
+    """
 
     run: StudyRun
     process: subprocess.Popen[str]
@@ -216,18 +230,21 @@ class ChildRun:
 
     @property
     def stdin(self) -> IO[str]:
-        """Return the pipe to the process. Closing it tells the process to stop."""
+        """Return the pipe to the process; closing the pipe tells the process to stop."""
         assert self.process.stdin is not None
         return self.process.stdin
 
     @property
     def stdout(self) -> IO[str]:
-        """Return the pipe that the answer comes from."""
+        """Return the pipe from which the answer is read."""
         assert self.process.stdout is not None
         return self.process.stdout
 
     def wait(self, log: Path) -> str:
-        """Return the answer: "" for success, or a sentence that says why the run failed."""
+        """Wait for the answer: "" for success, or a sentence that says why the run failed.
+
+        log: the run's log, which the sentence names if the process died.
+        """
         line = self.stdout.readline()
         self.stdin.close()
         status = self.process.wait()
@@ -246,7 +263,7 @@ def _make_side_by_side(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Make `parallel` runs at a time on one Ray; yield them in the order in which they end."""
+    """Execute `parallel` runs at a time on one Ray; yield their ends, the earliest first."""
     waiting = list(runs)
     children: dict[int, ChildRun] = {}  # by the file descriptor of the answer
     with ExitStack() as session:
@@ -294,9 +311,9 @@ def _start_child(
 
 
 def run_child() -> None:
-    """Make one run in this process: read the task from stdin, write the answer to stdout.
+    """Execute one run in this process; the task comes from stdin, the answer goes to stdout.
 
-    When stdin ends, the study has ended, and this process stops as well.
+    When stdin is closed, the study has ended, and this process stops as well.
     """
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log and is not taken for the answer

@@ -1,4 +1,4 @@
-"""`raysim study` from its overrides to its tables: plan, check, make the runs, report."""
+"""Execute `raysim study` from overrides to tables: plan, check, run, report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class StudyResult:
     """The runs of a study and their comparison.
 
-    folder: the study's folder. failures: for the name of each failed run, a sentence that says why.
+    folder: the study's folder.
+    failures: for each failed run, by name, a sentence that says why it failed.
     """
 
     folder: Path
@@ -64,14 +65,17 @@ def study(
     allow: Sequence[str] = (),
     quiet: bool = False,
 ) -> StudyResult:
-    """Make the runs of a study, as `raysim study` does; return their comparison.
+    """Execute the runs of a study, as `raysim study` does; return their comparison.
 
         result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
         result.runs, result.differences
 
-    overrides: the overrides of `raysim study`, in one text or a list. parallel: the number of runs
-    at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders
-    of options, and the packages whose classes they use. quiet: print nothing.
+    overrides: the overrides of `raysim study`, in one text or a list.
+    parallel: the number of runs at a time.
+    metrics: the compared columns; () takes the usual ones.
+    conf: your own folders of options.
+    allow: the packages whose classes the options use.
+    quiet: print nothing.
 
     Raise `RefusedError` for a study that cannot be made (nothing was written), and `Interrupted`.
     """
@@ -98,7 +102,7 @@ def study(
 
 
 def _own_metrics(planned: StudyPlan) -> list[str]:
-    """Return the names of the metrics in `evaluate.metrics` of all runs, as columns have them."""
+    """Return the columns of the metrics in `evaluate.metrics` of all runs."""
     names: dict[str, None] = {}
     for run in planned.runs:
         for path in run.config["evaluate"].get("metrics") or ():
@@ -109,7 +113,7 @@ def _own_metrics(planned: StudyPlan) -> list[str]:
 def _make_and_report(
     planned: StudyPlan, parallel: int, metrics: Sequence[str], allow: Sequence[str], quiet: bool
 ) -> dict[str, str]:
-    """Make the runs and print the tables; return why runs failed."""
+    """Execute the runs and print the tables; return for each failed run why it failed."""
     from rich.console import Console
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A study in MLflow: a parent run with the report and the tables; runs are its children."""
+"""Show a study in MLflow: a parent run with report and tables, and a child for each run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FILES = (
 
 @contextmanager
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
-    """Begin or continue the study's parent run; pass on its files when the block ends.
+    """Begin or continue the study's parent run; at the end of the block, send its files.
 
-    Does nothing if no run of the study is tracked. say: function that gets a line if a server does
-    not answer.
+    Does nothing if no run of the study is tracked.
+    say: function that gets a line if a server does not answer.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]
     if not tracked:

@@ -1,1 +1,1 @@
-"""`raysim submit`: a job on a cluster."""
+"""Implement `raysim submit`: start a job on a cluster."""

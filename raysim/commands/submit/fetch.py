@@ -1,8 +1,8 @@
-"""`raysim fetch`: bring the folder of a job's results to this machine.
+"""Implement `raysim fetch`: copy the folder of a job's results to this machine.
 
-The only connection is that to the job server. A second, small job runs on the node where the first
-one writes. It packs the folder and prints the archive as text, which the job server returns.
-Results that lie at a URL are read from there.
+This machine connects only to the job server. A second, small job runs on the node of the first job,
+packs the folder, and prints the archive as text. The job server returns this text. Results at a URL
+are read from the URL instead.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ def fetch(
 ) -> Path:
     """Copy the results of a job into a folder on this machine, and return the folder.
 
-    The job may still run: it writes each file as a whole. Files that exist are replaced. job: the
-    id that `raysim submit` prints, or the URL of a run. target: the folder on this machine; None
-    takes the name of the job's folder. address: see `job_server.find_address`. folder: the job's
-    folder on its node; None reads it from the job's command. checkpoints: True also copies the
-    checkpoints. limit_mb: the largest archive of a job's folder. Raise `RefusedError` if there is
-    no such job or folder, or if the archive is larger.
+    The job may still be running: it never shows half-written files. Files in the folder are
+    replaced.
+    job: the id that `raysim submit` prints, or the URL of a run.
+    target: the folder on this machine; None takes the name of the job's folder.
+    address: see `job_server.find_address`.
+    folder: the job's folder on its node; None reads it from the job's command.
+    checkpoints: True also copies the checkpoints.
+    limit_mb: the largest size of the archive in MB.
+    Raise `RefusedError` if there is no such job or folder, or if the archive is larger.
     """
     if is_url(job):
         return _fetch_url(job, target, checkpoints)
@@ -88,7 +91,7 @@ def fetch(
 
 
 def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
-    """Copy the results that lie at a URL; return their folder on this machine."""
+    """Copy results from a URL; return their folder on this machine."""
 
     def is_needed(name: str) -> bool:
         return is_result_file(name) or (checkpoints and name.startswith(f"{CHECKPOINTS}/"))
@@ -116,7 +119,7 @@ def _details(client: Any, job: str) -> Any:
 
 
 def find_folder(entrypoint: str) -> str:
-    """Return the value of `out=` in a job's command, or ""."""
+    """Return the value of `out=` in a job's command; "" without one."""
     for word in reversed(shlex.split(entrypoint)):
         key, equals, value = word.partition("=")
         if equals and key == "out":
@@ -125,9 +128,10 @@ def find_folder(entrypoint: str) -> str:
 
 
 def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
-    """Run a command on the node of a job's driver, in the job's working directory.
+    """Run a command on the node and in the folder of a job, and return the printed text.
 
-    Return what the command prints.
+    details: Ray's `JobDetails` of the job.
+    entrypoint: the command.
     """
     environment = {
         key: value
@@ -153,7 +157,12 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the archive that the job for fetching printed. Raise `RefusedError` without one."""
+    """Return the archive that the packing job has printed.
+
+    text: the printed text.
+    folder, job, limit_mb: for errors.
+    Raise `RefusedError` if the text has no archive.
+    """
     lines = text.splitlines()
     for line in lines:
         if line.startswith(ERROR + "no folder"):
@@ -175,7 +184,7 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
 
 
 def unpack(archive: bytes, folder: Path) -> None:
-    """Unpack an archive into a folder; files that exist are replaced."""
+    """Unpack an archive into a folder; existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
         packed.extractall(folder, filter="data")

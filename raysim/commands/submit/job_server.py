@@ -1,4 +1,4 @@
-"""A cluster's job server: connect, submit a job, print its output, wait for its end."""
+"""Use a cluster's job server: connect, submit a job, print its output, wait for its end."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ SIGNAL_STATUS = 128  # added to a signal's number, as in a shell
 
 
 def find_address(address: str | None) -> str:
-    """Return the job server's URL: `address`, else Ray's environment variables, else this machine.
+    """Return the job server's URL.
 
+    address: the URL; None reads Ray's environment variables. Without these, the server is on this
+    machine.
     Raise `ValueError` for an invalid address.
     """
     text = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
@@ -56,9 +58,9 @@ def find_address(address: str | None) -> str:
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """Return a connected client.
+    """Return a connected client of the job server.
 
-    Raise `ValueError` if the job server does not accept its token.
+    Raise `ValueError` if the job server does not accept the client's token.
     """
     _check_token_file()
     _check_connection(url)
@@ -77,7 +79,7 @@ def connect(url: str) -> JobSubmissionClient:
 
 
 def _check_connection(url: str) -> None:
-    """Raise `ValueError` if nothing answers. Without this check Ray tries for minutes."""
+    """Raise `ValueError` if nothing answers; without this check Ray would try for minutes."""
     parts = urlsplit(url)
     target = (str(parts.hostname), int(parts.port or PORT))
     try:
@@ -90,7 +92,10 @@ def _check_connection(url: str) -> None:
 
 
 def _check_token_file() -> None:
-    """Raise `ValueError` if the token's file is missing or empty; Ray would end the process."""
+    """Raise `ValueError` if the file of the token is missing or empty.
+
+    Without this check, Ray would end the process.
+    """
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not path or os.environ.get("RAY_AUTH_TOKEN"):
         return
@@ -120,8 +125,10 @@ def _describe_refusal(url: str, reason: str) -> str:
 
 
 def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[str, Any]) -> str:
-    """Upload the working directory if the cluster does not have it; start the job, return its id.
+    """Start a job and return its id.
 
+    The working directory is uploaded if the cluster does not have it.
+    client: from `connect`.
     Raise `ValueError` if the cluster does not accept the job.
     """
     try:
@@ -141,11 +148,13 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
 
 
 class ConnectionToJob:
-    """A connection to a running job, which is made again if it breaks.
+    """A connection to a running job, which reconnects if the connection breaks.
 
-    write: receives the job's output. say: receives a line about a broken connection. wait_s: how
-    long a broken connection is tried again. Methods raise `RunStoppedError` after that time, or if
-    the job server no longer knows the job.
+    write: function that gets the job's output.
+    say: function that gets a line about a broken connection.
+    wait_s: the seconds for which it tries to reconnect.
+
+    Methods raise `RunStoppedError` after that time, or if the job server no longer knows the job.
     """
 
     def __init__(
@@ -162,7 +171,7 @@ class ConnectionToJob:
         self._broken_since: float | None = None
 
     def follow(self) -> None:
-        """Write the job's output until the job ends; no part of it is written twice."""
+        """Write the job's output until the job ends; write nothing twice after a reconnection."""
         while True:
             try:
                 asyncio.run(self._pass_on())
@@ -192,7 +201,7 @@ class ConnectionToJob:
                 self._wait_to_reconnect(error)
 
     def _wait_to_reconnect(self, error: Exception) -> None:
-        """Wait before the next try. Raise `RunStoppedError` if there is none."""
+        """Wait before the next try; raise `RunStoppedError` if the time for tries is over."""
         from raysim.simulation.events import RunStoppedError  # here, because it imports torch
 
         address = self.client.get_address()
@@ -219,9 +228,10 @@ class ConnectionToJob:
 
 
 def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
-    """Wait for a job's end; return its exit status, and a sentence if it did not end by itself.
+    """Wait for a job's end; return its exit status, and a sentence that says why it ended.
 
-    If signal n ended the job, the status is 128 + n, as in a shell. A stopped job has status 130.
+    The sentence is "" if the job ended by itself. If signal n ended the job, the status is 128 + n,
+    as in a shell. If the user stopped the job, the status is 130.
     """
     job, details = connection.job, connection.details()
     while not details.status.is_terminal():
@@ -247,7 +257,7 @@ def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
 
 
 def describe_commands(url: str, job: str) -> str:
-    """Return the commands that show a job again and stop it."""
+    """Return the commands that show a job's output again and stop the job."""
     return (
         f"`RAY_AUTH_MODE=token ray job logs --address {url} --follow {job}` shows it again, "
         f"`RAY_AUTH_MODE=token ray job stop --address {url} {job}` stops it"

@@ -1,4 +1,4 @@
-"""`raysim submit`: pack the package and its configuration, send them, and follow the job.
+"""Implement `raysim submit`: pack the files of a job, send them, and follow the job.
 
 The folder of a job contains `raysim/`, `conf/`, the files for an installer and the files that
 --with lists. It contains nothing else of the current folder.
@@ -40,7 +40,11 @@ REMOTE_TRACKING = ("http://", "https://", "databricks")
 # --- the package --------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PackedFile:
-    """A file to send to the cluster. name: its path in the job's folder."""
+    """A file to send to the cluster.
+
+    source: its path on this machine.
+    name: its path in the job's folder.
+    """
 
     source: Path
     name: str
@@ -107,7 +111,10 @@ def _packed_file(path: Path, name: str) -> PackedFile:
 
 
 def describe_size(files: Sequence[PackedFile]) -> str:
-    """Return number and size of the files: "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)"."""
+    """Return number and size of the files as text.
+
+    For example "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)".
+    """
     sizes: Counter[str] = Counter()
     for file in files:
         top, slash, _ = file.name.partition("/")
@@ -152,8 +159,10 @@ def pack(files: Sequence[PackedFile], folder: Path) -> None:
 class JobCommand:
     """The command that a job runs.
 
-    words: the words of the command line, from "run", "study" or "sweep" on. conf, config: the
-    folders of --conf and the file of --config.
+    words: the words of the command line, starting with "run", "study" or "sweep".
+    overrides: those of `words` that are overrides.
+    conf: the folders of --conf.
+    config: the file of --config; None without one.
     """
 
     words: Sequence[str]
@@ -169,10 +178,10 @@ class JobCommand:
 
     @property
     def entrypoint(self) -> str:
-        """Return the command for the cluster's shell.
+        """Return the command line for the cluster's shell.
 
-        The command joins the cluster, unless it has a `runtime=` or continues a study or a search,
-        which stores one.
+        It gets `runtime=cluster`, unless it has a `runtime=` or continues a study or a search,
+        whose plan stores one.
         """
         continues = "resume" in self.settings and self.words[0] != "run"
         joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]
@@ -185,7 +194,8 @@ def with_plugins(
 ) -> tuple[JobCommand, list[str | Path]]:
     """Add the installed packages that the command uses to --allow and to --with.
 
-    The nodes of a cluster do not have them installed, but find them in the job's folder.
+    The nodes of a cluster do not have these packages installed; they find them in the job's folder.
+    extra: the files and folders of --with. Return the new command and the new files and folders.
     """
     packed = list(extra)
     words = list(command.words)
@@ -225,7 +235,10 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 
 
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
-    """Raise `RefusedError` on this machine for what the cluster would refuse, or lose, later."""
+    """Refuse on this machine what would fail on the cluster.
+
+    Raise `RefusedError` if the cluster would refuse the command, or if results would be lost.
+    """
     _check_out(command)
     _check_packed(command, files)
     paths = [*command.conf, *([command.config] if command.config else [])]
@@ -271,7 +284,8 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
 def read_runtime_env(path: str | None) -> dict[str, Any]:
     """Return the job's environment from a file in Ray's format: pip, env_vars, ...
 
-    None returns an empty environment. Raise `RefusedError` for a file in another format.
+    path: the file; None returns an empty environment.
+    Raise `RefusedError` for a file in another format.
     """
     if path is None:
         return {}
@@ -292,7 +306,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 
 
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job's environment with the git commit of the packed files."""
+    """Add the git commit of the packed files to the job's environment."""
     variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
     return {**environment, "env_vars": variables}
 
@@ -307,12 +321,16 @@ def submit(
 ) -> int:
     """Pack, upload and start a job; return its exit status.
 
-    address: the address of the cluster's job server; None reads Ray's environment variables. extra:
-    the files and folders of --with. environment: the file of --runtime-env. wait: True prints the
-    job's output until its end; False returns 0 at once.
+    command: the command that the job runs.
+    address: the address of the cluster's job server; None reads Ray's environment variables.
+    extra: the files and folders of --with.
+    limit_mb: the largest size of the files in MB.
+    environment: the file of --runtime-env; None without one.
+    wait: True prints the job's output until its end; False returns 0 at once.
 
     Raise `RefusedError` for errors before the job runs, and `RunStoppedError` if the connection
-    breaks. After Ctrl-C the job continues; KeyboardInterrupt then says how to look at the job.
+    breaks. After Ctrl-C the job continues; the message of KeyboardInterrupt says how to look at the
+    job.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

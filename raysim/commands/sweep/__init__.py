@@ -1,1 +1,1 @@
-"""`raysim sweep`: a search on Ray Tune."""
+"""Implement `raysim sweep`: a search for good settings with Ray Tune."""

@@ -1,4 +1,4 @@
-"""The overrides of a sweep: options of the sweep, searched keys, and values that all runs have."""
+"""Sort a sweep's overrides: options of the sweep, searched keys, and fixed values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from raysim.primitives.errors import RefusedError, suggest
 class SweepOverrides:
     """The overrides of a sweep in three groups.
 
-    options: settings of the sweep, by the names of `SweepOptions`. space: the values of each
-    searched key. fixed: overrides that are equal in all runs.
+    options: settings of the sweep, by the names of `SweepOptions`.
+    space: the values of each searched key.
+    fixed: the overrides that all runs have.
     """
 
     options: Node
@@ -86,7 +87,10 @@ def _check_renamed(option: str) -> None:
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
-    """Return a range from a file: a list of values, or text as on the command line."""
+    """Convert a range that a file gives.
+
+    values: a list, or text as on the command line.
+    """
     if isinstance(values, list):
         return _choice(key, values)
     override = read_setting(f"{key}={values}")

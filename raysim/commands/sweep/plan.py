@@ -1,8 +1,8 @@
-"""The plan of a sweep: its options, its space, and the configuration of every run.
+"""Plan a sweep: its options, its search space, and the configuration of every run.
 
-All files are read and all options composed before the sweep starts, so files that change meanwhile
-change nothing. A sweep that is continued is planned again from its sweep.yaml. Imports no torch, so
-that a wrong override is refused at once.
+All files are read and all options composed before the sweep starts, so that later changes of files
+have no effect. A sweep that is continued is planned again from its sweep.yaml. This module imports
+no torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -61,15 +61,19 @@ WHY_NOT_SEARCHED = {
 class SweepOptions:
     """The settings `sweep.*`: how to search, and with which resources.
 
-    trials: the number of settings to try (null: all of a grid, else 16). metric: a column of the
-    history; its last value counts (null: accuracy_validation if all trials have validation samples,
-    else accuracy_global if there is a central test set, else accuracy; with another main metric,
-    the same of that metric). mode: max or min (null: min for losses, and for metrics for which a
-    lower score is better, else max). seeds: runs of each setting, whose mean
-    counts. concurrent: trials at a time (null: as many as fit). workers: the workers of each
-    trial's runs (0: they run in the trial's own process). grace, reduction: the first rung of ASHA
-    in rounds, and the factor by which each rung reduces the trials. interval: rounds between
-    exchanges of PBT. minutes: the time limit of a trial.
+    trials: the number of settings to try (null: all of a grid, else 16).
+    metric: the compared column of the history; its last value counts. null takes the main metric
+    (usually accuracy) on the first of these that exists: validation samples (if all trials have
+    them), the central test set, the clients' test sets.
+    mode: max or min (null: min for losses, and for metrics for which a lower score is better, else
+    max).
+    seeds: the number of runs of each setting, whose mean counts.
+    concurrent: the number of trials at a time (null: as many as fit).
+    workers: the number of workers of each trial's runs (0: they run in the trial's own process).
+    grace: the round of ASHA's first decision.
+    reduction: the factor by which each decision of ASHA reduces the number of trials.
+    interval: the number of rounds between two exchanges of population-based training (PBT).
+    minutes: the time limit of the whole sweep.
     """
 
     name: str = "default"
@@ -113,8 +117,12 @@ class SweepOptions:
 class SweepPlan:
     """A sweep, composed and checked, as plain data.
 
-    drafts: the configuration for each combination of searched groups; the keys are the chosen
-    options as JSON. inactive: with the same keys, the searched keys that these options do not have.
+    options: the settings `sweep.*`.
+    space: the values of each searched key.
+    drafts: the configuration for each combination of searched groups, by the chosen options as
+    JSON.
+    inactive: by the same keys, the searched keys that these options do not have.
+    overrides: the overrides of the command.
     """
 
     options: SweepOptions
@@ -130,16 +138,19 @@ class SweepPlan:
 
     @property
     def out(self) -> str:
-        """Return the folder that out= gives, or ""."""
+        """Return the folder that out= sets; "" without out=."""
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return a point without the keys that the point's options do not have."""
+        """Return a point without the searched keys that the point's options do not have."""
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
 
     def node(self, point: Mapping[str, object], seed: int | None = None) -> Node:
-        """Return the resolved configuration of a run at a point, without reading files."""
+        """Return the resolved configuration of a run at a point. No file is read.
+
+        seed: None takes the first seed.
+        """
         name = self._draft_name(point)
         chosen = json.loads(name)
         values = self.setting(point)
@@ -155,7 +166,7 @@ class SweepPlan:
     def points(self) -> list[Point]:
         """Return the settings of a grid or a random search.
 
-        They are known before the sweep starts.
+        These settings are known before the sweep starts.
         """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
@@ -175,10 +186,10 @@ class SweepPlan:
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:
-        """Return a few points that show whether all values are allowed.
+        """Return a few points with which the allowed values are tested.
 
-        They hold each value of each list, both ends of each interval, and each combination of
-        options.
+        Together they have each value of each list, both ends of each interval, and each combination
+        of options.
         """
         corners = corner_points(self.space)
         points = list(corners)
@@ -187,7 +198,10 @@ class SweepPlan:
         return distinct_points([self.setting(point) for point in points])
 
     def fingerprint(self) -> str:
-        """Return a checksum of all that the trials depend on, to notice changed files."""
+        """Return a checksum of everything that the trials depend on.
+
+        A continued sweep compares it, to notice changed files.
+        """
         options = {
             key: value
             for key, value in asdict(self.options).items()
@@ -214,7 +228,11 @@ def _name(chosen: Mapping[str, object]) -> str:
 
 
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
-    """Return the sweep that the overrides describe, or raise `RefusedError` if it is impossible."""
+    """Return the sweep that the overrides describe.
+
+    conf: the user's own folders of options.
+    Raise `RefusedError` if the sweep is impossible.
+    """
     parsed = sort_overrides(overrides, conf)
     space = parsed.space
     options = build_object(SweepOptions, parsed.options, "sweep")
@@ -261,7 +279,10 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 
 
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `RefusedError` for a key that PBT would change and that cannot change in a run."""
+    """Raise `RefusedError` for a searched key that PBT cannot change during a run.
+
+    chosen: the options of the searched groups.
+    """
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
             raise RefusedError(
@@ -275,8 +296,8 @@ def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None
 class SweepRequest:
     """A sweep and its folder.
 
-    is_new: True if the folder must be empty. is_dated: True if the folder's name is the time of the
-    start.
+    is_new: True if the folder must be empty.
+    is_dated: True if the folder's name is the time of the start.
     """
 
     plan: SweepPlan
@@ -287,7 +308,11 @@ class SweepRequest:
 
 
 def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
-    """Return the sweep and the folder that the overrides describe. Raise `RefusedError`."""
+    """Return the sweep and the folder that the overrides describe.
+
+    conf: the user's own folders of options.
+    Raise `RefusedError` for a sweep or a folder that is impossible.
+    """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)
     has_resume = "resume" in values
@@ -307,7 +332,7 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the sweep of a folder, with more trials or more time if the overrides say so."""
+    """Return the stored sweep of a folder; overrides may give it more trials or more time."""
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}
     changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))
@@ -333,7 +358,7 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
 
 
 def store(request: SweepRequest, folder: Path) -> None:
-    """Write sweep.yaml."""
+    """Write sweep.yaml into a folder."""
     sweep_plan = request.plan
     overrides = []
     for override in sweep_plan.overrides:

@@ -1,8 +1,10 @@
-"""The records of a sweep's trials, which the sweep's own process writes, prints and tracks.
+"""Record the trials of a sweep: write them to files, print them, and track them in MLflow.
 
 trials/0003/trial.json       setting, state, score: written when the trial starts and when it ends
-            history.parquet  the mean of its runs' rows over the seeds, once it has ended
-runs/0003_seed-0/            its run with this seed (see `raysim/experiment/run_table.py`)
+            history.parquet  the mean of the runs' rows over the seeds, once the trial has ended
+runs/0003_seed-0/            the trial's run with seed 0 (see `raysim/experiment/run_table.py`)
+
+Only the process of the sweep uses this module.
 """
 
 from __future__ import annotations
@@ -43,8 +45,13 @@ ENDED = ("done", "stopped")  # a trial is stopped by the scheduler, because othe
 class TrialRecord:
     """One trial of a sweep.
 
-    rows: the mean over the seeds, by round. seconds: the time of the trial's rounds, without its
-    start. status: "running", "done", "stopped" (by the scheduler) or "failed".
+    point: the values of the searched keys.
+    status: "running", "done", "stopped" (by the scheduler) or "failed".
+    rows: the history, by round: means over the seeds.
+    seconds: the time of the trial's rounds, without the start of the trial.
+    error: why the trial failed, or "".
+    score: the value of the compared column; None without one.
+    deviation: the deviation of the score over the seeds; None with one seed.
     """
 
     number: int
@@ -69,10 +76,12 @@ class TrialRecord:
 class TrialRecords:
     """All trials of a sweep.
 
-    metric: the compared column. total: the number of trials. tracked: True if the trials are
-    tracked. uri: the server that gets them at once; with "", `raysim ui` sends them. deadline: in
-    time.monotonic(); a trial that ends after it is out of time, and was not stopped by the
-    scheduler.
+    metric: the compared column.
+    total: the number of trials.
+    tracked: True if the trials are tracked.
+    uri: the server to which each row is sent at once; with "", `raysim ui` sends the rows later.
+    deadline: the end of the sweep's time limit, on the clock of time.monotonic(). If a trial ends
+    later than this, the limit ended it, and not the scheduler.
     """
 
     def __init__(
@@ -118,9 +127,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return round and metric of each report that an ended trial made in an earlier session.
+        """Return round and metric of each measurement that a trial made in an earlier session.
 
-        Empty for any other trial.
+        Return [] unless the trial had ended in that session.
+        number: the trial's number.
         """
         if number not in self._ended_before:
             return []
@@ -133,7 +143,7 @@ class TrialRecords:
 
     # --- this session ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """Begin or continue the sweep's parent run on the tracking server."""
+        """Begin or continue the parent run of all trials on the tracking server."""
         options = self.plan.options
         choices = next(iter(self.plan.drafts.values()))["choices"]
         facts = {
@@ -173,7 +183,12 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Record the rows up to a measurement.
+        """Record the rows of a trial up to a measurement.
+
+        number: the trial's number.
+        rows: means over the seeds.
+        seconds: the time that these rows took.
+        is_done: True after the last round.
 
         A trial that took over the state of another trial continues at an earlier round: its later
         rows are removed.
@@ -229,7 +244,10 @@ class TrialRecords:
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
     ) -> None:
-        """Pass on all tracked rows; a server that is away gets them later."""
+        """Send all tracked rows. If the server does not answer, they are sent later.
+
+        summary, files, status: of the sweep.
+        """
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
                 tracker.end({}, [], status="KILLED")
@@ -245,7 +263,10 @@ class TrialRecords:
 
     # --- for reports ----------------------------------------------------------------------------
     def path(self, number: int) -> Path:
-        """Return the folder with the trial's own files."""
+        """Return the folder with a trial's own files.
+
+        number: the trial's number.
+        """
         return self.folder / "trials" / f"{number:04d}"
 
     def run_folders(self, number: int) -> list[Path]:
@@ -254,11 +275,14 @@ class TrialRecords:
 
     @property
     def ended(self) -> int:
-        """Return the number of trials that do not run any longer."""
+        """Return the number of trials that have ended."""
         return sum(record.status != "running" for record in self.all.values())
 
     def rank(self, record: TrialRecord) -> tuple[bool, float]:
-        """Return the sort key of a trial: the best first, stopped and failed ones last."""
+        """Return the sort key of a trial.
+
+        The best trial comes first; stopped and failed trials come last.
+        """
         is_partial = record.status not in ("done", "running")
         if record.score is None:
             return is_partial, float("inf")
@@ -270,11 +294,11 @@ class TrialRecords:
         return sorted(self.all.values(), key=self.rank)
 
     def best(self) -> TrialRecord | None:
-        """Return the best trial that has a score, or None."""
+        """Return the best trial that has a score; None if there is none."""
         return next((record for record in self.ordered() if record.score is not None), None)
 
     def count_equal(self, best: TrialRecord) -> int:
-        """Return how many other trials have the same rank."""
+        """Return how many trials are as good as `best`, without `best` itself."""
         return sum(self.rank(record) == self.rank(best) for record in self.all.values()) - 1
 
     def label(self, record: TrialRecord) -> str:
@@ -285,7 +309,7 @@ class TrialRecords:
         return " ".join(f"{names[key]}={value_label(value)}" for key, value in setting.items())
 
     def line(self, record: TrialRecord) -> str:
-        """Return the line about a trial that has ended."""
+        """Return a line for the user about a trial that has ended."""
         outcome = describe_outcome(
             self.metric, record.score, record.deviation, record.rounds, record.seconds
         )
@@ -306,11 +330,11 @@ class TrialRecords:
 
 
 def _ignore(text: str) -> None:
-    """Print nothing, because the parent's tracker already reports what MLflow did not accept."""
+    """Print nothing: the parent's tracker already reports all problems with MLflow."""
 
 
 class StatusLine:
-    """The state of a sweep: a live line in a terminal, or an occasional line in a log."""
+    """A display of the sweep's state: a live line in a terminal, a few lines in a log."""
 
     def __init__(self, console: Console, quiet: bool, clock: Callable[[], float] = time.monotonic):
         from rich.status import Status

@@ -1,4 +1,4 @@
-"""The results of a sweep: a table, the best configuration, two pictures, a page."""
+"""Write the results of a sweep: a table, the best configuration, two pictures, a page."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _write_tables(records: TrialRecords) -> list[Path]:
 def _columns(records: TrialRecords) -> dict[str, list[Any]]:
     """Return the columns of trials.csv; the best trial comes first.
 
-    The column `folder` has the folder of the trial's run; with several seeds, of the first run.
+    The column `folder` has the folder of the trial's first run.
     """
     ordered = records.ordered()
     settings = [records.plan.setting(record.point) for record in ordered]
@@ -121,7 +121,10 @@ def _is_number(value: object) -> bool:
 
 
 def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Column]:
-    """Return the columns to print; a value that a setting does not have is a dash."""
+    """Return the columns to print; a dash marks a value that a setting does not have.
+
+    most: the largest number of trials; None takes all.
+    """
     keys = list(records.plan.space)
     titles = ["trial", *short_names(keys), records.metric, "rounds", "time", ""]
     rows = []
@@ -140,7 +143,10 @@ def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Col
 
 
 def table(records: TrialRecords, width: int = 0) -> str:
-    """Return the best trials as text. width: the length of a line; 0 means no limit."""
+    """Return the best trials as text.
+
+    width: the length of a line; 0 means no limit.
+    """
     text = format_table(_printed_columns(records, MAX_PRINTED_TRIALS), width)
     left_out = len(records.all) - MAX_PRINTED_TRIALS
     if left_out > 0:
@@ -150,9 +156,9 @@ def table(records: TrialRecords, width: int = 0) -> str:
 
 # --- files --------------------------------------------------------------------------------------
 def _write_page(records: TrialRecords) -> Path | None:
-    """Write report.html: all trials as a table, the pictures, and the curves of the best trials.
+    """Write report.html and return its path; return None if no trial has finished.
 
-    Return None if no trial has finished.
+    The page has all trials as a table, the pictures, and the curves of the best trials.
     """
     groups: list[RunGroup] = []
     for record in records.ordered():
@@ -185,10 +191,11 @@ def _best_config(records: TrialRecords, best: TrialRecord) -> str:
 
 # --- pictures -----------------------------------------------------------------------------------
 class KeyAxis:
-    """An axis for the values of a key.
+    """An axis for the values of a searched key.
 
-    name: the label of the axis. values: the values in the search space. used: the values of the
-    trials.
+    name: the label of the axis.
+    values: the values in the search space.
+    used: the values that trials had.
     """
 
     def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
@@ -213,7 +220,7 @@ class KeyAxis:
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """Return the value if it is a number, else its index in the list of searched values."""
+        """Return a number unchanged, and for any other value its index in the searched values."""
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
     def position(self, value: object) -> float:
@@ -224,7 +231,7 @@ class KeyAxis:
         return (number - low) / (high - low) if high > low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return positions with their labels."""
+        """Return the positions of the ticks, from 0 to 1, with their labels."""
         if isinstance(self.range, Choice):
             return [(self.position(value), value_label(value)) for value in self.values]
         if not self.is_logarithmic:
@@ -269,10 +276,7 @@ def _axes(records: TrialRecords) -> list[KeyAxis]:
 
 
 def _scored(records: TrialRecords) -> list[TrialRecord]:
-    """Return the trials that can be plotted, which are those with a score.
-
-    The best one is last, so that it is plotted on top.
-    """
+    """Return the trials with a score; the best one is last, so that it is drawn on top."""
     scored = []
     for record in reversed(records.ordered()):
         if record.score is not None and math.isfinite(record.score):
@@ -288,10 +292,10 @@ def _title(records: TrialRecords) -> str:
 
 
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
-    """Return a map from scores to colours, and the lowest and the highest score of the map.
+    """Return a colour map for scores, and the scores at its two ends.
 
-    The best score has the colour with the most contrast to the page. Stopped trials do not count
-    unless there are no others.
+    The best score has the colour with the most contrast to the page. Stopped trials do not count,
+    unless there are no other trials.
     """
     from matplotlib import colormaps
 
@@ -377,7 +381,7 @@ def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
     """Draw the score against each key, with the deviation over seeds.
 
-    The best trial is a star. Open circles are trials that were stopped early.
+    The best trial is a star. Open circles are trials that the scheduler stopped.
     """
     axes = _axes(records)
     trials = _scored(records)

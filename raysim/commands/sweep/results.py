@@ -1,4 +1,4 @@
-"""The result of a sweep for Python: the setting, score, history and folder of each trial."""
+"""Return a sweep's result to Python: setting, score, history and folder of each trial."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class TrialResult:
     """A trial of a sweep.
 
-    config: the searched keys with their values. metrics: the last row of the history; `{}` if there
-    is none. error: the reason of a failed trial; None for any other trial. path: the folder of the
-    trial's run; with several seeds, of the first run. history: all rows; with several seeds, their
-    means.
+    config: the searched keys with their values.
+    metrics: the last row of the history; {} if there is none.
+    error: why the trial failed; None for any other trial.
+    path: the folder of the trial's run; with several seeds, of the first run.
+    history: all rows; with several seeds, their means.
     """
 
     number: int
@@ -42,7 +43,8 @@ class TrialResult:
 class SweepResult:
     """The trials of a sweep, in order.
 
-    metric: the column that the sweep compared. mode: "max" or "min".
+    metric: the column that the sweep compared.
+    mode: "max" or "min".
     """
 
     trials: tuple[TrialResult, ...]
@@ -76,7 +78,8 @@ class SweepResult:
     def get_best_result(self, metric: str | None = None, mode: str | None = None) -> TrialResult:
         """Return the trial whose last row has the best value of a column.
 
-        metric, mode: None takes those of the sweep. Raise `ValueError` if no trial has a value.
+        metric, mode: the column, and "max" or "min"; None takes those of the sweep.
+        Raise `ValueError` if no trial has a value.
         """
         name = metric or self.metric
         direction = one_of("mode", mode or self.mode, ("max", "min"))
@@ -95,8 +98,8 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        A row is the last row of the trial's history, the setting as config/KEY, the error and the
-        folder.
+        The columns are those of the last row of the trial's history, the setting as config/KEY, the
+        error, and the folder.
         """
         import pandas as pd
 
@@ -109,7 +112,10 @@ class SweepResult:
 
 
 def collect_results(records: TrialRecords, mode: str) -> SweepResult:
-    """Return the result of the recorded trials."""
+    """Return the recorded trials as a result.
+
+    mode: "max" or "min".
+    """
     trials = [_trial_result(records, records.all[number]) for number in sorted(records.all)]
     return SweepResult(tuple(trials), records.metric, mode)
 

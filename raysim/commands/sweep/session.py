@@ -1,4 +1,4 @@
-"""`raysim sweep` from its overrides to its results: check, join Ray, search, report."""
+"""Execute `raysim sweep` from overrides to results: check, connect to Ray, search, report."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ def sweep(
         result.get_best_result().config, result.get_best_result().metrics
 
     overrides: the overrides of `raysim sweep`, in one text or a list.
+    quiet: print nothing.
+    allow: the packages whose classes and options the sweep may use.
+    console: where to print; None takes the standard output.
 
     Raise `RefusedError` for a sweep that cannot be made (nothing was written), and `Interrupted`.
     """
@@ -89,7 +92,10 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few of the runs. Raise `RefusedError` for values that no run can have."""
+    """Build a few of the runs, to find values that no run can have.
+
+    Raise `RefusedError` for such a value.
+    """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(
             "sweep.search=optuna needs Optuna. Run pip install optuna, or set sweep.search=random"
@@ -104,17 +110,18 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
 
 
 def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
-    """Return the cluster to join. Without runtime=cluster, Ray starts on this machine."""
+    """Return the cluster to join; unless runtime=cluster, Ray starts on this machine."""
     return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
 
 
 def _room(
     options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
-    """Return what a worker reserves, and how many trials fit at once.
+    """Return what a worker reserves on the cluster, and how many trials fit at once.
 
-    Without workers, return what a trial reserves. Raise `ValueError` if no trial fits on the
-    cluster.
+    With sweep.workers=0, return what a trial reserves.
+    threads: CPU threads of a worker.
+    Raise `ValueError` if not one trial fits on the cluster.
     """
     resources = worker_resources(runtime, device, threads)
     nodes = cluster.node_resources()
@@ -144,10 +151,11 @@ def _room(
 def _choose_metric(
     plan: SweepPlan, experiments: Sequence[Experiment], console: Console
 ) -> SweepPlan:
-    """Return the plan with the compared metric, and whether the largest or the smallest is best.
+    """Choose the column that ranks the trials, and whether its highest or lowest value wins.
 
-    The validation score ranks the trials if all of them have validation samples. Otherwise a test
-    score does, and a line says so.
+    The validation score is chosen if all trials have validation samples. Otherwise it is a test
+    score, and a line tells the user so. Return the plan with this choice.
+    experiments: a few runs of the sweep.
     """
     options = plan.options
     specs = [experiment.spec for experiment in experiments]
@@ -169,7 +177,7 @@ def _choose_metric(
 
 
 def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "min"]:
-    """Return whether the largest or the smallest value of a column is the best."""
+    """Return "max" if the largest value of a column is the best, else "min"."""
     if column.startswith(("loss", "train_loss")):
         return "min"
     for metric in metrics:
@@ -185,8 +193,9 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "m
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few of its runs, built. resources: what a worker reserves (without workers: a
-    trial). slots: the number of trials that fit at once.
+    experiments: a few of its runs, built.
+    resources: what a worker reserves; without workers, what a trial reserves.
+    slots: the number of trials that fit at once.
     """
 
     plan: SweepPlan
@@ -200,8 +209,8 @@ class SweepSession:
     def run(self, allow: Sequence[str], since: float) -> SweepResult:
         """Run the trials that have not ended, write the results and return them.
 
-        since: time.monotonic() at the start of the command. Raise `Interrupted` if the user stops
-        the sweep.
+        since: time.monotonic() at the start of the command.
+        Raise `Interrupted` if the user stops the sweep.
         """
         options = self.plan.options
         points = self.plan.points() if options.search != "optuna" else []
@@ -257,7 +266,7 @@ class SweepSession:
         )
 
     def _introduce(self, records: TrialRecords, slots: int) -> None:
-        """Print the searched keys, the search algorithm and the resources; then the warnings."""
+        """Print the searched keys, the search algorithm, the resources, and warnings."""
         options = self.plan.options
         spec = self.experiments[0].spec
         scheduler = {
@@ -288,7 +297,7 @@ class SweepSession:
         self._report_wait()
 
     def _report_wait(self) -> None:
-        """Print a line if the first trial has to wait for other runs."""
+        """Print a line if the first trial must wait, because other runs use the cluster."""
         options = self.plan.options
         count = options.seeds * options.workers if options.workers else 1
         needs = multiply(self.resources, count)
@@ -306,7 +315,10 @@ def _describe(values: ValueRange) -> str:
 
 
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
-    """Return the last line: the time, the command that trains the best setting, the folder."""
+    """Return the last line: the time, the command that trains the best setting, the folder.
+
+    numbers: the entries of the sweep's summary.
+    """
     best = records.best()
     if best is None:
         return f"no trial has a score: the reasons are in {records.folder / report.TABLE}"

@@ -1,6 +1,6 @@
-"""Search spaces: the values that a key may take, and the points that a sweep tries.
+"""Define search spaces: the values that keys may take, and the points that a sweep tries.
 
-Imports neither Ray nor Hydra.
+This module imports neither Ray nor Hydra.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Choice:
     values: tuple[object, ...]
 
     def draw(self, generator: np.random.Generator) -> object:
-        """Return a random value; all are equally likely."""
+        """Return a random value of the list; all are equally likely."""
         return self.values[int(generator.integers(len(self.values)))]
 
     def corners(self) -> list[object]:
-        """Return the values to check before a sweep begins: all of them."""
+        """Return the values to test before a sweep begins: all of them."""
         return list(self.values)
 
     def clip(self, value: object) -> object:
-        """Return the value if it is in the list, else the first one of the list."""
+        """Return the value if it is in the list, else the first value of the list."""
         return value if value in self.values else self.values[0]
 
 
@@ -42,7 +42,8 @@ class Choice:
 class Interval:
     """All numbers from low to high.
 
-    log: True if each order of magnitude is equally likely. whole: True if only integers are drawn.
+    log: True if each order of magnitude is equally likely.
+    whole: True if only integers are drawn.
     """
 
     low: float
@@ -51,7 +52,7 @@ class Interval:
     whole: bool = False
 
     def draw(self, generator: np.random.Generator) -> int | float:
-        """Return a random number with four digits, which a person can read and repeat."""
+        """Return a random number, rounded to four digits so that a user can retype it."""
         low, high = self.low, self.high
         if self.whole:  # so that both ends are as likely as the others
             low, high = low - 0.5, high + 0.5
@@ -61,11 +62,11 @@ class Interval:
         return self.clip(generator.uniform(low, high))
 
     def corners(self) -> list[object]:
-        """Return the values to check before a sweep begins: both ends."""
+        """Return the values to test before a sweep begins: both ends."""
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval: an integer, or a number with four digits."""
+        """Return the nearest number of the interval, rounded like a drawn number."""
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:
             return round(number)
@@ -77,7 +78,7 @@ Space: TypeAlias = Mapping[str, ValueRange]
 
 
 def check_range(key: str, values: ValueRange) -> ValueRange:
-    """Return the range. Raise `RefusedError` if no value can be drawn from it."""
+    """Return the values of a key, checked. Raise `RefusedError` if none can be drawn."""
     if isinstance(values, Choice):
         if not values.values:
             raise RefusedError(
@@ -96,9 +97,9 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 
 
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
-    """Return independent draws.
+    """Return `count` independent random points.
 
-    With an equal generator, a longer list begins with a shorter one.
+    With an equally seeded generator, a longer list begins with the shorter one.
     """
     points = []
     for _ in range(count):
@@ -124,7 +125,7 @@ def grid_points(space: Space) -> list[Point]:
 
 
 def corner_points(space: Space) -> list[Point]:
-    """Return a few points that cover each value of each list, and both ends of each interval."""
+    """Return a few points that together have each value of lists and both ends of intervals."""
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)
     points = []
@@ -134,7 +135,10 @@ def corner_points(space: Space) -> list[Point]:
 
 
 def clip_point(space: Space, point: Mapping[str, object]) -> Point:
-    """Return the nearest point of the space; values of keys outside the space do not change."""
+    """Return the nearest point of the space.
+
+    Keys that the space does not have keep their values.
+    """
     clipped = dict(point)
     for key in space.keys() & point.keys():
         clipped[key] = space[key].clip(point[key])

@@ -1,4 +1,4 @@
-"""One trial of a sweep: the runs of a setting, one for each seed, made together round by round."""
+"""Execute one trial of a sweep: the runs of a setting, one per seed, round by round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysim.simulation.events import RunStoppedError
 
 
 def run_name(number: int, seed: int) -> str:
-    """Return the name of a trial's run: "0003_seed-0"."""
+    """Return the name of a trial's run: "0003_seed-0" for trial 3 and seed 0."""
     return f"{number:04d}_seed-{seed}"
 
 
@@ -27,9 +27,10 @@ def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
 
 
 class Trial:
-    """The runs of a setting, one for each seed. The mean of their rows is reported.
+    """The runs of a setting, one for each seed, which advance together.
 
-    metric: the column of the history that Ray Tune receives.
+    The mean of their rows is reported to Ray Tune.
+    metric: the column of the history by which Ray Tune compares trials.
     """
 
     def __init__(self, runs: Sequence[SteppedRun], metric: str):
@@ -39,10 +40,10 @@ class Trial:
         self.rounds_done = 0
 
     def advance(self) -> list[Row]:
-        """Return the mean rows up to the next measurement of the metric, or to the last round.
+        """Advance to the next measurement of the metric, or to the end; return the new rows.
 
-        The rows are on the disk when this returns. Raise `RunStoppedError` if the metric is not
-        measured until the last round.
+        The rows are means over the seeds, and are on the disk when this returns. Raise
+        `RunStoppedError` if the metric is not measured until the last round.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:
@@ -72,16 +73,16 @@ class Trial:
 
     @property
     def is_finished(self) -> bool:
-        """Return True if all rounds were reported."""
+        """Return True if all rounds have been reported."""
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
-        """Continue the runs until the last reported round's checkpoint is written, if it is due."""
+        """Advance the runs until the last reported round's checkpoint is written, if it is due."""
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 
     def close(self) -> None:
-        """Stop the runs at their present round."""
+        """Stop the runs at their current round."""
         for run in self.runs:
             run.close()
 
@@ -96,9 +97,15 @@ def open_trial(
     allow: Sequence[str] = (),
     accepts_changes: bool = False,
 ) -> Trial:
-    """Begin or continue a trial. Raise `RunFailedError` for a run that cannot be made.
+    """Begin or continue a trial.
 
-    configs: a configuration for each seed. folder: the sweep's folder.
+    number: the trial's number.
+    configs: a configuration for each seed.
+    metric: see `Trial`.
+    start_events: function that starts a run in a folder and yields its events.
+    folder: the sweep's folder.
+    accepts_changes: see `SteppedRun`.
+    Raise `RunFailedError` for a run that cannot be made.
     """
     runs: list[SteppedRun] = []
     try:

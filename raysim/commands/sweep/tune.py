@@ -1,9 +1,9 @@
-"""The search of a sweep with Ray Tune; each trial is a process.
+"""Search with Ray Tune; each trial is a process.
 
-Tune decides when a trial starts, stops or takes over the state of another trial. This process keeps
-the results; Tune's own files are never read again. If a sweep is continued, Tune makes the same
-trials: ended trials repeat their reports, so that searcher and scheduler learn of them, and the
-others continue from their checkpoints.
+Tune decides when a trial starts, stops or takes over the state of another trial. The process of the
+sweep keeps the results; Tune's own files are never read again. If a sweep is continued, Tune gets
+the same trials: those that had ended repeat their reports, so that searcher and scheduler learn
+from them, and the others continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ ENVIRONMENT = {  # options of Tune that only environment variables set, see its 
 class TrialTask:
     """The settings that all trials of a sweep share.
 
-    folder: the sweep's folder. metric: the compared column. device, packages, driver, mixed:
-    describe the process that runs the sweep; every trial must have the same values unless `mixed`
-    is True. resources: what one worker reserves. allow: packages that the configuration may use.
+    folder: the sweep's folder.
+    metric: the compared column.
+    device, packages, driver, mixed: describe the process that runs the sweep. Unless `mixed` is
+    True, the processes of all trials must match it.
+    resources: what one worker reserves.
+    allow: packages that the configuration may use.
     """
 
     folder: str
@@ -76,14 +79,14 @@ class TrialTask:
 
 
 class SweepTrial(tune.Trainable):
-    """A trial in the form that Tune calls: each step ends with the next measurement."""
+    """A trial in the form that Tune requires: each step runs to the next measurement."""
 
     _trial: trial.Trial | None = None
 
     def setup(  # type: ignore[override]  # `with_parameters` adds the others
         self, config: dict[str, Any], plan: SweepPlan, task: TrialTask
     ) -> None:
-        """Store the settings that all trials share. Nothing runs before the first step."""
+        """Store the settings that all trials share; nothing runs before the first step."""
         self._plan = plan
         self._task = task
         self.reset_config(config)
@@ -99,7 +102,7 @@ class SweepTrial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Return the next measurement: round, metric, the rows before it, and seconds."""
+        """Advance to the next measurement; return its round, metric, new rows, and seconds."""
         metric = self._task.metric
         if self._replay:
             number, value = self._replay[self._replayed]
@@ -150,7 +153,7 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if this process would compute other bits than the driver."""
+        """Raise `UnequalWorkersError` if this process would compute other bits than the sweep's."""
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
         Participants(self._task.driver, self._task.mixed).add(identity)
@@ -168,11 +171,11 @@ class SweepTrial(tune.Trainable):
 
     @property
     def _number(self) -> int:
-        """Return the trial's number, from the name of Tune's folder for the trial."""
+        """Return the trial's number, which is the name of Tune's folder for the trial."""
         return int(Path(self.logdir).name)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the state for another trial that takes it over."""
+        """Save the state, so that another trial can take it over."""
         if self._trial is not None:
             self._trial.write_due_checkpoint()
         folder = Path(checkpoint_dir)
@@ -182,7 +185,10 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Replace the trial's runs with the saved ones of another trial; keep its own runs."""
+        """Take over the state of another trial.
+
+        Do nothing if the saved state is this trial's own.
+        """
         self.cleanup()
         folder = Path(str(checkpoint_dir))
         if (folder / ORIGIN).read_text() == str(self._number):
@@ -209,19 +215,19 @@ class SweepTrial(tune.Trainable):
 
 
 def _ignore(text: str) -> None:
-    """Print nothing, because the sweep's process reports the trials."""
+    """Print nothing: the process of the sweep reports the trials."""
 
 
 # --- the search as Tune describes it ------------------------------------------------------------
 class Listener(tune.Callback):
-    """A Tune callback that passes Tune's reports about the trials to the records."""
+    """A Tune callback that passes Tune's reports on trials to the records."""
 
     def __init__(self, records: TrialRecords, status: StatusLine):
         self._records = records
         self._status = status
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return nothing. Tune stores its callbacks, but the stored ones are never read."""
+        """Return an empty state: Tune stores its callbacks, but the stored ones are never read."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -232,7 +238,7 @@ class Listener(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Record a measurement or a failure. Repeated reports are already recorded."""
+        """Record a measurement or a failure; a repeated report is already recorded."""
         number = _number(trial)
         if "error" in result:
             self._records.fail(number, result["error"])
@@ -243,7 +249,7 @@ class Listener(tune.Callback):
         self._status.show(self._records.status())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record the end of a trial, which may be before its last round."""
+        """Record the end of a trial, which can be before the last round."""
         self._records.end(_number(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -262,7 +268,10 @@ def _number(tune_trial: Any) -> int:
 def trial_task(
     records: TrialRecords, experiment: Experiment, resources: Resources, allow: Sequence[str]
 ) -> TrialTask:
-    """Return what the process of a trial needs to know. experiment: a run of the sweep, built."""
+    """Return the settings that the process of a trial needs.
+
+    experiment: one run of the sweep, built.
+    """
     spec = experiment.spec
     return TrialTask(
         folder=str(records.folder.absolute()),
@@ -277,7 +286,7 @@ def trial_task(
 
 
 def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
-    """Return the trial class with its resources: a bundle for the trial and one for each worker."""
+    """Return Tune's trial class with its resources: for the trial, and for each worker."""
     workers = plan.options.workers
     trial_bundle = {"memory": TRIAL_PROCESS_BYTES} if workers else dict(task.resources)
     worker_bundles = [multiply(task.resources, plan.options.seeds)] * workers
@@ -286,12 +295,15 @@ def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
 
 
 def multiply(resources: Resources, count: int) -> dict[str, float]:
-    """Return the resources of several workers."""
+    """Return the resources of `count` workers."""
     return {name: amount * count for name, amount in resources.items()}
 
 
 def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the config that Tune gives to a trial. replay: the measurements of an ended trial."""
+    """Return the config that Tune gives to a trial.
+
+    replay: the measurements of a trial that had ended in an earlier session, else [].
+    """
     return {"number": number, "point": point, "replay": list(replay)}
 
 
@@ -331,7 +343,10 @@ def _population_based_training(plan: SweepPlan) -> PopulationBasedTraining:
 
 
 def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
-    """Return Optuna's searcher, which first suggests the settings of earlier sessions again."""
+    """Return Optuna's searcher; None for any other search.
+
+    First it suggests the settings of earlier sessions again.
+    """
     if plan.options.search != "optuna":
         return None
     import optuna
@@ -343,12 +358,12 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
     replays = {record.number: records.measurements(record.number) for record in earlier}
 
     class NumberedSearch(OptunaSearch):
-        """Optuna's search; it numbers its suggestions and returns them as trial configs."""
+        """Optuna's search, which numbers its suggestions and returns them as configs of trials."""
 
         count = 0
 
         def suggest(self, trial_id: str) -> dict[str, Any] | None:
-            """Return the next trial."""
+            """Return the config of the next trial."""
             point = _decode(plan.space, super().suggest(trial_id) or {})
             number = earlier[self.count].number if self.count < len(earlier) else self.count
             self.count += 1
@@ -367,9 +382,9 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
 
 
 def _distributions(space: Space) -> dict[str, Any]:
-    """Return Optuna's distributions.
+    """Return the search space as Optuna's distributions.
 
-    Lists are searched by index; Optuna accepts only plain values.
+    Values of a list are represented by their index, because Optuna accepts only plain values.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -386,7 +401,7 @@ def _distributions(space: Space) -> dict[str, Any]:
 
 
 def _decode(space: Space, params: Mapping[str, Any]) -> Point:
-    """Return the point that Optuna's parameters describe."""
+    """Return the point that parameters of Optuna describe."""
     point: Point = {}
     for key, values in space.items():
         point[key] = values.values[params[key]] if isinstance(values, Choice) else params[key]
@@ -403,7 +418,7 @@ def _encode(space: Space, point: Point) -> dict[str, Any]:
 
 
 def free_resources() -> dict[str, float]:
-    """Return the resources of the cluster that other runs do not use."""
+    """Return the resources of the cluster that no run uses."""
     return dict(ray.available_resources())
 
 
@@ -416,10 +431,10 @@ def search(
     task: TrialTask,
     status: StatusLine,
 ) -> None:
-    """Let Tune make all trials, and wait for their end.
+    """Execute all trials with Tune, and wait for their end.
 
-    points: the settings of a grid or a random search; empty with Optuna. rounds: the rounds of the
-    longest run.
+    points: the settings of a grid or a random search; empty with Optuna.
+    rounds: the rounds of the longest run.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

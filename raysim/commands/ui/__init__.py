@@ -1,1 +1,1 @@
-"""`raysim ui`: send stored runs to MLflow's database, and show their charts."""
+"""Implement `raysim ui`: send stored runs to MLflow's database, and show their charts."""

@@ -1,6 +1,6 @@
-"""Bring the MLflow database next to stored runs up to date: numbers and files first, then models.
+"""Bring the MLflow database of stored runs up to date: numbers and files, then models.
 
-Models come last because each takes a second: the run is built again, and PyTorch traces its model.
+Models come last, because each takes a second: the run is built again, and PyTorch traces its model.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WEIGHTS = "model.safetensors"
 def find_root(place: str) -> Path:
     """Return the folder whose database holds the runs at a place.
 
-    place: the folder around runs, the folder of runs or of a study, or one run. Raise
-    `RefusedError` if no run was stored there.
+    place: a folder that contains runs, the folder of a study, or one run.
+    Raise `RefusedError` if no run was stored there.
     """
     folder = user_path(place).resolve()
     if not folder.is_dir():
@@ -64,7 +64,7 @@ def find_root(place: str) -> Path:
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders with a record that belong to the database of a folder."""
+    """Yield the folders of runs and studies that belong to the database of a folder."""
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
         for record in sorted(root.glob(f"{pattern}/{RECORD}")):
@@ -77,7 +77,8 @@ def _stored_folders(root: Path) -> Iterator[Path]:
 class RunDatabase:
     """The MLflow database of a folder, and the stored runs that belong to it.
 
-    root: the folder. say: function that prints a line.
+    root: the folder.
+    say: function that prints a line.
     """
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
@@ -93,7 +94,7 @@ class RunDatabase:
         self._problems: set[str] = set()
 
     def update(self) -> int:
-        """Send what is new of all runs, without models; return the number of runs with news."""
+        """Send the new rows and files of all runs, but no models; return how many runs had some."""
         count = 0
         for folder in _stored_folders(self.root):
             times = tuple(_changed_at(folder / name) for name in (RECORD, BACKLOG, HISTORY))
@@ -108,7 +109,7 @@ class RunDatabase:
         return count
 
     def _send(self, folder: Path, record: Record) -> bool:
-        """Send what is new of a run; return False if that failed."""
+        """Send the new rows and files of a run; return False if that failed."""
         try:
             server = self._servers.get(folder)
             is_open = server is not None
@@ -131,7 +132,7 @@ class RunDatabase:
             self._say(problem)
 
     def add_models(self) -> Iterator[Path]:
-        """Save the models that MLflow does not have; yield the folder of each run before it."""
+        """Save the models that MLflow does not have; yield the run's folder before each of them."""
         for folder in _stored_folders(self.root):
             if self._examined.get(folder) == _changed_at(folder / RECORD):
                 continue
@@ -142,7 +143,7 @@ class RunDatabase:
             self._examined[folder] = _changed_at(folder / RECORD)
 
     def _add_model(self, folder: Path, record: Record) -> None:
-        """Build a run again, save its shared model, and record what came of it."""
+        """Build a run again, save its shared model, and record whether this succeeded."""
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model
 
@@ -166,7 +167,7 @@ class RunDatabase:
 
 
 def _changed_at(path: Path) -> int:
-    """Return when a file was changed, in ns; 0 if it does not exist."""
+    """Return the time at which a file was changed, in ns; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

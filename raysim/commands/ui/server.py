@@ -1,9 +1,9 @@
-"""`raysim ui`: send stored runs to MLflow's database, start its server, and open their charts.
+"""Implement `raysim ui`: send stored runs to MLflow's database, and open their charts.
 
-While the server runs, new rows of runs in progress follow every few seconds.
+While MLflow's server runs, new rows of runs in progress are sent every few seconds.
 
-MLflow 3 opens an experiment on the page for traces of language models, whatever its tags say. The
-address must ask for the charts.
+MLflow 3 opens an experiment on its page for traces of language models, whatever the experiment's
+tags say, so the address must ask for the charts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ UPDATE_INTERVAL_S = 5.0  # between two looks at the runs in progress
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
     """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
 
-    place: a folder that contains runs, or a server's address. Raise `RefusedError` if there is
-    nothing to show.
+    place: a folder that contains runs, or a server's address.
+    port: of the page on this machine.
+    opens_browser: True opens the page in the browser.
+    Raise `RefusedError` if there is nothing to show.
     """
     set_mlflow_environment()
     if place.startswith(("http://", "https://")):
@@ -69,7 +71,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
 
 
 def update_database(place: str) -> int:
-    """Bring the database of the runs in a folder up to date, with their models; return 0."""
+    """Send the runs in a folder, with their models, to the folder's database; return 0."""
     if place.startswith(("http://", "https://")):
         raise RefusedError(
             f"--update {place}: a server gets its runs from the runs themselves. Give a folder"

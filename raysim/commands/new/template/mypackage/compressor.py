@@ -1,4 +1,4 @@
-"""A compressor: neighbouring parameters share one number, the mean of their changes."""
+"""A compressor: each block of neighbouring parameters is sent as one number, its mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from raysim.vectors.layout import Layout
 class MyCompressor(Compressor):
     """A compressor that sends the mean of each block of entries.
 
-    block: entries in a block. direction and feedback: see `raysim.Compressor`.
+    block: the number of entries in a block.
+    direction, feedback: see `raysim.Compressor`.
     """
 
     name = "mypackage_means"
@@ -25,11 +26,11 @@ class MyCompressor(Compressor):
         self.block = at_least("compression.block", block, 1)
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message in words of 32 bits: a float for each block."""
+        """Return the size of a message in words of 32 bits: one float for each block."""
         return -(-layout.trained // self.block)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the means, as words; zeros fill the last block."""
+        """Return the means of the blocks, as words. The last block is filled up with zeros."""
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()
         means: np.ndarray = padded.reshape(-1, self.block).mean(1)

@@ -13,7 +13,7 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """Images of `pixels` by `pixels` pixels; a sixth of the `samples` is for tests."""
+    """Images of `pixels` by `pixels` pixels. A sixth of the `samples` becomes the test set."""
 
     samples: int = 1200
     pixels: int = 8
@@ -21,13 +21,16 @@ class MyData(Source):
     seed: int = 0
 
     def check(self) -> None:
-        """Raise `ValueError` for a setting that is not possible."""
+        """Raise `ValueError` for an impossible setting."""
         at_least("data.samples", self.samples, 18)
         at_least("data.pixels", self.pixels, 2)
         at_least("data.noise", self.noise, 0)
 
     def read(self) -> Raw:
-        """Return images [n, channels, height, width] (training first), labels, and class names."""
+        """Return images [n, channels, height, width], labels [n], and the names of the classes.
+
+        Training samples come first.
+        """
         generator = stream(self.seed, "mypackage")
         size = (self.pixels, self.pixels)
         labels = np.arange(self.samples) % 3

@@ -14,9 +14,10 @@ from raysim.simulation.fleet import Speeds
 
 @dataclass(frozen=True)
 class MyFleet(Fleet):
-    """Devices of two speeds, on a network that costs no time.
+    """Devices of two speeds, on a network that takes no time.
 
-    fast, slow: samples per virtual second of clients with an even and with an odd number.
+    fast: samples per virtual second of clients with an even number.
+    slow: samples per virtual second of clients with an odd number.
     """
 
     fast: float = field(default=1000.0, kw_only=False)
@@ -28,7 +29,7 @@ class MyFleet(Fleet):
         above("fleet.slow", self.slow, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Return, for each client, samples per second, and bytes per second down and up."""
+        """Return for each client: samples per second, and bytes per second down and up."""
         network = np.full(clients, np.inf)
         samples_per_s = np.where(np.arange(clients) % 2, self.slow, self.fast)
         return Speeds(samples_per_s, network, network)

@@ -14,8 +14,8 @@ from raysim.primitives.checks import in_range
 class MyLearner(Learner):
     """A learner that predicts the class whose mean image is nearest.
 
-    share: how far a job moves a mean towards the client's own mean of the class. The server
-    averages the means that clients return.
+    share: how far a job moves each mean towards the mean of the client's own images of the class,
+    from 0 to 1. The server averages the means that clients return.
     """
 
     name = "mypackage"
@@ -24,13 +24,16 @@ class MyLearner(Learner):
         self.share = in_range("learner.share", share, above=0, most=1)
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the first means: a dictionary of arrays whose shapes never change."""
+        """Return the initial means: a dictionary of arrays, whose shapes never change."""
         return {"means": np.zeros((task.num_classes, int(np.prod(task.shape))))}
 
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Return the parameters after a job on a client's inputs [n, ...] and labels [n]."""
+        """Return the parameters after a job.
+
+        inputs, labels: the client's samples, [n, ...] and [n].
+        """
         means = parameters["means"]
         rows = inputs.reshape(len(inputs), -1)
         for label in np.unique(labels):
@@ -38,7 +41,10 @@ class MyLearner(Learner):
         return {"means": means}, LocalResult(samples=len(rows))
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return outputs [n, C] for inputs [n, ...]; the largest one is the predicted class."""
+        """Return outputs [n, C] for inputs [n, ...].
+
+        The class with the largest output is the prediction.
+        """
         rows = inputs.reshape(len(inputs), 1, -1)
         outputs: np.ndarray = -((rows - parameters["means"]) ** 2).sum(axis=2)
         return outputs

@@ -1,4 +1,4 @@
-"""A method: every client's loss grows by lam times the sum of its parameters' absolute values."""
+"""A method: each client's loss gets lam times the sum of the parameters' absolute values."""
 
 from __future__ import annotations
 

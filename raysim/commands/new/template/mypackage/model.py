@@ -1,4 +1,4 @@
-"""A model: a feature extractor. raysim adds the head, one linear layer to the classes."""
+"""A model: you write the feature extractor, raysim adds a linear layer to the classes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class MyModel(ModelRecipe):
         at_least("model.width", self.width, 1)
 
     def extractor(self, input_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-        """Return the extractor for inputs of a shape, and the number of its features."""
+        """Return the extractor for inputs of a given shape, and the number of its features."""
         layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.width), nn.ReLU()), self.width

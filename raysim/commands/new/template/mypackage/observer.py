@@ -8,9 +8,9 @@ from raysim.simulation.events import Round
 
 
 class MyObserver(Observer):
-    """An observer that writes best.txt: the round with the highest value of a column.
+    """An observer that writes best.txt: the round in which a column has its highest value.
 
-    `raysim.Observer` lists the other moments that an observer can use.
+    `raysim.Observer` lists the other moments at which an observer can act.
     """
 
     def __init__(self, column: str = "accuracy_global"):

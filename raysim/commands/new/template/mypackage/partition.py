@@ -1,4 +1,4 @@
-"""A partition: client 2 has twice as many samples as client 1, client 3 three times, and so on."""
+"""A partition: client 2 gets twice as many samples as client 1, client 3 three times, ..."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysim.primitives.checks import at_least
 class MyPartition(Partitioner):
     """A partition into clients of growing size.
 
-    raysim then takes each client's test samples from that client's rows.
+    raysim splits each client's test samples off from the rows that this partition assigns to it.
     """
 
     clients: int = 10
@@ -25,7 +25,7 @@ class MyPartition(Partitioner):
         at_least("partition.clients", self.clients, 1)
 
     def assign(self, draws: Draws) -> CSR:
-        """Return the rows of all clients; client k has indices[offsets[k] : offsets[k + 1]]."""
+        """Return the rows of all clients: client k gets indices[offsets[k] : offsets[k + 1]]."""
         order = draws.order()
         weights = np.arange(1, self.clients + 1)
         shares = np.cumsum(weights) / (self.clients * (self.clients + 1) / 2)

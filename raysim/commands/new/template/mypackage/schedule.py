@@ -13,7 +13,8 @@ from raysim.simulation.schedule import Action, Aggregate, Dispatch, View, Wait
 class MySchedule:
     """Synchronous rounds that grow.
 
-    The first round has `first` clients; each later round has one client more, up to `most`.
+    first: the number of clients in the first round. Each later round has one client more.
+    most: the largest number of clients in a round.
     """
 
     first: int = 2
@@ -38,7 +39,7 @@ class MySchedule:
         return self.most
 
     def decide(self, view: View) -> Action:
-        """Return what to do after an event on virtual time. The answer depends only on `view`."""
+        """Return what happens next on virtual time. The answer must depend only on `view`."""
         if view.running:
             return Wait()
         if view.arrived:

@@ -1,4 +1,4 @@
-"""A selection: the clients whose last update is the oldest come first."""
+"""A selection: clients whose last update is the oldest are dispatched first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from raysim.primitives.checks import between
 
 @dataclass(frozen=True)
 class MySelection(Selection):
-    """Choose some clients by the age of their last update, and draw the others.
+    """Choose some clients by the age of their last update, and draw the others at random.
 
-    share: the share of a dispatch that is chosen by age; clients without an update come first.
+    share: the part of the dispatched clients that is chosen by age, from 0 to 1. Clients without an
+    update come first.
     """
 
     share: float = 0.5

@@ -1,4 +1,4 @@
-"""A topology: neighbouring clients share a server, and the servers exchange on a ring."""
+"""A topology: neighbouring clients share a server, and the servers mix models on a ring."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from raysim.primitives.checks import at_least, between
 
 @dataclass(frozen=True)
 class MyTopology(Topology):
-    """Some servers, each for an equal number of clients.
+    """Several servers, each for equally many clients.
 
-    servers: the number of models. every: aggregations from one exchange to the next. kept: the
-    weight of a server's own model in an exchange; the next server on the ring has the rest.
+    servers: the number of servers, which is also the number of models.
+    every: the number of aggregations between two exchanges.
+    kept: the weight of a server's own model in an exchange, from 0 to 1. The model of the next
+    server on the ring gets the rest.
     """
 
     servers: int = 2
@@ -29,7 +31,7 @@ class MyTopology(Topology):
         between("topology.kept", self.kept, 0, 1)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the server of each client, and the weights with which the models are mixed."""
+        """Return the server of each client, and the weights by which servers mix their models."""
         replica_of = np.arange(federation.clients) * self.servers // federation.clients
         weights = [
             {server: self.kept, (server + 1) % self.servers: 1 - self.kept}

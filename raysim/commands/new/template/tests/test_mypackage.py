@@ -1,4 +1,4 @@
-"""Check every part with raysim's checks, then run all parts together by their options."""
+"""Test each part with raysim's checks; then run all parts together, selected as options."""
 
 from __future__ import annotations
 
