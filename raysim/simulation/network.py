@@ -1,4 +1,4 @@
-"""Make the network of a run, and the servers of its replicas."""
+"""Make the network of a run: its replicas, their exchanges, and a server for each replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysim.vectors.layout import Vector
 def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
     """Return the network of a run: its replicas (models of the server) and their exchanges.
 
-    Raises ValueError if the topology does not fit the run's clients or methods.
+    Raises ValueError if the topology does not fit the run's clients, methods or compression.
     """
     settings, counts = spec.settings, spec.data.partition.train.counts
     federation = Federation(
@@ -42,7 +42,7 @@ def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Net
 
 
 def describe_network(network: Network) -> str:
-    """Return the replicas and their exchanges in one line; "" for one replica of all clients."""
+    """Describe the replicas and their exchanges in one line; "" for a single replica."""
     if network.replicas == 1 and not network.exchanges:
         return ""
     if network.on_clients:
@@ -60,7 +60,10 @@ def describe_network(network: Network) -> str:
 
 
 def _label_counts(spec: RunSpec) -> np.ndarray | None:
-    """Return the training samples of each client and class, [clients, classes]."""
+    """Count the training samples of each client by class, int64 [clients, classes].
+
+    Return None if the task is not a classification.
+    """
     if spec.task.kind != "classification":
         return None
     labels, train = spec.data.open().groups()[0], spec.data.partition.train
@@ -94,7 +97,7 @@ def _check_network(network: Network, spec: RunSpec) -> None:
 
 
 def _check_compression(network: Network, declarations: Declarations) -> None:
-    """Raise ValueError for a compression that has no meaning with these replicas."""
+    """Raise ValueError for a compression that does not work with these replicas."""
     compression = declarations.compressor
     if compression is None:
         return
@@ -113,7 +116,7 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
 
 
 def _check_methods(network: Network, declarations: Declarations) -> None:
-    """Raise ValueError for a method that has no meaning with these replicas."""
+    """Raise ValueError for a method that does not work with these replicas."""
     if network.replicas == 1 and not network.on_clients:
         return
     for declared in declarations.methods:
@@ -153,7 +156,10 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return the first hook or declaration that needs updates of several clients, or ""."""
+    """Return the name of a hook or declaration that needs updates of several clients.
+
+    Return "" if the method has none.
+    """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):
             return hook
@@ -170,8 +176,9 @@ def make_replicas(
     network: Network,
     folder: str,
 ) -> Replicas:
-    """Return the servers of a run at its start.
+    """Return the replicas of a run that has not begun, each with its server.
 
+    initial: the initial model.
     size: the most updates in one aggregation.
     folder: the run's folder.
     """
@@ -198,8 +205,9 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return the training samples of a replica's clients, and the number of all other clients.
 
-    The samples are int64 [clients], 0 for clients of other replicas. Unseen clients count as
-    others.
+    The samples are int64 [clients]; they are 0 for a client of another replica. Clients that are
+    never trained count as other clients.
+    replica_of: int [clients], the replica that serves each client.
     """
     partition = spec.data.partition
     is_member = replica_of == replica
@@ -210,16 +218,20 @@ def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tupl
 
 
 def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
-    """Tell a server which clients its replica has now."""
+    """Tell a server which clients its replica has now.
+
+    replica_of: int [clients], the replica that serves each client.
+    """
     server.set_clients(*replica_clients(spec, replica_of, server.replica))
 
 
 def _drawn_vector(
     spec: RunSpec, declarations: Declarations, vector: Tensor, replica: int
 ) -> Tensor:
-    """Return a copy of a vector whose entries of the model have new initial values.
+    """Return a copy of a shared vector in which the model has new initial values.
 
-    Raises ValueError if a layer has no rule for them.
+    replica: the number of the replica, from which the random numbers follow.
+    Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(spec.settings.seed, "topology.initial", replica))
@@ -233,9 +245,9 @@ def _drawn_vector(
 
 
 def draw_again(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with new initial values, by PyTorch's rule for each layer.
+    """Return a copy of a model with new initial values, by PyTorch's rule for each layer.
 
-    Raises ValueError if a layer has no rule for them.
+    Raises ValueError if a layer with parameters has no function `reset_parameters`.
     """
     model = copy.deepcopy(model)
     for name, layer in model.named_modules():

@@ -20,8 +20,8 @@ _PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))  # of argum
 class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
-    A stored value goes to a node once, as in an object store. Messages around the arrays, some
-    hundred bytes per job, are not counted.
+    A stored value is counted once for each node that receives it, as in an object store. The parts
+    of messages that are not arrays, some hundred bytes for each job, are not counted.
     vector_bytes: the size of a sum of updates.
     """
 
@@ -39,7 +39,10 @@ class CountingRuntime:
         return getattr(self.runtime, name)
 
     def columns(self) -> Row:
-        """Return the bytes of each node since the last call; nothing for a run on one node."""
+        """Return columns of the bytes that each node received and sent since the last call.
+
+        Return no columns for a run on one node.
+        """
         nodes = self.runtime.nodes
         row: Row = {}
         if any(nodes):
@@ -121,12 +124,12 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for a value that is sent itself, not as a handle of a stored value."""
+    """Return True for a value that is part of a message; False for a handle of a stored value."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 
 def array_bytes(value: object) -> int:
-    """Return the bytes of all arrays in a message."""
+    """Return the total size in bytes of all arrays in a value."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, PublishedVersion):

@@ -5,8 +5,9 @@ Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported i
 
     (U + sqrt(0.1 log R / L)) * (T / D)^penalty, the last factor only if D > T
 
-U: samples times loss, clipped at a quantile and scaled to [0, 1]. R: the round. L: the round in
-which the client was chosen last. D: the duration of its last job. T: the preferred duration.
+U is the client's number of samples times its loss, clipped at a quantile and scaled to [0, 1]. R is
+the number of this round, and L that of the round in which the client was chosen last. D is the
+duration of the client's last job. T is the preferred duration.
 
 Choices and departures:
 - The paper's U is samples times the root mean square of the samples' losses. Here it is samples
@@ -14,12 +15,13 @@ Choices and departures:
 - U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
 - The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
   window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.
-- Unexplored clients are drawn in proportion to their samples and the system factor, as in the
-  released code, which takes the expected duration for them; its narrower window is left out.
-- Before anything was reported every choice explores. If too few clients are unexplored, the others
-  are exploited, and the other way around.
-- A round is the choice of `concurrency` clients. A schedule that dispatches fewer at a time takes
-  them from the last choice, one after another, and leaves out those that are busy.
+- A client that has not reported is explored: it is drawn in proportion to its samples and to the
+  factor (T / D)^penalty, where D is its expected duration. This follows the released code, except
+  that the code draws from a narrower window of clients.
+- A client that has reported is exploited: it is chosen by its utility. If too few clients can be
+  explored, more are exploited, and the other way around.
+- A round is the choice of `concurrency` clients. A schedule that dispatches fewer clients at a time
+  takes them from the last choice, one after another, and leaves out busy clients.
 """
 
 from __future__ import annotations
@@ -40,16 +42,17 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 
 @dataclass(frozen=True)
 class Oort(Selection):
-    """Choose clients by statistical and system utility, and explore others.
+    """Choose clients by statistical and system utility, and explore clients without a report.
 
-    exploration: the share of clients without a report in the first round.
-    exploration_decay: its factor in every round.
-    exploration_min: the smallest share.
-    cutoff: clients whose utility is at least this share of the last chosen one's may be drawn, too.
-    clip: the quantile above which U does not count.
-    preferred: the percentile of known durations that is T at first; 100 prefers none.
-    pacer_step: rounds in a window of the pacer.
-    pacer_delta: percentage points by which it increases `preferred`.
+    exploration: the share of clients without a report among those of the first round.
+    exploration_decay: the factor by which this share decreases in every round.
+    exploration_min: the smallest value of this share.
+    cutoff: if k clients are needed, they are drawn from all clients whose utility is at least this
+    share of the k-th largest utility.
+    clip: the quantile at which U is clipped.
+    preferred: the percentile of known durations that is T in the first round; 100 sets no T.
+    pacer_step: the rounds in a window of the pacer.
+    pacer_delta: the percentage points by which the pacer increases `preferred`.
     penalty: the exponent of the system utility.
     """
 
@@ -75,10 +78,10 @@ class Oort(Selection):
         above("selection.penalty", self.penalty, 0)
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the state before the first round.
+        """Return the state of this rule before the first round, by name.
 
-        exploited: the clients that the last round exploited. utilities: the mean U of the last
-        rounds. picks: clients that are chosen and not dispatched yet.
+        "exploited": the clients that the last round chose by utility. "utilities": the mean U of
+        each of the last rounds. "picks": clients that are chosen and not dispatched yet.
         """
         return {
             "round": np.zeros((), np.int64),
@@ -91,7 +94,7 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the clients of a round, or the next ones of the last choice."""
+        """Return the next clients of the last choice; choose the clients of a new round if needed."""
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)
         chosen = self._take_picks(view, [])
@@ -101,7 +104,10 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Add the next picks that are still idle to the chosen clients."""
+        """Extend `chosen` with clients of the last choice that are still idle; return it.
+
+        It is extended to at most `view.count` clients.
+        """
         picks = view.state["picks"]
         taken = 0
         while len(chosen) < view.count and taken < len(picks):
@@ -114,7 +120,7 @@ class Oort(Selection):
 
     # --- a round ----------------------------------------------------------------------------------
     def _choose(self, view: SelectionView, size: int) -> np.ndarray:
-        """Return the clients of a new round, in random order."""
+        """Return `size` clients for a new round, in random order."""
         state, facts = view.state, view.facts
         number = int(state["round"]) + 1
         state["round"] = np.array(number)
@@ -138,7 +144,10 @@ class Oort(Selection):
         return view.generator.permutation(chosen)
 
     def _pace(self, view: SelectionView, is_known: np.ndarray) -> None:
-        """Record the utility of the last round, and prefer longer durations if it has fallen."""
+        """Record the utility of the last round; if utility has fallen, prefer longer durations.
+
+        is_known: bool [clients], True for a client that has reported a loss.
+        """
         state = view.state
         last = state["exploited"]
         if not len(last):
@@ -156,7 +165,10 @@ class Oort(Selection):
 
     @staticmethod
     def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
-        """Return the percentile of the known durations; infinity if there is no preference."""
+        """Return the preferred duration T: a percentile of the known durations.
+
+        Return infinity if the percentile is 100 or no duration is known.
+        """
         if percentile >= 100 or not len(seconds):
             return math.inf
         place = min(int(len(seconds) * percentile / 100), len(seconds) - 1)
@@ -165,7 +177,12 @@ class Oort(Selection):
     def _exploit(
         self, view: SelectionView, known: np.ndarray, number: int, limit: float, count: int
     ) -> np.ndarray:
-        """Draw clients of large utility among those that have reported."""
+        """Draw `count` clients of large utility from clients that have reported.
+
+        known: the idle clients that have reported.
+        number: the number of the round, R.
+        limit: the preferred duration, T.
+        """
         if not count:
             return known[:0]
         facts = view.facts
@@ -185,7 +202,11 @@ class Oort(Selection):
     def _explore(
         self, view: SelectionView, unknown: np.ndarray, limit: float, count: int
     ) -> np.ndarray:
-        """Draw clients that have not reported yet, fast and large ones more often."""
+        """Draw `count` clients that have not reported, more often fast ones with many samples.
+
+        unknown: the idle clients that have not reported.
+        limit: the preferred duration, T.
+        """
         if not count:
             return unknown[:0]
         weights = view.facts.samples[unknown].astype(np.float64)
@@ -194,7 +215,11 @@ class Oort(Selection):
         return draw_weighted(view.generator, unknown, weights, count)
 
     def _system_factor(self, seconds: np.ndarray, limit: float) -> np.ndarray:
-        """Return (T / D)^penalty for durations D above T, and 1 for the others."""
+        """Return (T / D)^penalty for each duration D above T, and 1 for all other durations.
+
+        seconds: the durations D.
+        limit: T.
+        """
         if limit == math.inf:
             return np.ones(len(seconds))
         factor = np.minimum(1.0, limit / np.maximum(seconds, limit))

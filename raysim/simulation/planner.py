@@ -1,9 +1,9 @@
-"""The run on virtual time: dispatches, base versions, and how each job ends.
+"""Plan a run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan is a function of configuration and seed and does not depend on training. It can therefore
-be made before the training, and the end of every job is known before a worker gets the job. If the
-selection needs reports, or messages change in size, the plan also depends on the aggregations
-before, and on nothing else: such a run is planned one aggregation ahead.
+The plan is a function of configuration and seed, and does not depend on training results. It can
+therefore be made before the training, so that the end of every job is known before a worker gets
+the job. There are two exceptions: if the selection needs reports of clients, or if messages change
+in size, the plan also depends on earlier aggregations. Such a run is planned one aggregation ahead.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class NoClientsLeftError(RunStoppedError):
 
 
 class Load(NamedTuple):
-    """What a job costs: samples to process, and floats that its client receives and sends.
+    """The work and the traffic of a job.
 
-    work: additional passes, such as those of a method's `cost`, count as samples, too.
+    work: the samples to process. Additional passes, such as those of a method's `cost`, count as
+    samples, too.
+    down, up: the floats that the client receives and sends.
     """
 
     work: float
@@ -67,18 +69,18 @@ class Load(NamedTuple):
 
 
 class Messages(Protocol):
-    """The compressed steps that clients receive; see `StepMessages`."""
+    """The messages with compressed steps that clients receive; see `StepMessages`."""
 
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return the floats that a client does not receive with its next job."""
+        """Return how many floats a client need not receive with its next job."""
         ...
 
 
 @dataclass(slots=True)
 class PlannedAggregation:
-    """A planned aggregation, and all events between the aggregation before and this one."""
+    """A planned aggregation, and all events since the previous aggregation."""
 
     version: int = 0  # aggregations of the run before this one
     site: int = 0  # the place of its site among all sites
@@ -109,14 +111,18 @@ class PlannedAggregation:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PlannedAggregation:
-        """Return the aggregation from the fields that `to_json` returned."""
+        """Return the aggregation with the fields that `to_json` returned."""
         names = ("dispatched", "aggregated", "lost", "discarded")
         jobs = {name: [Job.from_json(job) for job in values[name]] for name in names}
         return cls(**{**values, **jobs})
 
 
 def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Draw places in growing blocks, until listing all clients would have cost less."""
+    """Yield random places below `clients`, drawn in blocks that grow.
+
+    Stop when listing all clients would have cost less than drawing more.
+    count: the number of clients that are needed.
+    """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
         # Both branches draw the same numbers; one by one costs a third where the first will do.
@@ -128,10 +134,12 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
 
 
 class Site:
-    """The clients and jobs that one schedule sees: all of a run, or those of one replica.
+    """The clients and jobs that one schedule sees: those of the whole run, or of one replica.
 
-    pool: the pool that its clients are drawn from unless the schedule has pools; -1: all clients.
-    members: the number of its clients that have samples.
+    pool: the pool from which this site's clients are drawn, unless the schedule has pools of its
+    own; -1 draws from all clients.
+    members: the number of this site's clients that have samples.
+    pools: the number of pools of the schedule.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -150,17 +158,19 @@ class Site:
 
 
 class Planner:
-    """A planner that applies a schedule to a fleet.
+    """A planner, which applies a schedule to a fleet.
 
+    If each replica has its own schedule, there is one `Site` for each replica; otherwise there is
+    one in all.
     counts: int64 [clients], training samples; a client without samples is never dispatched.
-    load: function that returns the `Load` of a client's next job from client, version, the number
-    of the client's earlier jobs, and how many of those were aggregated.
-    patience: how many virtual seconds to wait at most for a first client.
-    selection: the rule that chooses the clients.
-    network: the replicas of the run; None: there is one. If each replica has its own schedule,
-    every one of them is a site.
+    load: function that returns the `Load` of a client's next job. Its arguments are the client, the
+    version, the number of the client's earlier jobs, and how many of these were aggregated.
+    patience: the most virtual seconds to wait for a first client.
+    selection: the rule that chooses the clients; None draws at random.
+    network: the replicas of the run; None means one replica.
     costs: adds up what jobs cost; None if nothing costs anything.
-    messages: the compressed steps that clients receive; None if they receive the parameters.
+    messages: the messages with compressed steps that clients receive; None if clients receive
+    parameters.
     loads_vary: True if the load of a job is known only when its base version exists.
     """
 
@@ -231,27 +241,30 @@ class Planner:
 
     @property
     def plans_ahead(self) -> bool:
-        """True if the plan does not depend on training."""
+        """True if the plan does not depend on the training."""
         if self._loads_vary:
             return False
         return self._selector is None or self._selector.rule.plans_ahead
 
     def cost_of(self, job: Job) -> JobCost:
-        """Return what a job costs."""
+        """Return the cost of a job; zeros if nothing costs anything."""
         return JobCost() if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
-        """Let the selection measure losses of the current version with this function."""
+        """Give the selection a function that measures clients' losses of the current version."""
         if self._selector is not None:
             self._selector.measure = measure
 
     def report(self, updates: Iterable[Update]) -> None:
-        """Record what the accepted updates of the last aggregation report, for the selection."""
+        """Pass the reports in the updates of the last aggregation to the selection."""
         if self._selector is not None:
             self._selector.report(updates)
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Return the clients of each pool. The fastest come first, by the time of a first job."""
+        """Divide clients into pools by the duration of a first job; the fastest pool comes first.
+
+        Return the clients of each pool, ascending.
+        """
         if not self.schedule.pools:
             return []
         first_jobs = (self._load(client, 0, 0, 0).work for client in self.eligible.tolist())
@@ -263,11 +276,15 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Count the floats that clients sent before the first aggregation."""
+        """Add floats that clients sent before the first aggregation to the traffic."""
         self._next.up += floats
 
     def count_unplanned(self, aggregation: PlannedAggregation, floats: int) -> None:
-        """Count floats that the updates of the last aggregation have more than planned."""
+        """Add the unplanned floats of an aggregation's updates to the traffic.
+
+        aggregation: the last aggregation.
+        floats: by how many floats its updates are larger than planned.
+        """
         aggregation.up += floats
         aggregation.site_up += floats
         self._sites[aggregation.site].up += floats
@@ -275,22 +292,23 @@ class Planner:
 
     @property
     def running(self) -> Mapping[int, Job]:
-        """The jobs by number that are in flight and not discarded."""
+        """The jobs in flight, by number; discarded jobs are left out."""
         if len(self._sites) == 1:
             return self._sites[0].running_view
         return {number: job for site in self._sites for number, job in site.running.items()}
 
     @property
     def arrived(self) -> list[Job]:
-        """The jobs that wait for an aggregation."""
+        """The jobs whose updates have arrived and wait for an aggregation."""
         return [job for site in self._sites for job in site.arrived]
 
     # --- aggregations -----------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
-        """Advance virtual time until the schedule aggregates.
+        """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError if the schedule contradicts itself, NoClientsLeftError if no client will
-        become available again, and ValueError if the first one does not become available in time.
+        Raises RuntimeError if the actions of the schedule contradict each other. Raises
+        NoClientsLeftError if no client will become available again. Raises ValueError if the first
+        client becomes available too late.
         """
         self._short.clear()
         sites = self._sites
@@ -309,10 +327,11 @@ class Planner:
             self._advance(until)
 
     def _decide(self, site: Site) -> PlannedAggregation | float:
-        """Let the schedule act for a site until it aggregates or waits.
+        """Apply actions of the schedule to a site until it aggregates or waits.
 
-        Return the aggregation, or until when it waits at most. A site whose dispatch is short also
-        waits for the next client that becomes available.
+        Return the aggregation, or the virtual time until which the site waits at most. If a
+        dispatch found too few available clients, the site also waits for the next client that
+        becomes available.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -349,9 +368,9 @@ class Planner:
         return sites[0] if len(sites) == 1 else sites[job.pool]
 
     def _advance(self, until: float) -> None:
-        """Go to the next instant at which jobs end, or to `until` if that is earlier.
+        """Advance virtual time to the next end of a job, or to `until` if that is earlier.
 
-        All jobs of an instant end together, in the order of their clients.
+        All jobs with the same end are ended, in the order of their clients.
         """
         self._short.clear()
         events = self._events
@@ -404,7 +423,7 @@ class Planner:
             )
 
     def _discard_stale(self, site: Site) -> None:
-        """Discard arrived jobs that are too stale for the next aggregation."""
+        """Discard the arrived jobs of a site that are too stale for its next aggregation."""
         if self._max_staleness is None or not site.arrived:
             return
         oldest = site.version - self._max_staleness
@@ -428,7 +447,11 @@ class Planner:
         self._next.discarded += [jobs[number] for number in numbers]
 
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
-        """Remove jobs from the arrived ones, and return them by number."""
+        """Remove jobs from a site's arrived jobs; return them by number.
+
+        purpose: what the schedule wants to do with the jobs, for errors.
+        Raises RuntimeError if a job has not arrived.
+        """
         removed = {job.number: job for job in site.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
         if missing:
@@ -440,7 +463,10 @@ class Planner:
         return removed
 
     def _aggregate(self, site: Site, numbers: Sequence[int]) -> PlannedAggregation:
-        """Return the planned aggregation of these jobs."""
+        """Return a planned aggregation of these jobs of a site.
+
+        numbers: the numbers of the jobs, in the order in which they are aggregated.
+        """
         count = len(numbers)
         jobs = site.arrived[:count]
         if count and [job.number for job in jobs] == list(numbers):
@@ -472,9 +498,9 @@ class Planner:
         return aggregation
 
     def _meet(self, site: Site, aggregation: PlannedAggregation) -> None:
-        """Let the replicas exchange after this aggregation if it is time.
+        """Let the replicas exchange after this aggregation, if an exchange is due.
 
-        No site decides anything during an exchange; jobs that end are recorded.
+        During an exchange no schedule decides anything, and jobs that end are recorded.
         """
         network = self._network
         site.since_meeting += 1
@@ -497,7 +523,10 @@ class Planner:
             other.since_meeting, other.waits = 0, False
 
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
-        """Remove and return arrived jobs in this order; jobs of one client keep their order."""
+        """Remove these arrived jobs from a site, and return them in the given order.
+
+        Raises RuntimeError if two jobs of one client would change their order.
+        """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
                 f"{self._name}: decide returned Aggregate({list(numbers)}). Give one or more jobs, "
@@ -522,7 +551,11 @@ class Planner:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def _dispatch(self, site: Site, count: int, pool: int) -> int:
-        """Dispatch up to `count` idle clients with the current version; return how many."""
+        """Dispatch up to `count` idle clients with the current version.
+
+        Return the number of dispatched clients.
+        pool: the pool from which the clients are drawn; -1 means all clients.
+        """
         version, selector = site.version, self._selector
         if selector is None:
             clients, loss_pass = self._sample(count, pool), None
@@ -588,7 +621,11 @@ class Planner:
                 idle_clients.remove(job.client)
 
     def _select(self, count: int, pool: int, version: int) -> list[int]:
-        """Return up to `count` clients that the selection rule chooses, ascending."""
+        """Return up to `count` clients that the selection rule chooses, ascending.
+
+        pool: the pool to choose from; -1 means all clients.
+        version: the current version of the clients' site.
+        """
         selector = self._selector
         assert selector is not None
         decision = self.cohorts
@@ -610,11 +647,13 @@ class Planner:
         return clients
 
     def _sample(self, count: int, pool: int) -> list[int]:
-        """Draw idle, available clients uniformly without replacement; return them ascending.
+        """Draw `count` idle, available clients uniformly without replacement.
 
-        The cost grows with the cohort, not with the population or the clients in flight: clients
-        are drawn from all and rejected if they are busy or not available. If very few clients are
-        available, they are drawn from a list of the available ones.
+        Return them ascending; if there are not more than `count`, return all. The cost grows with
+        `count`, and not with the number of all clients or of clients in flight: clients are drawn
+        from all clients, and rejected if they are busy or unavailable. If very few clients are
+        available, they are drawn from a list of the available clients instead.
+        pool: the pool to draw from; -1 means all clients.
         """
         members = self._members[pool] if pool >= 0 else self.eligible
         presence = self.devices.presence
@@ -640,7 +679,7 @@ class Planner:
     def _sample_idle(
         self, members: np.ndarray, count: int, generator: np.random.Generator
     ) -> list[int]:
-        """Return up to `count` idle clients of a population that is always available."""
+        """Return up to `count` idle clients of `members`, which are always available."""
         if not self._busy:
             size = min(count, len(members))
             return sorted(generator.choice(members, size=size, replace=False).tolist())
@@ -660,7 +699,12 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return `count` idle, available clients from these places, or all if there are fewer."""
+        """Return `count` clients at these places that are idle and available, or fewer.
+
+        members: the clients.
+        places: positions in `members`, in the order in which they are tried.
+        presence: when clients are available; None means always.
+        """
         busy, now = self._busy, self.now
         drawn: set[int] = set()
         for place in places:
@@ -674,9 +718,12 @@ class Planner:
         return drawn
 
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
-        """Yield uniform numbers in [0, 1) without end.
+        """Return an endless iterator of uniform random numbers in [0, 1).
 
-        The first few are made one by one, because making a generator costs as much as ten of them.
+        For a small count the numbers are computed one by one, because making a generator costs as
+        much as ten of them.
+        purpose, cohort: decide the random numbers.
+        count: about how many numbers are needed.
         """
         if count < EXTRA_DRAWS:
             key = self._keys.get(purpose)
@@ -688,7 +735,7 @@ class Planner:
         return itertools.chain.from_iterable(blocks)
 
     def _track_idle(self, pool: int) -> IdleClients:
-        """Return the tracker of the pool's available, idle clients at the current time."""
+        """Return the object that lists a pool's available, idle clients, at the current time."""
         idle_clients = self._idle_clients.get(pool)
         if idle_clients is None:
             presence = self.devices.presence
@@ -700,7 +747,12 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return when the next client of the short pools becomes available; infinity for never."""
+        """Return when a client of a pool with too few clients next becomes available.
+
+        Return infinity for never. Raises ValueError if the run would wait longer than `patience`
+        for its first client. Raises NoClientsLeftError if no client becomes available and no job is
+        in flight.
+        """
         if self.devices.presence is None:
             return math.inf
         arrival = min(self._track_idle(pool).next_arrival() for pool in self._short)
@@ -721,16 +773,19 @@ class Planner:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def selection_arrays(self) -> dict[str, np.ndarray]:
-        """Return what the selection needs in a checkpoint; empty for `Random`."""
+        """Return the arrays of the selection that a checkpoint needs; none for `Random`."""
         return {} if self._selector is None else self._selector.arrays()
 
     @property
     def received(self) -> np.ndarray | None:
-        """The version that each client has, int32 [clients]; None without compressed steps."""
+        """The base version of each client's last job, int32 [clients]; -1 for no job.
+
+        None if steps are not compressed.
+        """
         return None if self._messages is None else self._messages.received
 
     def state(self) -> dict[str, Any]:
-        """Return everything as JSON, except for arrays over the clients."""
+        """Return the state of the planner as JSON values; arrays over the clients are left out."""
         return {
             "now": self.now,
             "version": self.version,
@@ -765,7 +820,14 @@ class Planner:
         selection: Arrays = _NO_EXTRAS,
         received: np.ndarray | None = None,
     ) -> None:
-        """Continue from a stored state; only for a planner that has not planned anything yet."""
+        """Continue from a stored state; this planner must not have planned anything yet.
+
+        state: what `state` returned.
+        participations: int32 [clients], the jobs of each client so far.
+        accepted: int32 [clients], the aggregated jobs of each client so far.
+        selection: what `selection_arrays` returned.
+        received: the stored `received`.
+        """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._met = state["met"]

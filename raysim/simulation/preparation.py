@@ -1,4 +1,4 @@
-"""The time between the start of a run and round 0: contributions and workers' constants."""
+"""Prepare round 0 of a run: contributions of clients, and constants for workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_probe(spec: RunSpec) -> None:
 def collect_contributions(
     declarations: Declarations, replicas: Replicas, planner: Planner, calls: WorkerCalls
 ) -> None:
-    """Collect the arrays that clients send before round 0, and pass them to the methods."""
+    """Collect the arrays that clients send before round 0, and pass these to the methods."""
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
@@ -43,14 +43,14 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send to every worker what clients receive once, and the rows that probes use."""
+    """Send every worker the tensors that clients receive once, and the rows that probes use."""
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:
         calls.keep(runtime.put(constants), _probed_rows(spec))
 
 
 def _probed_rows(spec: RunSpec) -> np.ndarray:
-    """Draw rows of the central test set, the same number of each class."""
+    """Draw `evaluate.probe_rows` rows of the central test set, equally many of each class."""
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]
     rows_per_class = max(1, rows // max(1, len(np.unique(labels))))

@@ -1,4 +1,4 @@
-"""A profile of a run: the time of the coordinator and of each worker by activity."""
+"""Profile a run: measure the time of the coordinator and of each worker by activity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime that measures the time of every call and records when each worker was called."""
+    """A runtime that measures the time of each of its functions.
+
+    It also records when each worker was called.
+    """
 
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
@@ -29,7 +32,7 @@ class WatchedRuntime:
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of a worker; in this process it ends before the call returns."""
+        """Start a method of a worker; see `Runtime`."""
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"
         with self.spans.span(method, kind):
@@ -57,7 +60,7 @@ class WatchedRuntime:
 
 
 class Profile:
-    """The times of a coordinator's parts, and the profiles of the workers at the end."""
+    """The profile of a run: the times of the coordinator's parts and of the workers."""
 
     def __init__(self, runtime: Runtime):
         self.spans = Spans()
@@ -65,7 +68,7 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Start the profile: from now on, measure the time of these parts of a coordinator."""
+        """Start the profile: from now on, measure the time of these parts of the coordinator."""
         for owner, name, kind in (
             (server, "step", "sums"),
             (evaluator, "score", "evaluation"),
@@ -77,7 +80,7 @@ class Profile:
         self.start = self.spans.now()
 
     def take(self) -> Profiled:
-        """Return the profile so far."""
+        """Return the profile from its start until now; fetch the workers' parts from them."""
         stop = self.spans.now()
         track = self.spans.take("coordinator")
         rest = max(0.0, stop - self.start - sum(track.seconds.values()))
@@ -92,10 +95,13 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Return a worker's track with the time between its calls.
+    """Return a worker's track, completed by the time between the worker's calls.
 
-    A worker waits until it is called ("waiting"), and then for the message to arrive ("messages").
-    call_times: when the coordinator made each call; calls arrive in this order.
+    A worker first waits until it is called ("waiting"), and then until the message arrives
+    ("messages").
+    call_times: the times at which the coordinator made the calls, in the order in which they
+    arrive.
+    start, stop: the interval of the profile.
     """
     waiting = messages = 0.0
     last_end = start

@@ -1,4 +1,4 @@
-"""The vectors and the server state of replicas: in memory, or on disk if a replica is idle."""
+"""Keep the arrays of replicas within a memory budget: move idle replicas to disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ MIN_STEP_BYTES = 2**26
 
 
 class ReplicaMemory:
-    """The object that moves replicas to disk, those that have been idle longest first.
+    """The object that moves replicas to disk, the one that has been idle longest first.
 
-    Their vectors and server state are then tensors in a memory-mapped file, with the same values.
-
-    budget: bytes of replicas in memory; infinite if there is no limit.
-    folder: see `MappedFile`.
-    moves_state: False if all replicas share their server state, which stays in memory.
+    The vector and the server state of a moved replica become tensors in a memory-mapped file, with
+    the same values.
+    servers: the server of each replica.
+    budget: the most bytes of replicas in memory; infinity means no limit.
+    folder: the folder of the file (see `MappedFile`).
+    moves_state: False if all replicas share their server state, which then stays in memory.
     """
 
     def __init__(self, servers: Sequence[Server], budget: float, folder: str, moves_state: bool):
@@ -39,21 +40,26 @@ class ReplicaMemory:
 
     @property
     def bytes_on_disk(self) -> int:
-        """Bytes of the arrays on disk."""
+        """The bytes of all arrays on disk."""
         return 0 if self._file is None else self._file.used
 
     def note_read(self, replica: int) -> None:
-        """Record that a replica is read next, so that others leave memory if they are on disk."""
+        """Record that a replica is read next.
+
+        If it is on disk, the pages of other replicas on disk may leave memory first.
+        """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
 
     def keep_within_budget(
         self, changed: Iterable[int], is_busy: Callable[[int], bool]
     ) -> set[int]:
-        """Record that some replicas changed; move idle ones until the others are within the budget.
+        """Move idle replicas to disk until those in memory are within the budget.
 
-        is_busy: function that returns True for a replica that a job in flight started from. Return
-        the moved replicas.
+        Return the moved replicas.
+        changed: the replicas that have changed since the last call.
+        is_busy: function that returns True for a replica that must stay, because a job in flight
+        started from it.
         """
         if self._budget == math.inf:
             return set()
@@ -90,7 +96,7 @@ class ReplicaMemory:
         return moved
 
     def _move(self, group: Sequence[int]) -> None:
-        """Move the replicas that share a vector."""
+        """Move some replicas, which share a vector, to disk."""
         if self._file is None:
             self._file = MappedFile(self._folder, "replicas", self._step)
         vector = self._to_disk(self._servers[group[0]].vector)
@@ -113,7 +119,7 @@ class ReplicaMemory:
         return torch.from_numpy(self._file.move(array))
 
     def _tensors(self, replica: int) -> list[Tensor]:
-        """Return the tensors of a replica that may be on disk."""
+        """Return those tensors of a replica that can be moved to disk."""
         server = self._servers[replica]
         if not self._moves_state:
             return [server.vector]
@@ -127,5 +133,8 @@ class ReplicaMemory:
 
 
 def _is_movable(tensor: Tensor) -> bool:
-    """Return False for an empty tensor and for one in reserved space, such as a cache's rows."""
+    """Return True if a tensor can be moved to disk.
+
+    An empty tensor cannot, and neither can one in reserved space, such as the rows of a cache.
+    """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

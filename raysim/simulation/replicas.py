@@ -28,16 +28,22 @@ Arrival: TypeAlias = Update | Failure
 
 
 class Replicas:
-    """The servers of all replicas. With one replica it does what its server does.
+    """The replicas of a run: their servers, their exchanges and their mean.
 
-    version: the aggregations of the run so far, of any replica. report: columns of the last
-    aggregation's row. numbers: for each replica the number of its published version. A replica gets
-    the next number when it changes; replicas that are equal may share one. clients_of: int64
-    [clients], the replica that serves each client now; where clients choose, the one that each
-    trained last. cluster_state: the arrays of the rule that moves clients.
+    Attributes:
+    - version: the number of aggregations of the run so far, of all replicas together.
+    - report: columns for the history's row of the last aggregation.
+    - numbers: for each replica the number of its published version. A replica gets the next number when
+      it changes. Equal replicas may have the same number.
+    - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
+      replica, it is the one that the client trained last.
+    - cluster_state: the arrays of the rule that moves clients between replicas.
 
-    set_clients: tells a server which clients it has, from `clients_of`; None if they never change.
-    budget: bytes of replicas in memory; those that are idle longest are on disk, in `folder`.
+    set_clients: function that tells a server which clients it has, given `clients_of`; None if
+    clients never move.
+    budget: the most bytes of replicas in memory. Replicas that have been idle longest are moved to
+    disk.
+    folder: the folder for replicas on disk.
     """
 
     def __init__(
@@ -83,18 +89,19 @@ class Replicas:
 
     @property
     def summable(self) -> bool:
-        """True if workers may sum the updates of a replica."""
+        """True if workers may sum the updates of one replica."""
         return self.first.summable and not self.network.moves_clients
 
     @property
     def bytes_on_disk(self) -> int:
-        """The bytes of replicas on disk."""
+        """The bytes of all replicas on disk."""
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica whose tensors are read next.
+        """Return the server of a replica, whose tensors the caller reads next.
 
-        A loop over all replicas calls it, so that few of those on disk are in memory at once.
+        A loop over all replicas must use this function, so that only a few replicas on disk are in
+        memory at the same time.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -110,7 +117,10 @@ class Replicas:
     def assemble(
         self, declared: MethodDeclaration, parts: Sequence[Mapping[str, np.ndarray]]
     ) -> None:
-        """Let a method make server state before round 0, the same for all replicas."""
+        """Let a method make server state before round 0; all replicas get the same state.
+
+        parts: for each client, the arrays that it sent, by full name.
+        """
         first, *other_servers = self.servers
         first.assemble(declared, parts)
         for server in other_servers:
@@ -121,9 +131,10 @@ class Replicas:
 
     # --- versions ---------------------------------------------------------------------------------
     def publish(self, versions: Versions) -> None:
-        """Store the versions of all replicas that changed since the last call.
+        """Store the version of every replica that changed since the last call.
 
-        If replicas need more memory than the budget, move idle ones to disk.
+        If the replicas need more memory than the budget, move idle ones to disk.
+        versions: the object that stores versions.
         """
         moved: set[int] = set()
         if not self.is_single:
@@ -142,9 +153,11 @@ class Replicas:
 
     # --- clients that move ------------------------------------------------------------------------
     def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
-        """Return the jobs of an aggregation with the replicas that their updates belong to.
+        """Return the jobs of an aggregation, each with the replica that its update belongs to.
 
-        Where clients choose, that is their choice; else it is the one that serves them now.
+        If clients choose their replica, it is the chosen one; otherwise it is the one that serves
+        the client now.
+        results: an update or a failure for each job.
         """
         if not self.network.moves_clients:
             return jobs
@@ -168,9 +181,10 @@ class Replicas:
             self._set_clients(self.clients_of, self.servers[replica])
 
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
-        """Let the rule move clients after an aggregation; return the replicas that get clients.
+        """Let the cluster rule move clients to other replicas after an aggregation.
 
-        by_replica: the updates of each replica, in the order of acceptance.
+        Return the replicas that get clients.
+        by_replica: the updates of each replica, in the order in which they are aggregated.
         """
         rule = self.network.clusters
         if rule is None:
@@ -210,7 +224,12 @@ class Replicas:
         return [replica for replica, server in enumerate(self.servers) if not server.able]
 
     def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
-        """Raise ValueError unless some clients of a replica, and not all, move to a free one."""
+        """Raise ValueError if a move of clients is not allowed.
+
+        Some clients of a replica, but not all, may move to a replica without clients.
+        target: the replica that gets the clients.
+        view: what the rule knows about the replica that the clients leave.
+        """
         is_member = np.isin(clients, view.members)
         if target not in view.free or not is_member.all() or len(clients) >= len(view.members):
             raise ValueError(
@@ -221,14 +240,18 @@ class Replicas:
 
     @staticmethod
     def _copy_server(source: Server, target: Server) -> None:
-        """Let a replica start as a copy of another one, with its server state."""
+        """Copy the vector, the version and the server state of a replica to another replica."""
         target.vector, target.counters = source.vector, source.counters
         target.version = source.version
         target.state = {name: tensor.clone() for name, tensor in source.state.items()}
 
     # --- an aggregation ---------------------------------------------------------------------------
     def receive(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> list[Arrival]:
-        """Let methods replace the updates of an aggregation on arrival; return all updates."""
+        """Let methods replace the updates of an aggregation when they arrive.
+
+        Return the results with the replaced updates.
+        results: an update or a failure for each job.
+        """
         if self.is_single:
             return self.first.receive(results)
         received = list(results)
@@ -246,12 +269,13 @@ class Replicas:
         sums: GroupSums,
         versions: Versions,
     ) -> None:
-        """Make the next version of every replica with updates; let replicas exchange if planned.
+        """Make the next version of each replica with updates; exchange replicas if it is planned.
 
-        jobs, updates: in the order of acceptance; None for a failed client.
+        jobs: in the order in which they are aggregated.
+        updates: one for each job; None for a failed client.
         sums: the sums that workers made.
-        versions: the vectors that updates started from.
-        Raises AggregationError.
+        versions: the versions that the updates started from.
+        Raises AggregationError if a next version cannot be made.
         """
         staleness = aggregation.staleness
         changed: set[int] = set()
@@ -279,7 +303,10 @@ class Replicas:
         versions: Versions,
         mixes_first: bool,
     ) -> set[int]:
-        """Make the step of each replica with jobs; return these replicas."""
+        """Make the next version of each replica that has jobs; return the changed replicas.
+
+        mixes_first: True if replicas have just exchanged, before this step.
+        """
         staleness = aggregation.staleness
         reports: dict[str, list[float]] = {}
         by_replica = _places_by_replica(jobs)
@@ -310,8 +337,9 @@ class Replicas:
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
         """Let replicas exchange after an aggregation; return those that may have changed.
 
-        Buffers of floats are averaged like parameters; integer buffers take the maximum. Server
-        state stays with its replica.
+        Float buffers are averaged like parameters; of integer buffers the maximum is taken. Server
+        state is not exchanged.
+        replicas: the replicas that have aggregated.
         """
         changed: set[int] = set()
         for rows in self.network.exchange(self.version, replicas):
@@ -324,14 +352,17 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of some replicas, and the maximum of their counters."""
+        """Return the weighted mean of the vectors that a mixing row lists.
+
+        Also return the maximum of their counters.
+        """
         sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
         counters = np.max([server.counters.numpy() for server in sources], axis=0)
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
-        """Give the changed replicas new numbers. Those with one vector share a number."""
+        """Give each changed replica a new number; replicas that share a vector share a number."""
         number_of: dict[int, int] = {}
         for replica in self._changed:
             vector = replica if self._sends else id(self.servers[replica].vector)
@@ -342,15 +373,21 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of the vectors that evaluation uses [layout.shared], and the counters."""
+        """Return the mean of all replicas as evaluation uses it, and the maximum of the counters.
+
+        The mean is a vector [layout.shared].
+        """
         return self._mean_of([server.scored() for server in self.servers])
 
     def mean(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of the replicas [layout.shared], and the maximum of their counters."""
+        """Return the mean of all replicas [layout.shared], and the maximum of the counters."""
         return self._mean_of([server.vector for server in self.servers])
 
     def _mean_weights(self) -> list[float]:
-        """Return the weight of each replica in the mean; by samples where clients move."""
+        """Return the weight of each replica in the mean.
+
+        If clients move, weights follow the samples of the clients that a replica has now.
+        """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())
         samples = np.array([server.samples for server in self.servers], np.float64)
@@ -363,7 +400,7 @@ class Replicas:
         return self._weighted_mean(vectors), torch.from_numpy(counters)
 
     def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the weighted mean of one vector of each replica."""
+        """Return the weighted mean of these vectors, one for each replica."""
         weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:
@@ -381,7 +418,7 @@ class Replicas:
         return torch.from_numpy(total)
 
     def consensus_distance(self) -> float:
-        """Return the root mean square distance of the replicas' parameters to their mean."""
+        """Return the root mean square distance of the replicas to their mean, over parameters."""
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
         total = 0.0
@@ -393,7 +430,10 @@ class Replicas:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return where clients are, and the arrays of the rule that moves them, by name."""
+        """Return the arrays that a checkpoint needs, by name; none if clients never move.
+
+        These are the replica of each client, and the arrays of the rule that moves clients.
+        """
         if not self.network.moves_clients:
             return {}
         rule = {f"rule/{name}": array for name, array in self.cluster_state.items()}
@@ -402,9 +442,10 @@ class Replicas:
     def restore(
         self, version: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Continue from a checkpoint; the servers are already restored.
+        """Continue from a checkpoint; the servers must already be restored.
 
-        arrays: of `arrays`.
+        version, numbers: the stored attributes.
+        arrays: what `arrays` returned.
         """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)
@@ -417,7 +458,10 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The vectors that the updates of one replica started from, by the replica's versions."""
+    """The versions that the updates of one replica started from.
+
+    They are found by the replica's own version number.
+    """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
         self._versions, self._number_of = versions, number_of
@@ -433,7 +477,7 @@ class _Bases(Mapping[int, PublishedVersion]):
 
 
 def _places_by_replica(jobs: Sequence[Job]) -> dict[int, list[int]]:
-    """Return the positions of each replica's jobs, in ascending order of replicas."""
+    """Return the positions of each replica's jobs in `jobs`, by replica."""
     places: dict[int, list[int]] = {}
     for place, job in enumerate(jobs):
         places.setdefault(job.replica, []).append(place)

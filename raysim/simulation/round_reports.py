@@ -1,4 +1,4 @@
-"""Aggregated rounds whose scores may still be computed, until they are reported."""
+"""Keep aggregated rounds until their scores are computed, then report them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysim.simulation.history_row import RowWriter
 
 @dataclass
 class PendingRound:
-    """An aggregation that is made and not reported yet."""
+    """An aggregation that the server has made and the run has not reported yet."""
 
     row: Row
     failures: tuple[Failure, ...]
@@ -29,7 +29,10 @@ class PendingRound:
 
 
 class RoundReports:
-    """The object that completes rows with scores and keeps the weights of the best round."""
+    """The object that adds scores to the rows of rounds and reports the rounds.
+
+    It also keeps the weights of the best round.
+    """
 
     def __init__(
         self, evaluator: Evaluator, calls: WorkerCalls, history: RowWriter, best_model: BestModel
@@ -39,11 +42,14 @@ class RoundReports:
         self._pending: list[PendingRound] = []
 
     def add(self, pending: PendingRound) -> None:
-        """Add a round, which the next `report` reports."""
+        """Add a round that the next `report` will report."""
         self._pending.append(pending)
 
     def report(self) -> Iterator[Round | Waiting | Notice]:
-        """Wait for the scores of the pending rounds, and report them."""
+        """Wait for the scores of all added rounds, and yield each round.
+
+        `Waiting` and `Notice` events are yielded while it waits.
+        """
         for pending in self._pending:
             for scoring in pending.scorings:
                 yield from self._calls.wait_with_events(scoring.calls)

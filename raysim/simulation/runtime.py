@@ -13,14 +13,14 @@ Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 class WorkerDiedError(RuntimeError):
     """The error of a worker whose process ended before it answered.
 
-    The worker's memory is lost; the values that it had returned are not.
+    The worker's memory is lost. Values that it had returned before are not.
     """
 
 
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: a clause about the node.
+    reason: a clause that follows the name of the node, for messages.
     is_reachable: True if values on the node can still be read.
     """
 
@@ -29,98 +29,120 @@ class LostNode(NamedTuple):
 
 
 class Runtime(Protocol):
-    """The interface that calls workers. Calls to one worker run in the order they were made."""
+    """The interface through which a coordinator calls workers.
+
+    Calls to one worker run in the order in which they were made.
+    """
 
     @property
     def workers(self) -> int:
-        """The number of workers, the released ones included."""
+        """The number of workers, including released ones."""
         ...
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The node of each worker; 0 is the coordinator's node."""
+        """The node of each worker; node 0 is the coordinator's."""
         ...
 
     def node_name(self, worker: int) -> str:
-        """Return name and address of a worker's node; "" if they are unknown or need no name."""
+        """Return the name and the address of a worker's node.
+
+        Return "" if they are unknown, or if no name is needed.
+        """
         ...
 
     @property
     def combine_from(self) -> float:
-        """The shortest vector, in floats, for which nodes add up the sums of their workers."""
+        """The smallest vector, in floats, for which nodes add up the sums of their workers."""
         ...
 
     @property
     def is_in_process(self) -> bool:
-        """True if workers are in this process, so that a call has ended when it returns."""
+        """True if workers are in this process; then `call` returns after the call has ended."""
         ...
 
     def put(self, value: object) -> Ref:
-        """Store a value once for all workers. The returned Ref may be an argument of `call`."""
+        """Store a value once for all workers; return a reference to it.
+
+        The reference may be an argument of `call`.
+        """
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of `Worker`; return a Ref for each returned value."""
+        """Start a method of a worker; return a reference to each value that it returns.
+
+        method: the name of a method of `Worker`.
+        returns: the number of values that the method returns.
+        """
         ...
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
-        """Start to add up sums on their node; return a Ref for the total.
+        """Start to add up sums of updates on a node; return a reference to the total.
 
-        parts: the positions of each sum in a part of the tree, see `tree_sum.add_up`. A node that
-        is busy with training adds up as well.
+        A node whose workers are busy with training can do this as well.
+        parts: for each sum, its positions in the summation tree (see `tree_sum.add_up`).
+        refs: references to the sums.
         """
         ...
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value and return it. Raises WorkerDiedError if its worker died."""
+        """Wait for a value and return it.
+
+        Raises WorkerDiedError if the worker that makes the value died.
+        """
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait for any of these values; return the index of one that exists or is lost.
+        """Wait until any of these values exists or is lost; return its index.
 
-        A value is lost if its worker died. Return None if there is none within the time limit.
+        A value is lost if its worker died. Return None if nothing happens within `seconds` seconds.
         """
         ...
 
     def revive(self, worker: int) -> None:
-        """Replace a worker that died, on its node.
+        """Start a worker that replaces a dead one, on the same node.
 
-        Raises WorkerDiedError if the node is lost, and RunStoppedError if it has no room.
+        Raises WorkerDiedError if the node is lost. Raises RunStoppedError if the node has no room
+        for a worker.
         """
         ...
 
     def silent_node_timeout(self, worker: int) -> float | None:
         """Return None if a worker's node answers.
 
-        Otherwise return the seconds without an answer after which the node counts as lost.
+        Otherwise return after how many seconds without an answer the node counts as lost.
         """
         ...
 
     def stacks(self, worker: int) -> str:
-        """Return where the threads of a worker's process stand; "" if that is not known yet.
+        """Return the current position of each thread of a worker's process; "" if unknown.
 
-        It is asked for now, and known at a later call.
+        This function only requests the positions; a later call returns them.
         """
         ...
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:
-        """Return the workers, not released yet, whose node is lost or leaves the cluster."""
+        """Return the workers whose node is lost or leaves the cluster, each with its node.
+
+        Released workers are left out.
+        """
         ...
 
     def release(self, worker: int, may_return: bool = True) -> None:
-        """Stop using a worker; it may be unreachable.
+        """Stop using a worker, which may be unreachable.
 
-        may_return: False never starts it again.
+        may_return: False means that the worker is never started again.
         """
         ...
 
     def take_new_workers(self) -> Sequence[int]:
-        """Return the workers that have joined, or come back, since the last call.
+        """Return the workers that have joined or returned since the last call.
 
-        A worker that joins has the next free number; then `workers` and `nodes` contain it.
+        A worker that joins gets the next free number, and `workers` and `nodes` include it from
+        then on.
         """
         ...
 
     def take_notices(self) -> Sequence[str]:
-        """Return what the user should know about the cluster since the last call, as sentences."""
+        """Return sentences about the cluster that the user should know, since the last call."""
         ...

@@ -19,11 +19,11 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """The object that saves and restores a run.
 
-    initial: the initial model, whose tensors have the names that the final one needs.
-    folder: where the model and checkpoints are written; "" writes none.
+    initial: the initial model; the final model gets the same names of tensors.
+    folder: where the model and the checkpoints are written; "" writes none.
     address: the address of the checkpoint to continue from; "" starts a new run.
-    base: the checksum of the frozen weights to which the model belongs, which its file holds; "" if
-    no weight is frozen.
+    base: the checksum of the run's frozen weights, which the file of the final model contains; ""
+    if no weight is frozen.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class RunSaver:
 
     @property
     def is_due(self) -> bool:
-        """True if a checkpoint follows the current aggregation, which is not the last one."""
+        """True if a checkpoint must follow the current aggregation.
+
+        After the last aggregation it is False.
+        """
         version = self._run.replicas.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
 
@@ -60,22 +63,22 @@ class RunSaver:
         return bool(self._folder)
 
     def save(self) -> Saved:
-        """Write a checkpoint."""
+        """Write a checkpoint; return the event that tells about it."""
         version = self._run.replicas.version
         address = self._checkpoints.write(version, snapshot.take(self._run))
         return Saved(version, address, self._checkpoints.removal_failure)
 
     def restore(self) -> bool:
-        """Continue from the checkpoint; return False if there is none."""
+        """Continue from the checkpoint at `address`; return False if there is none."""
         if not self._address:
             return False
         snapshot.restore(checkpoint.read(self._address), self._run)
         return True
 
     def finish(self) -> Finished:
-        """Write the final shared model (the mean of several) and the model of the best round.
+        """Write the final model and the model of the best round; return the end of the run.
 
-        Return the checksums of the final state.
+        If there are several replicas, the final model is their mean.
         """
         replicas, best = self._run.replicas, self._run.best_model
         self._write_model("model.safetensors", *replicas.mean())

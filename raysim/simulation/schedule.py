@@ -1,7 +1,7 @@
 """Schedules: when to dispatch, when to aggregate and what to discard, on virtual time.
 
-A schedule stores nothing: its decisions depend only on its argument. A run can therefore plan
-ahead, and a checkpoint contains nothing of a schedule.
+A schedule stores nothing; its decisions depend only on its argument. A run can therefore plan
+ahead, and a checkpoint need not contain the schedule's state.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """The read-only view that a schedule decides on, after all events of one instant.
+    """What a schedule knows when it decides, after all events of one instant; read-only.
 
     now: virtual seconds.
-    version: the number of aggregations made.
-    running: the jobs in flight by number, in the order of their dispatch, without discarded ones.
-    arrived: the jobs whose updates have arrived, in the order of arrival; equal times are ordered
-    by client.
-    idle: the number of clients that are not busy; some may be unavailable.
-    sent: the number of jobs dispatched with this version.
-    since: when the first of them was dispatched.
-    in_pool: how many of `running` each pool has.
-    short: the pools in which, at this moment, fewer clients were available than a dispatch
+    version: the number of aggregations so far.
+    running: the jobs in flight by number, in the order of their dispatch; discarded jobs are left
+    out.
+    arrived: the jobs whose updates have arrived, in the order of arrival, then of clients.
+    idle: the number of clients that are not busy; some of these may be unavailable.
+    sent: the number of jobs that were dispatched with this version.
+    since: the virtual time at which the first of these jobs was dispatched.
+    in_pool: for each pool, the number of its jobs in `running`.
+    short: the pools in which a dispatch at this instant found fewer available clients than it
     requested.
     """
 
@@ -47,11 +47,13 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The action to sample idle, available clients and send them the current version.
+    """The action to draw idle, available clients and to send them the current version.
 
-    If fewer are available, those are dispatched, and the schedule decides again when a job ends or
-    a client becomes available. With pools it decides again at once, because of the other pools; the
-    pool is then in `View.short`.
+    If fewer than `count` clients are available, these are dispatched. The schedule then decides
+    again when a job ends or a client becomes available. A schedule with pools decides again at
+    once, for the other pools; `View.short` then contains this pool.
+    count: the number of clients.
+    pool: the pool to draw from; -1 means all clients.
     """
 
     count: int
@@ -60,16 +62,20 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The action to aggregate arrived jobs, given by number in the order of the sum."""
+    """The action to aggregate arrived jobs.
+
+    jobs: the numbers of the jobs, in the order in which their updates are summed.
+    """
 
     jobs: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Discard:
-    """The action to discard jobs, given by number, in flight or arrived.
+    """The action to discard jobs that are in flight or have arrived.
 
-    A client stays busy until its job would have ended.
+    The client of a discarded job stays busy until the job would have ended.
+    jobs: the numbers of the jobs.
     """
 
     jobs: Sequence[int]
@@ -77,7 +83,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Wait:
-    """The action to go on to the next event, or to a given time if that comes first."""
+    """The action to wait for the next event, at most until a virtual time."""
 
     until: float = math.inf
 
@@ -88,28 +94,40 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 class Schedule(Protocol):
     """A rule that decides the next action.
 
-    It is asked repeatedly until it returns Wait, and again after the events of the next instant.
-    Jobs of one client are aggregated in the order of their dispatch.
+    At each instant with events, `decide` is called repeatedly until it returns `Wait`. The jobs of
+    one client are aggregated in the order of their dispatch.
     """
 
     @property
     def concurrency(self) -> int:
-        """The largest number of jobs in flight; for a deadline, at the start of a round."""
+        """The largest number of jobs in flight.
+
+        With a deadline, late jobs may be in flight in addition.
+        """
         ...
 
     @property
     def size(self) -> int:
-        """The largest number of updates in one aggregation; for a deadline, without late ones."""
+        """The largest number of updates in one aggregation.
+
+        With a deadline, late updates may come in addition.
+        """
         ...
 
     @property
     def max_staleness(self) -> int | None:
-        """The staleness above which updates are discarded; None discards no update."""
+        """The largest staleness of an aggregated update; more stale ones are discarded.
+
+        None discards no update.
+        """
         ...
 
     @property
     def pools(self) -> int:
-        """The number of pools, from the fastest clients to the slowest; 0 means no pools."""
+        """The number of pools into which clients are divided by their speed; 0 means no pools.
+
+        Pool 0 has the fastest clients.
+        """
         ...
 
     @property
@@ -118,7 +136,7 @@ class Schedule(Protocol):
         ...
 
     def decide(self, view: View) -> Action:
-        """Return the next action."""
+        """Return the next action, which may depend only on `view`."""
         ...
 
 
@@ -137,7 +155,10 @@ class _Policy:
 
 @dataclass(frozen=True)
 class Synchronous(_Policy):
-    """A schedule with rounds: dispatch a cohort, wait for all updates, aggregate."""
+    """A schedule with rounds: dispatch a cohort, wait for all updates, aggregate.
+
+    cohort: the number of clients in a round.
+    """
 
     cohort: int = 10
 
@@ -157,7 +178,7 @@ class Synchronous(_Policy):
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Aggregate when no job is in flight."""
+        """Dispatch a cohort; when no job is in flight any more, aggregate."""
         if view.running:
             return Wait()
         if view.arrived:
@@ -167,10 +188,12 @@ class Synchronous(_Policy):
 
 @dataclass(frozen=True)
 class Oversample(_Policy):
-    """Rounds that begin with more clients than needed and end after `cohort` updates.
+    """A schedule whose rounds dispatch more clients than are needed.
 
-    The other jobs are discarded.
-    factor: the number of dispatched clients divided by `cohort` (Bonawitz et al., MLSys 2019: 1.3).
+    A round ends when `cohort` updates have arrived; all other jobs of the round are discarded.
+    cohort: the number of updates in an aggregation.
+    factor: the number of dispatched clients divided by `cohort` (1.3 in Bonawitz et al., MLSys
+    2019).
     """
 
     cohort: int = 10
@@ -184,16 +207,16 @@ class Oversample(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """The number of clients that start at the beginning of a round."""
+        """The number of clients that a round dispatches."""
         return math.ceil(round(self.cohort * self.factor, 9))
 
     @property
     def size(self) -> int:
-        """The number of clients in a round."""
+        """The number of updates in an aggregation."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Discard late jobs and aggregate when `cohort` updates have arrived."""
+        """Dispatch a round; when `cohort` updates have arrived, discard late jobs and aggregate."""
         if len(view.arrived) >= self.cohort:
             late = [*view.running, *_numbers(view.arrived[self.cohort :])]
             if late:
@@ -208,11 +231,15 @@ class Oversample(_Policy):
 
 @dataclass(frozen=True)
 class Deadline(_Policy):
-    """Rounds with a time limit of `seconds` virtual seconds.
+    """A schedule whose rounds have a time limit.
 
-    If no update has arrived at the limit, a round waits for the first one.
-    late: decides about later updates. "discard": they are discarded. "stale": they enter the
-    aggregation of the round in which they arrive, if that is at most `max_staleness` rounds later.
+    If no update has arrived at the limit, the round waits for the first one.
+    cohort: the number of clients that a round dispatches.
+    seconds: the time limit in virtual seconds.
+    late: what happens to updates that arrive after the limit. "discard": they are discarded.
+    "stale": they are aggregated in the round in which they arrive, unless their staleness is above
+    `max_staleness`.
+    max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
 
     cohort: int = 10
@@ -227,12 +254,12 @@ class Deadline(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """The number of clients in a round."""
+        """The number of clients that a round dispatches."""
         return self.cohort
 
     @property
     def size(self) -> int:
-        """The number of clients in a round."""
+        """The number of clients that a round dispatches."""
         return self.cohort
 
     @property
@@ -241,7 +268,7 @@ class Deadline(_Policy):
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
-        """Aggregate at the end of the round, or when the first update arrives after it."""
+        """Aggregate at the time limit, or when the first update arrives after the limit."""
         if not view.sent or not (view.running or view.arrived):
             if view.idle:
                 return Dispatch(min(self.cohort, view.idle))
@@ -259,7 +286,12 @@ class Deadline(_Policy):
 
 @dataclass(frozen=True)
 class Buffered(_Policy):
-    """Aggregate every `size` arrived updates; keep `concurrency` clients busy (FedBuff)."""
+    """A schedule that aggregates whenever `size` updates have arrived (FedBuff).
+
+    concurrency: the number of clients that are kept busy.
+    size: the number of updates in an aggregation.
+    max_staleness: the largest staleness of an aggregated update; None means no limit.
+    """
 
     concurrency: int = 20
     size: int = 10
@@ -271,7 +303,7 @@ class Buffered(_Policy):
         self._check(concurrency=self.concurrency, size=self.size)
 
     def decide(self, view: View) -> Action:
-        """Aggregate a full buffer; otherwise dispatch, or wait."""
+        """Aggregate if `size` updates have arrived; otherwise dispatch, or wait."""
         if len(view.arrived) >= self.size:
             return Aggregate(_numbers(view.arrived[: self.size]))
         return _refill(view, self.concurrency)
@@ -279,7 +311,11 @@ class Buffered(_Policy):
 
 @dataclass(frozen=True)
 class Immediate(_Policy):
-    """Aggregate each update as soon as it arrives (FedAsync); keep `concurrency` clients busy."""
+    """A schedule that aggregates each update as soon as it arrives (FedAsync).
+
+    concurrency: the number of clients that are kept busy.
+    max_staleness: the largest staleness of an aggregated update; None means no limit.
+    """
 
     concurrency: int = 10
     max_staleness: int | None = None
@@ -291,7 +327,7 @@ class Immediate(_Policy):
         self._check(concurrency=self.concurrency)
 
     def decide(self, view: View) -> Action:
-        """Aggregate the first arrived update; otherwise dispatch, or wait."""
+        """Aggregate an arrived update; otherwise dispatch, or wait."""
         if view.arrived:
             return Aggregate((view.arrived[0].number,))
         return _refill(view, self.concurrency)
@@ -299,11 +335,12 @@ class Immediate(_Policy):
 
 @dataclass(frozen=True)
 class Tiered(_Policy):
-    """A schedule with tiers of equally fast clients; each tier has rounds of its own.
+    """A schedule that divides clients into tiers by their speed; each tier has its own rounds.
 
     All tiers update one model (FedAT, Chai et al., SC 2021).
-    tiers: the number of tiers; clients are divided by the time of one job.
-    cohort: clients in a round of a tier.
+    tiers: the number of tiers. A tier has clients with similar durations of one job.
+    cohort: the number of clients in a round of a tier.
+    max_staleness: the largest staleness of an aggregated update; None means no limit.
     """
 
     tiers: int = 3
@@ -317,21 +354,24 @@ class Tiered(_Policy):
 
     @property
     def pools(self) -> int:  # type: ignore[override]
-        """The tiers."""
+        """The number of tiers."""
         return self.tiers
 
     @property
     def concurrency(self) -> int:
-        """The cohorts of all tiers."""
+        """The number of clients in a round, summed over all tiers."""
         return self.tiers * self.cohort
 
     @property
     def size(self) -> int:
-        """The cohort of one tier."""
+        """The number of clients in a round of one tier."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Aggregate or dispatch the first tier that has no job in flight."""
+        """Aggregate or dispatch the first tier that has no job in flight; otherwise wait.
+
+        If updates of this tier have arrived, they are aggregated; else a cohort is dispatched.
+        """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:
                 continue
@@ -345,16 +385,17 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Return the action that keeps `concurrency` clients busy."""
+    """Dispatch idle clients until `concurrency` clients are busy; otherwise wait."""
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
 
 
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
-    """Raise ValueError if a schedule does not fit all clients, or the clients of each replica.
+    """Raise ValueError if a schedule does not fit the clients that it schedules.
 
-    counts: [clients], training samples.
-    network: the replicas, which may have own schedules.
+    These are all clients, or the clients of each replica if every replica has its own schedule.
+    counts: int [clients], training samples.
+    network: the replicas.
     """
     if not network.own_schedules:
         check_concurrency(schedule, counts)
@@ -369,10 +410,10 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
-    """Raise ValueError if a schedule needs more busy clients than there are with samples.
+    """Raise ValueError if a schedule needs more clients at once than there are with samples.
 
-    counts: [clients], training samples.
-    of: the end of "clients" in the error.
+    counts: int [clients], training samples.
+    of: text that follows the word "clients" in the error.
     """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
