@@ -59,7 +59,7 @@ class FleetCosts:
     """The costs of all clients of a run.
 
     costs: the costs of each kind of client.
-    kinds: int [clients], the kind of each client: an index into `costs`.
+    kinds: int [clients], the kind of each client, as an index into `costs`.
     kwh_price: money for a kilowatt-hour of the devices.
     kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
     """

@@ -47,8 +47,8 @@ class ClientScores:
     """The scores of single clients.
 
     clients: int [n], the scored clients.
-    columns: float [n] for each column of the history that is a mean over clients: the scores of
-    these clients.
+    columns: for each column of the history that is a mean over clients, the scores of these
+    clients, float [n].
     """
 
     clients: Ints  # [n], ascending

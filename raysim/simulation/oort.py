@@ -94,7 +94,7 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the next clients of the last choice; choose the clients of a new round if needed."""
+        """Return the next clients of the last choice; if there are too few, choose again."""
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)
         chosen = self._take_picks(view, [])

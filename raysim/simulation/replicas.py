@@ -33,8 +33,8 @@ class Replicas:
     Attributes:
     - version: the number of aggregations of the run so far, of all replicas together.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica the number of its published version. A replica gets the next number when
-      it changes. Equal replicas may have the same number.
+    - numbers: for each replica the number of its published version. A replica gets the next number
+      when it changes. Equal replicas may have the same number.
     - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
       replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.

@@ -1,4 +1,4 @@
-"""Make columns of the history from the scores of samples, for one metric."""
+"""Make the columns of the history for one metric, from the scores of single samples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ MAX_DOMAIN_COLUMNS = 20  # domains that get a column each
 
 
 def mean_score(values: np.ndarray) -> float:
-    """Return the mean of the scores that are defined; nan if none is.
+    """Return the mean of all scores that are not nan; nan if all are.
 
-    A score of a set may be undefined (nan), such as the area under the ROC curve of one class.
+    The score of a set may be undefined (nan). An example is the area under the ROC curve of samples
+    of one class.
     """
     is_defined = ~np.isnan(values)
     if is_defined.all():
@@ -28,7 +29,14 @@ def mean_score(values: np.ndarray) -> float:
 
 
 class ScoredClients(Protocol):
-    """The clients of an evaluation, trained and never trained, and where their scores are kept."""
+    """The clients whose models an evaluation scores, and their scores.
+
+    clients: the scored clients that are trained.
+    unseen: the scored clients that are never trained.
+    version: the scored version.
+    client_scores: for each column, pairs of an array of clients and an array of their scores;
+    `ScoreColumns` fills it.
+    """
 
     clients: np.ndarray
     unseen: np.ndarray
@@ -37,13 +45,14 @@ class ScoredClients(Protocol):
 
 
 class ScoreColumns:
-    """The maker of the columns of one metric.
+    """The object that makes the columns of one metric.
 
-    place: the position of the metric's values in `ScoringReport.scores`.
+    In the arguments of its functions, "values" are what the metric computes for each sample.
+    place: the position of this metric's values in `ScoringReport.scores`.
     personal: True if each client has its own model.
-    test_counts, validation_counts: int64 [clients].
-    best: the clients' best rounds, which the main metric decides; None for other metrics, and
-    without validation samples.
+    test_counts, validation_counts: int64 [clients], the samples of each client.
+    best: the best rounds of the clients, for the main metric; None for other metrics, and without
+    validation samples.
     """
 
     def __init__(
@@ -64,10 +73,10 @@ class ScoreColumns:
         self._test_counts, self._validation_counts = test_counts, validation_counts
 
     def shared(self, parts: Sequence[np.ndarray], scoring: ScoredClients) -> Row:
-        """Return the columns of the shared model.
+        """Return the columns of the shared model's scores.
 
-        parts: the values of test samples of clients, of unseen clients, and of the central test
-        set, then those of the clients' validation samples.
+        parts: four arrays of values: for the test samples of clients, the test samples of unseen
+        clients, the central test set, and the validation samples of clients.
         """
         tested, unseen, central, validated = parts
         suffix, name = "_shared" if self.personal else "", self.metric.name
@@ -87,7 +96,12 @@ class ScoreColumns:
         suffix: str,
         scoring: ScoredClients,
     ) -> Row:
-        """Return the columns of the clients' own models; a value of each sample, by client."""
+        """Return the columns of the scores of the clients' own models.
+
+        tested: for each client the values of its test samples.
+        validated: for each client the values of its validation samples.
+        suffix: the end of the columns' names.
+        """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
         row |= self._unseen_columns(suffix, _join(tested, scoring.unseen), scoring)
@@ -103,10 +117,11 @@ class ScoreColumns:
         scoring: ScoredClients,
         own: Row,
     ) -> Row:
-        """Return the columns of the mean of the replicas, and of single replicas.
+        """Return columns of scores on the central test set: of the mean, and over replicas.
 
-        mean, replicas: the values of the central test set.
-        own: the columns of the clients' models.
+        mean: the values of the mean of all replicas.
+        replicas: the values of each replica.
+        own: the columns of the clients' own models.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -119,7 +134,7 @@ class ScoreColumns:
     def _client_columns(
         self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> Row:
-        """Return scores on the clients' test sets: the mean, the worst, and each domain's."""
+        """Return columns of the scores on clients' test sets: mean, worst, and of each domain."""
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
             return {}
@@ -135,7 +150,7 @@ class ScoreColumns:
         return row
 
     def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: ScoredClients) -> Row:
-        """Return scores on the test sets of unseen clients: the mean and the worst."""
+        """Return columns of the scores on the test sets of unseen clients: mean and worst."""
         if not len(scoring.unseen):
             return {}
         name = f"{self.metric.name}{suffix}"
@@ -145,9 +160,9 @@ class ScoreColumns:
     def _score_clients(
         self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> np.ndarray:
-        """Return a score for each client, and store these scores as a column.
+        """Return the score of each client, and store these scores under the column's name.
 
-        scores: a score for each test row, client after client.
+        scores: a value for each test sample, client after client.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
         values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
@@ -166,7 +181,7 @@ class ScoreColumns:
     def _best_columns(
         self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
     ) -> Row:
-        """Return validation scores, and each client's test score in the client's best round."""
+        """Return columns of validation scores, and of test scores in the clients' best rounds."""
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
             return {}
@@ -183,7 +198,11 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the shared model's central score in its best round by validation."""
+        """Return the number of the shared model's best round, and its central score there.
+
+        The best round is the one with the best validation score.
+        row: the columns of the current round.
+        """
         name, sign = self.metric.name, 1 if self.metric.higher else -1
         validation = row.get(f"{name}_validation")
         if self.best is None or validation is None:
@@ -195,7 +214,10 @@ class ScoreColumns:
         return columns
 
     def _worst_domain(self, scores: np.ndarray) -> Row:
-        """Return the worst score over the domains (or angles) of the central test set."""
+        """Return the worst score over the domains of the central test set, as a column.
+
+        Domains are groups of samples, for example those with the same rotation.
+        """
         if not len(scores):
             return {}
         domains = self.domains[self.central]
@@ -207,7 +229,7 @@ class ScoreColumns:
 
 
 def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
-    """Return the scores of these clients, client after client, without clients that have none."""
+    """Join the values of these clients into one array; clients without values are left out."""
     empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
     parts = [scores[client] for client in clients.tolist() if client in scores]
     return np.concatenate([empty, *parts])

@@ -1,6 +1,6 @@
 """Selection rules: by samples, in turns, by participation, by loss, and by a deadline.
 
-A rule without reports sees only facts of the plan: jobs, durations and staleness.
+A rule that uses no reports of clients knows only facts of the plan: jobs, durations and staleness.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Weighted(Selection):
     """Draw clients with a probability in proportion to their training samples."""
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Draw without replacement."""
+        """Draw `view.count` clients without replacement."""
         return view.draw(view.count, weights=view.samples)
 
 
@@ -27,15 +27,15 @@ class Weighted(Selection):
 class RoundRobin(Selection):
     """Let clients take turns, in the order of their numbers.
 
-    A client that is busy or not available loses its turn.
+    A client loses its turn if it is busy or unavailable.
     """
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the client whose turn is next."""
+        """Return the initial state, by name: the client whose turn is next."""
         return {"next": np.zeros((), np.int64)}
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the next clients of the circle."""
+        """Return the next `view.count` clients that are idle and available."""
         clients = view.clients
         first = np.searchsorted(clients, view.state["next"])
         chosen = np.roll(clients, -first)[: view.count]
@@ -45,10 +45,10 @@ class RoundRobin(Selection):
 
 @dataclass(frozen=True)
 class FewestJobs(Selection):
-    """Choose the clients with the fewest jobs so far; equal ones are drawn."""
+    """Choose the clients with the fewest jobs so far; among equal clients draw."""
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the clients with the fewest jobs."""
+        """Return the `view.count` clients with the fewest jobs."""
         ties = view.generator.random(len(view.clients))
         order = np.lexsort((ties, view.participations))
         return view.clients[order[: view.count]]
@@ -56,17 +56,17 @@ class FewestJobs(Selection):
 
 @dataclass(frozen=True)
 class PowerOfChoice(Selection):
-    """Choose the clients with the largest losses among drawn candidates.
+    """Draw candidates, and choose the clients with the largest losses among them.
 
-    Cho, Wang, Joshi, "Client Selection in Federated Learning: Convergence Analysis and
+    Source: Cho, Wang, Joshi, "Client Selection in Federated Learning: Convergence Analysis and
     Power-of-Choice Selection Strategies" (arXiv 2010.01243, 2020). Candidates are drawn without
     replacement, with a probability in proportion to their samples.
 
-    candidates: the number d of candidates.
-    loss: "measured" is pi_pow-d: the candidates compute the loss of the current model, which takes
-    a pass, traffic and time; with `samples` it is pi_cpow-d, a pass over a few samples. "last" is
-    pi_rpow-d: the mean training loss of a client's last aggregated job; as in the paper, it is
-    infinite for a client without one, so that unknown clients are chosen first.
+    candidates: the number of candidates, d in the paper.
+    loss: "measured" is pi_pow-d: the candidates compute the loss of the current model, which costs
+    a forward pass, traffic and time. With `samples` it is pi_cpow-d, a pass over a few samples.
+    "last" is pi_rpow-d: the mean training loss of a client's last aggregated job. For a client
+    without such a job the loss is infinite, as in the paper, so that this client is chosen first.
     samples: the most samples of each client in the pass; None uses all.
     """
 
@@ -89,16 +89,19 @@ class PowerOfChoice(Selection):
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """The training loss, for `loss="last"`."""
+        """The reports of clients that this rule uses: the training loss, if `loss` is "last"."""
         return ("loss",) if self.loss == "last" else ()
 
     @property
     def measures(self) -> bool:
-        """True for `loss="measured"`."""
+        """True if candidates must compute losses, that is if `loss` is "measured"."""
         return self.loss == "measured"
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Draw candidates and return those with the largest losses; the draw decides ties."""
+        """Draw candidates and return those with the largest losses.
+
+        Of candidates with equal losses, the one that was drawn first counts.
+        """
         if self.candidates < view.count:
             raise ValueError(
                 f"selection.candidates={self.candidates} is less than the {view.count} clients "
@@ -118,15 +121,17 @@ class PowerOfChoice(Selection):
 class FedCS(Selection):
     """Choose as many clients as are expected to finish before a deadline.
 
-    Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources in
-    Mobile Edge" (ICC 2019), Algorithm 3: add the client that prolongs the round least, until the
-    next one would miss the deadline. Times are those that the devices take without drop-outs.
+    Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
+    in Mobile Edge" (ICC 2019), Algorithm 3. Repeatedly add the client that prolongs the round
+    least, until the next client would miss the deadline. Durations are those without drop-outs. If
+    no client meets the deadline, the client that prolongs the round least is chosen alone.
 
-    deadline: virtual seconds of a round.
-    candidates: the clients that are drawn and asked for their times; None asks all idle clients.
-    uplink: "shared": clients send one after another, as in the paper. "own": each client has a link
-    of its own, as on the virtual clock, so that all clients whose own time is short enough fit. If
-    no client fits, the one that prolongs the round least is chosen alone.
+    deadline: the virtual seconds of a round.
+    candidates: the number of clients that are drawn and asked for their durations; None asks all
+    idle clients.
+    uplink: "shared": clients send one after another, as in the paper. "own": each client has its
+    own link, as on the virtual clock; then every client that finishes in time on its own can be
+    chosen.
     """
 
     deadline: float = 60.0
@@ -140,7 +145,7 @@ class FedCS(Selection):
         one_of("selection.uplink", self.uplink, ("shared", "own"))
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return at most `view.count` clients that fit into the deadline."""
+        """Return at most `view.count` clients that are expected to meet the deadline."""
         clients = view.clients
         if self.candidates is not None and self.candidates < len(clients):
             clients = np.sort(view.draw(self.candidates))
@@ -153,10 +158,11 @@ class FedCS(Selection):
         return clients[self._schedule_uploads(total - sending, sending, view.count)]
 
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
-        """Return the places of the clients that fit, in the order in which they send.
+        """Return the positions of clients that meet the deadline, in the order in which they send.
 
-        ready: when each client has received and trained.
-        sending: the seconds that it then sends.
+        ready: for each client the virtual time at which it has received and trained.
+        sending: for each client the seconds that it needs to send.
+        count: the most clients to return.
         """
         is_left = np.ones(len(ready), bool)
         chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""Ask a selection rule for clients: what it may know, and checks of what it returns."""
+"""Let a selection rule choose clients: say what the rule may know, and check its choice."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SelectionError(RunStoppedError):
 
 @dataclass(frozen=True)
 class LossPass:
-    """A pass in which clients compute the loss of the current model before jobs start.
+    """A pass in which clients compute the loss of the current model, before jobs start.
 
-    seconds: until the slowest of them has answered.
-    work: samples of each client's pass, by client.
-    down: floats that each client received, by client; it sent one.
+    seconds: the virtual seconds until the slowest client has answered.
+    work: for each client, the work of its pass in samples.
+    down: for each client, the floats that it received. Each client sends one float.
     """
 
     seconds: float
@@ -46,7 +46,10 @@ class LossPass:
         now: float,
         load: tuple[float, int, int],
     ) -> Trip:
-        """Return the end of a job that is dispatched now and starts after the pass."""
+        """Return the end of a job that is dispatched at `now` and starts after the pass.
+
+        load: the samples of the job, and the floats that its client receives and sends.
+        """
         start = now + self.seconds
         if devices.presence is not None:
             leaves = devices.presence.next_change(client, now, start)
@@ -56,11 +59,14 @@ class LossPass:
 
 
 class IdleMask:
-    """A mask of the idle and available clients of a run.
+    """A bool mask [clients]: True for the clients that are idle and available.
 
-    It depends only on the clients that are busy, and not on when the object was made. Checkpoints
-    therefore do not contain it. A change costs the same for any number of clients, which the sorted
-    array of `IdleClients` cannot do where most clients are available.
+    The mask depends only on the current time and the busy clients, and not on when this object was
+    made. Therefore checkpoints do not contain it. One change costs the same for any number of
+    clients. The sorted array of `IdleClients` cannot achieve that if most clients are available.
+    eligible: the clients that have samples.
+    busy: bool [clients], True for a busy client; the caller updates this array.
+    now: the current virtual time in seconds.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class IdleMask:
         self.count = int(np.count_nonzero(self.mask))
 
     def set_idle(self, client: int, is_idle: bool) -> None:
-        """Mark a client as idle, if it is available, or as busy."""
+        """Record that a client is idle or busy; the mask is True only if it is available, too."""
         value = is_idle and bool(self._available[client])
         self.count += value - bool(self.mask[client])
         self.mask[client] = value
@@ -96,12 +102,14 @@ class IdleMask:
 
 
 class Selector:
-    """The object that asks a rule for clients, and stores what the rule may know.
+    """The object that lets a selection rule choose clients, and stores what the rule may know.
 
     counts: int64 [clients], training samples.
-    pools: the clients of each pool. participations,
-    accepted: int32 [clients], the planner's own counts.
+    pools: the clients of each pool.
+    concurrency: the largest number of jobs in flight.
     load: see `Planner`.
+    participations, accepted: int32 [clients], the jobs of each client so far, and those of them
+    that were aggregated. The planner updates these arrays.
     """
 
     def __init__(
@@ -148,9 +156,13 @@ class Selector:
 
     # --- decisions --------------------------------------------------------------------------------
     def choose(self, count: int, pool: int, now: float, version: int, decision: int) -> list[int]:
-        """Ask the rule for clients; return them ascending. Raises SelectionError.
+        """Let the rule choose up to `count` clients; return them ascending.
 
-        decision: the number of decisions before this one, which names the random generator.
+        pool: the pool to choose from; -1 means all clients.
+        now: the current virtual time in seconds.
+        version: the current version.
+        decision: the number of earlier decisions, which decides the random numbers.
+        Raises SelectionError if a chosen client cannot be dispatched.
         """
         self.loss_pass, self.offered = None, 0
         if self._idle is None:
@@ -192,9 +204,12 @@ class Selector:
     def _check(
         self, chosen: Iterable[int] | np.ndarray, count: int, mask: np.ndarray, start: str
     ) -> list[int]:
-        """Return the numbers of clients that a rule chose, or raise SelectionError.
+        """Return the clients that a rule chose as a list of numbers.
 
+        count: the most clients that are allowed.
+        mask: bool [clients], True for a client that may be chosen.
         start: the first words of the error, after the rule's name.
+        Raises SelectionError if the choice is not allowed.
         """
         text = f"{self.name}: {start}"
         try:
@@ -237,7 +252,7 @@ class Selector:
 
     # --- what a rule may ask for ------------------------------------------------------------------
     def _expected_seconds(self) -> Floats:
-        """Return the seconds of a first job of each client, float64 [clients]."""
+        """Return the expected duration of each client's first job, float64 [clients]."""
         if self._seconds is None:
             work = np.zeros(len(self._busy))
             loads = (self._load(client, 0, 0, 0)[0] for client in self._eligible.tolist())
@@ -248,14 +263,18 @@ class Selector:
         return self._seconds
 
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
-        """Return the seconds in which clients would send a first job's update, float64."""
+        """Return the seconds that these clients need to send the update of a first job, float64."""
         if not isinstance(self._devices, DevicesWithPhases):
             return np.zeros(len(clients))
         loads = ((client, *self._load(client, 0, 0, 0)) for client in clients)
         return np.array([self._devices.phases(*load)[2] for load in loads])
 
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
-        """Return the losses of clients, and record what the pass costs."""
+        """Return the losses of these clients; record the cost of the pass in `loss_pass`.
+
+        samples: the most samples of each client; None uses all.
+        Raises SelectionError if the rule does not declare `measures`, or measures twice.
+        """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(
                 f"{self.name}: select called view.measure. Declare measures = True, and call it "
@@ -285,7 +304,7 @@ class Selector:
             self._idle.set_idle(client, False)
 
     def end(self, job: Job, now: float) -> None:
-        """Record that a job ended, and its duration if its update arrived."""
+        """Record that a job ended; if its update arrived, record its duration."""
         self._busy[job.client] = False
         if self._idle is not None:
             self._idle.advance(now)
@@ -295,12 +314,15 @@ class Selector:
             self._facts.last_finish[job.client] = job.finish
 
     def aggregate(self, jobs: Iterable[Job], version: int) -> None:
-        """Record the staleness of the jobs of an aggregation."""
+        """Record the staleness of the jobs of an aggregation.
+
+        version: the version that the updates are added to.
+        """
         for job in jobs:
             self._facts.staleness[job.client] = version - job.version
 
     def report(self, updates: Iterable[Update]) -> None:
-        """Record the reports of accepted updates, in the order of acceptance."""
+        """Record the losses and norms that aggregated updates report, if the rule uses them."""
         for update in updates:
             if "loss" in self.rule.reports:
                 self._facts.loss[update.client] = update.loss

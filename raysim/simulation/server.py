@@ -47,13 +47,15 @@ class AggregationError(RunStoppedError):
 
 
 class Server:
-    """The server of one model: vector x, and rule x + sum(w_i * delta_i) / divisor with hooks.
+    """The server of one model, which makes the next version from the updates.
 
-    w_i and delta_i are the weight and the delta of update i. Sums are made in a tree over the order
-    of acceptance (`tree_sum`), on the server or on workers.
+    Without methods the rule is x + sum(w_i * delta_i) / divisor, where x is the shared vector, and
+    w_i and delta_i are the weight and the parameters of update i. Methods change each part of this
+    rule by hooks. Updates are summed in a tree over the order in which they are aggregated
+    (`tree_sum`), on the server or on workers.
 
-    vector: [layout.shared] at the start.
-    counters: [layout.shared_counters].
+    vector: float [layout.shared], the initial shared vector.
+    counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], training samples; 0 for clients that are never trained.
     size: the most updates in one aggregation.
     format_client: function that returns the name of a client for errors.
@@ -111,7 +113,7 @@ class Server:
                 self.state[f"{declared.method}.{name}"] = initial(self._views[declared.method])
 
     def set_clients(self, counts: np.ndarray, unseen: int) -> None:
-        """Set the clients of this model.
+        """Change the clients of this model.
 
         counts, unseen: see `Server`.
         """
@@ -123,7 +125,7 @@ class Server:
 
     @property
     def clients(self) -> int:
-        """All clients of the run, sampled or not."""
+        """The number of all clients of the run."""
         return len(self.counts)
 
     @property
@@ -133,7 +135,7 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative sample shares of the clients with samples; the last entry is 1.
+        """The cumulative shares of samples, over the clients with samples; the last entry is 1.
 
         float64 [clients with samples].
         """
@@ -141,21 +143,24 @@ class Server:
 
     @property
     def summable(self) -> bool:
-        """True if workers may sum updates: no method needs single updates or changes weights."""
+        """True if workers may sum updates.
+
+        This is so if no method needs single updates or changes their weights.
+        """
         return not self.declarations.uses_of_single_updates
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return the random generator of this purpose, replica and version."""
+        """Return a random generator that depends on purpose, replica and version."""
         if self.replica:
             purpose = f"{purpose}.replica{self.replica}"
         return stream(self.seed, purpose, self.version)
 
     def weight(self, client: int) -> float:
-        """Return a client's weight before any method changes it."""
+        """Return the weight of a client's updates, before methods change it."""
         return float(self.counts[client]) if self.weighting == "samples" else 1.0
 
     def scored(self) -> Tensor:
-        """Return the vector [layout.shared] that evaluation uses."""
+        """Return the vector [layout.shared] with which this model is scored."""
         declared = self._scored
         if declared is None or declared.scored is None:
             return self.vector
@@ -167,7 +172,7 @@ class Server:
     ) -> None:
         """Let a method make server state from the arrays that clients sent before round 0.
 
-        parts: the arrays of each client, by full name, in the order of client numbers.
+        parts: for each client, in the order of their numbers, its arrays by full name.
         """
         assert declared.assemble is not None, "only for a method that gathers"
         prefix = f"{declared.method}."
@@ -179,20 +184,24 @@ class Server:
 
     # --- what clients receive ---------------------------------------------------------------------
     def published(self) -> PublishedVersion:
-        """Return what all clients of this version receive."""
+        """Return what all clients that start from this version receive."""
         extras = self._sent("all")
         return PublishedVersion(self.version, self.vector.numpy(), self.counters.numpy(), extras)
 
     def sent_once(self) -> Arrays:
-        """Return what every client receives with its first job, by full name."""
+        """Return the tensors that every client receives with its first job, by full name."""
         return self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
-        """Return what only this client receives, by full name."""
+        """Return the tensors that only this client receives, by full name."""
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return the tensors that methods declared to send, by full name."""
+        """Return the tensors that methods send now, by full name.
+
+        to: the receivers: "all", "once" or "client".
+        client: the client, if `to` is "client".
+        """
         arrays: dict[str, np.ndarray] = {}
         for declared in self.declarations.methods:
             for send in declared.sends:
@@ -225,7 +234,10 @@ class Server:
 
     # --- the step ---------------------------------------------------------------------------------
     def receive(self, arrivals: Sequence[Update | Failure]) -> list[Update | Failure]:
-        """Let methods replace the updates of an aggregation on arrival; return all updates."""
+        """Let methods replace the updates of an aggregation when they arrive.
+
+        Return the updates and failures, in the same order.
+        """
         with self._name_failures():
             for declared in self.declarations.methods:
                 if declared.change_updates is not None:
@@ -239,12 +251,13 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> None:
-        """Make the next version. Raises AggregationError.
+        """Make the next version.
 
-        updates: in the order of acceptance; None for a failed client, which keeps its position.
+        updates: in the order in which they are aggregated; None for a failed client.
         sums: the sums that workers made.
-        staleness: a value for each update.
-        bases: the vectors that updates started from, by version.
+        staleness: the staleness of each update.
+        bases: the versions that the updates started from, by number.
+        Raises AggregationError if the next version cannot be made.
         """
         self.report = {}
         if any(update is not None for update in updates):
@@ -262,7 +275,7 @@ class Server:
 
     @contextmanager
     def _name_failures(self) -> Iterator[None]:
-        """Raise AggregationError with the name of the method whose hook fails."""
+        """Turn an error of a hook into an AggregationError that names the method."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -282,7 +295,11 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> Aggregation:
-        """Return the updates that did not fail, with the weights that the methods give them."""
+        """Return the updates that did not fail, with the weights that methods give to them.
+
+        staleness: the staleness of each update.
+        bases: the versions that the updates started from, by number.
+        """
         present = [update for update in updates if update is not None]
         staleness_of_present = [
             value for update, value in zip(updates, staleness, strict=True) if update is not None
@@ -303,7 +320,7 @@ class Server:
         return aggregation
 
     def _step_of_methods(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return the step after all methods have changed the combined direction."""
+        """Let all methods change the combined direction; return the result, the step."""
         # With several methods the first may change the direction in place.
         combined = direction.clone() if len(self._steppers) > 1 else direction
         aggregation = replace(aggregation, combined=combined)
@@ -314,7 +331,10 @@ class Server:
         return direction
 
     def _compress(self, direction: Tensor) -> Tensor:
-        """Return the step [layout.trained] that clients decode, if steps are compressed."""
+        """Return the step as clients decode it, [layout.trained].
+
+        If steps are not compressed, return the direction itself.
+        """
         # `_move` raises the error of a step that is not finite.
         if self._compression is None or not is_finite(direction):
             return direction
@@ -328,7 +348,10 @@ class Server:
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
-        """Return the direction [layout.trained] and the step of the buffers of floats."""
+        """Combine the updates.
+
+        Return the direction of the parameters [layout.trained], and the step of the float buffers.
+        """
         trained = self.layout.trained
         if self._combiner is None:
             total = self._sum_updates(updates, aggregation.weights, sums)
@@ -348,7 +371,11 @@ class Server:
         return direction, self._average_buffers(total, aggregation)
 
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
-        """Add the step and store a new vector; the old one may be read-only in an object store."""
+        """Add the step to the shared vector, and store the result as a new vector.
+
+        The old vector is not changed, because it may be read-only in an object store. Raises
+        AggregationError if the new vector is not finite.
+        """
         trained, start = self.layout.trained, self.params
         moved = torch.empty_like(self.vector)
         out = moved[:trained]
@@ -363,7 +390,10 @@ class Server:
         self.vector = moved
 
     def _describe_divergence(self, aggregation: Aggregation) -> str:
-        """Return why the next vector is not finite: all weights are 0, or updates are large."""
+        """Describe why the next vector is not finite.
+
+        The reason is that all weights are 0, or that updates are too large.
+        """
         clients = [self.format_client(client) for client in aggregation.clients]
         reason = f"of clients {', '.join(clients[:20])}"
         if not any(aggregation.weights):
@@ -383,10 +413,10 @@ class Server:
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return the change that makes the server's buffers the mean of the clients' buffers.
+        """Return the step that makes the server's float buffers the mean of the clients' buffers.
 
-        The argument is the weighted sum of the buffers' changes. The mean change is not simply
-        added, because a stale change could make a variance negative.
+        The mean change is not simply added, because a stale change could make a variance negative.
+        total: the weighted sum of the changes of the clients' buffers. It is changed in place.
         """
         trained = self.layout.trained
         if len(total) == 0:
@@ -400,9 +430,10 @@ class Server:
     def _sum_updates(
         self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums
     ) -> Tensor:
-        """Return the sum of w * delta, added up in the tree over the positions of the updates.
+        """Return the weighted sum of the updates, added up in the tree over their positions.
 
-        sums: the sums of parts of the tree that workers have made.
+        weights: one for each update that is not None.
+        sums: the sums that workers have made, of parts of the tree.
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
@@ -423,9 +454,10 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the sums by their positions; those of other replicas are left out.
+    """Return the workers' sums by the positions of their updates in this aggregation.
 
-    positions: by job, without the jobs that failed. A sum contains at least one that did not.
+    Sums of other replicas are left out. A sum contains at least one update that did not fail.
+    positions: the position of each update that did not fail, by the number of its job.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():
@@ -440,7 +472,7 @@ def _ranges_of_sums(
 def _check_weights(
     aggregation: Aggregation, method: str, format_client: Callable[[int], str]
 ) -> None:
-    """Raise HookError unless there is one finite weight for each update."""
+    """Raise HookError unless the method returned one finite weight for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):
@@ -466,11 +498,12 @@ def make_server(
     unseen: int | None = None,
     replica: int = 0,
 ) -> Server:
-    """Return the server of a replica at the start of a run.
+    """Return the server of a replica, for a run that has not begun.
 
-    vector, counters: see `Server`; replicas may share them.
+    vector, counters: see `Server`; several replicas may share them.
     size: the most updates in one aggregation.
-    counts, unseen, replica: see `Server`; None: those of all clients.
+    counts, unseen: see `Server`; None means those of all clients.
+    replica: see `Server`.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

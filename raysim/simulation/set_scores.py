@@ -1,4 +1,7 @@
-"""Score sets of samples by a method's own function (`run.evaluate`), and make columns of them."""
+"""Score sets of samples by a method's own function (`run.evaluate`).
+
+The scores become columns of the history.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,14 @@ def is_higher_better(metric: str) -> bool:
 
 
 class ScoredSets(Protocol):
-    """The clients of an evaluation, trained and never trained, and where their scores are kept."""
+    """The clients whose models an evaluation scores, and their scores.
+
+    clients: the scored clients that are trained.
+    unseen: the scored clients that are never trained.
+    version: the scored version.
+    client_scores: for each column, pairs of an array of clients and an array of their scores;
+    `SetScores` fills it.
+    """
 
     clients: np.ndarray
     unseen: np.ndarray
@@ -34,10 +44,11 @@ class ScoredSets(Protocol):
 
 
 class SetScores:
-    """The maker of scoring tasks and of columns for sets of samples.
+    """The object that makes tasks which score sets of samples, and columns from their reports.
 
-    The sets are the test samples of each client, the central test set, each domain of these, and
-    the clients' validation samples.
+    There are these sets: the test samples of each client, the validation samples of each client,
+    the central test set, and all samples of one domain in the clients' test samples or in the
+    central test set.
     """
 
     def __init__(self, spec: RunSpec):
@@ -48,9 +59,9 @@ class SetScores:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
     def tasks(self, clients: Sequence[ScoringTask]) -> list[ScoringTask]:
-        """Return the tasks of an evaluation.
+        """Return the tasks that score all sets.
 
-        clients: the task of each scored client.
+        clients: for each scored client the task that scores its test samples.
         """
         tasks = [replace(task, name=CLIENT) for task in clients if len(task.rows)]
         if self.validation is not None:
@@ -68,7 +79,11 @@ class SetScores:
         return tasks
 
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
-        """Return a task for each domain of the rows; none for a single domain, or for many."""
+        """Return a task for each domain of these rows.
+
+        Return none if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
+        prefix: the beginning of the tasks' names.
+        """
         domains = self.domains[rows]
         present = np.unique(domains)
         if not 2 <= len(present) <= MAX_DOMAIN_COLUMNS:
@@ -81,7 +96,11 @@ class SetScores:
     def columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds | None
     ) -> Row:
-        """Return the columns of the history from the reports of `tasks`."""
+        """Return the columns of the history.
+
+        reports: the reports of the tasks that `tasks` returned.
+        best: the best rounds so far; None without validation samples.
+        """
         by_name: dict[str, list[SetReport]] = {}
         for report in reports:
             by_name.setdefault(report.name, []).append(report)
@@ -110,7 +129,7 @@ class SetScores:
     def _client_columns(
         self, reports: Sequence[SetReport], suffix: str, scoring: ScoredSets
     ) -> Row:
-        """Return the mean and the worst value over clients, of each metric."""
+        """Return columns of the mean and the worst value over clients, for each metric."""
         row: Row = {}
         for name, values in _by_metric(reports).items():
             clients = np.array(sorted(values), np.int64)
@@ -123,7 +142,7 @@ class SetScores:
     def _best_columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
     ) -> Row:
-        """Return the validation score, and the central score in its best round."""
+        """Return the validation score, and the central score in the round where it was best."""
         values = _by_metric(reports).get(self.metric, {})
         if not values:
             return {}
@@ -138,7 +157,10 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return the values of each metric, by client."""
+    """Return, for each metric, its value by client.
+
+    A report without a client gets a negative number of its own.
+    """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):
         key = report.client if report.client >= 0 else -1 - index

@@ -1,7 +1,7 @@
-"""Store and restore a run's state between two aggregations, and make its checksums.
+"""Store and restore a run's state between two aggregations, and compute its checksums.
 
-The state includes the plan so far and the jobs in flight. After a resume those jobs are trained
-again from their base versions.
+The state includes the plan so far and the jobs in flight. When a run is resumed, these jobs are
+trained again from their base versions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from raysim.simulation.versions import Versions
 
 
 class _ServerArrays(Mapping[str, np.ndarray]):
-    """The arrays of a snapshot, by name.
+    """The arrays of a snapshot by name; a replica's arrays are read when they are accessed.
 
-    replica_of: the replicas whose arrays follow these names.
-    note_read: function that is called with a replica before its arrays are read.
+    replica_of: the replica of each vector, by the vector's name.
+    note_read: function that is called with a replica before its vector is read.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class _ServerArrays(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class RunState:
-    """The parts of a run that change. A checkpoint stores all of them."""
+    """The parts of a run that change; a checkpoint stores all of them."""
 
     replicas: Replicas
     planner: Planner
@@ -69,7 +69,7 @@ class RunState:
 
 
 def take(run: RunState) -> Snapshot:
-    """Return the run as it is now."""
+    """Return a snapshot of the run's current state."""
     replicas, planner, versions, history = run.replicas, run.planner, run.versions, run.history
     best = run.best.state() if run.best else {}
     best_model = run.best_model.state(replicas.first.vector)
@@ -149,7 +149,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
 
 
 def _prefix(replica: int) -> str:
-    """Return the beginning of the names of a replica's arrays; the first one has none."""
+    """Return the beginning of the names of a replica's arrays; "" for the first replica."""
     return f"replica/{replica}/" if replica else ""
 
 
@@ -172,14 +172,14 @@ def _published(arrays: Mapping[str, np.ndarray], number: int) -> PublishedVersio
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the entries whose names have a prefix, without the prefix."""
+    """Return the entries whose names begin with a prefix; the prefix is removed."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
 # --- checksums ------------------------------------------------------------------------------------
 def model_sha256(replicas: Replicas) -> str:
-    """Return the checksum of the shared model, or of all replicas."""
+    """Return the SHA-256 of the shared model, or of all replicas together."""
     digest = hashlib.sha256()
     for replica in range(len(replicas.servers)):
         server = replicas.read(replica)
@@ -188,7 +188,7 @@ def model_sha256(replicas: Replicas) -> str:
 
 
 def state_sha256(replicas: Replicas, client_states: ClientStates) -> str:
-    """Return the checksum of the accepted client states and of the server state."""
+    """Return the SHA-256 of all committed client states and of the server state."""
     digest = hashlib.sha256()
     for client in sorted(
         client_states.accepted_jobs, key=lambda client: f"{client}/"

@@ -1,7 +1,7 @@
-"""Arrays on disk instead of in memory, in unnamed files.
+"""Keep arrays on disk instead of in memory, in unnamed files.
 
-`SpillFile` has a region for every client and returns copies. `MappedFile` returns arrays that are
-mapped from the file, for those that are used in place.
+`SpillFile` has a region for each client and returns copies of its arrays. `MappedFile` returns
+arrays that are mapped from the file, for arrays that are used in place.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class _Piece:
 
 
 class SpillFile:
-    """A file with dictionaries of arrays by client. It grows with the clients, not the writes.
+    """A file that contains a dictionary of arrays for each client.
 
-    folder: on the disk to use; "" is the system's folder for temporary files. The file is removed
-    when the process ends in any way.
+    The file grows with the number of clients, and not with the number of writes. It is removed when
+    the process ends in any way.
+    folder: a folder on the disk to use; "" is the system's folder for temporary files.
     """
 
     def __init__(self, folder: Path | str = ""):
@@ -46,7 +47,10 @@ class SpillFile:
         self._end = 0
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace a client's arrays. Raises OSError with the name of the folder."""
+        """Replace a client's arrays.
+
+        Raises OSError, which names the folder, if the file cannot be written.
+        """
         needed = sum(_aligned_bytes(array) for array in arrays.values())
         start, room = self._places.get(client, (self._end, 0))
         if room < needed:
@@ -61,9 +65,9 @@ class SpillFile:
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
-        """Return a client's arrays, read-only.
+        """Return a copy of a client's arrays, read-only.
 
-        They are a copy: a memory map would count as memory of this process.
+        Arrays in a memory map would count as memory of this process.
         """
         pieces = self._pieces[client]
         if not pieces:
@@ -82,15 +86,16 @@ class SpillFile:
 
 
 class MappedFile:
-    """A file whose arrays are used like those in memory, and may be changed in place.
+    """A file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The pages of an array are in memory only while they are used: the system removes them if memory
-    is short, and `note_read` removes them all when more than `resident` bytes were read. The space
-    of an array is used again when the array and all its views are gone. The file is removed when
-    the process ends in any way.
+    The pages of an array are in memory only while they are used. The system removes pages if memory
+    is short. `note_read` removes all pages as soon as more than `resident` bytes were read. The
+    space of an array is used again when the array and all its views are deleted. The file is
+    removed when the process ends in any way.
 
-    folder: on the disk to use; "" is the system's folder for temporary files.
-    what: the kind of arrays, for errors.
+    folder: a folder on the disk to use; "" is the system's folder for temporary files.
+    what: the kind of the arrays, for errors.
+    resident: the bytes that may be read before pages are removed.
     """
 
     def __init__(self, folder: Path | str, what: str, resident: float):
@@ -106,7 +111,10 @@ class MappedFile:
         self.used = 0  # bytes of the arrays in the file
 
     def move(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy of an array that is in the file. Raises OSError with the folder's name."""
+        """Write an array into the file; return the copy that is there.
+
+        Raises OSError, which names the folder, if the file cannot be written.
+        """
         size = _aligned_bytes(array)
         segment, offset = self._take(size)
         self._file.write(self._starts[segment] + offset, array, self._end)
@@ -121,7 +129,7 @@ class MappedFile:
         return any(address in addresses for addresses in self._addresses)
 
     def note_read(self, size: int) -> None:
-        """Record that so many bytes are read next; first remove pages if there are too many."""
+        """Record that `size` bytes are read next; remove all pages first if that is too much."""
         if self._read + size > self._resident:
             for segment in self._segments:
                 segment.madvise(mmap.MADV_DONTNEED)
@@ -129,7 +137,7 @@ class MappedFile:
         self._read += size
 
     def _take(self, size: int) -> tuple[int, int]:
-        """Return the segment and the offset of free space."""
+        """Reserve `size` bytes of the file; return the segment and the offset in it."""
         if self._free[size]:
             return self._free[size].pop()
         if self._end + size > self._limit:
@@ -169,10 +177,10 @@ class _UnnamedFile:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
 
     def write(self, start: int, array: np.ndarray, total: int) -> None:
-        """Write an array.
+        """Write an array at the position `start`.
 
-        total: bytes of the file, for errors.
-        Raises OSError with the folder.
+        total: the bytes of the file, for the error.
+        Raises OSError, which names the folder, if the file cannot be written.
         """
         try:
             self._file.seek(start)
@@ -184,12 +192,12 @@ class _UnnamedFile:
             raise OSError(error.errno, text, where) from None
 
     def read(self, start: int, content: np.ndarray) -> None:
-        """Fill `content`, uint8 [n], with the bytes from `start`."""
+        """Fill `content`, uint8 [n], with the n bytes from the position `start`."""
         self._file.seek(start)
         self._file.readinto(content.data)  # type: ignore[attr-defined]
 
     def map(self, start: int, size: int) -> mmap.mmap:
-        """Extend the file to `start` + `size` bytes, and return these as shared memory."""
+        """Extend the file to `start` + `size` bytes; return the new part as shared memory."""
         self._file.truncate(start + size)
         return mmap.mmap(self._file.fileno(), size, offset=start)
 

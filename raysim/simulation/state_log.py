@@ -1,10 +1,12 @@
-"""The client states of checkpoints as an append-only log: changed states go to new files.
+"""Store the client states of checkpoints as a log: changed states go to new files.
 
-A file of the log is written once, and the manifest of every checkpoint that needs it lists it. An
-index has the file of each client's state. A file is abandoned when less than half of its bytes are
-still in use, or when there are very many small files: the states that are still in use are written
-again with the new ones. The cost of a checkpoint is the size of the changed states (over a long run
-at most about twice that), and the log takes at most twice the space of the states.
+A file of the log is written once. The manifest of every checkpoint that needs the file lists it. An
+index says which file has the state of each client. A file is abandoned in two cases: when less than
+half of its bytes are still in use, or when there are very many small files. The states of an
+abandoned file that are still in use are written again, together with the changed states.
+
+A checkpoint costs as much as the changed states need; over a long run it is at most about twice
+that. The log needs at most twice the space of all states.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ UNWRITTEN = -1  # in the column FILE
 
 @dataclass(frozen=True, eq=False)
 class StatesByClient(Mapping[int, Arrays]):
-    """The named tensors of each client, read when they are accessed."""
+    """The named tensors of each client's state, which are read when they are accessed.
+
+    read: function that returns the tensors of a client.
+    """
 
     clients: Collection[int]
     read: Callable[[int], Arrays]
@@ -52,11 +57,11 @@ def _empty_table(columns: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StateIndex:
-    """The file of each client's accepted state.
+    """The file that contains each client's committed state.
 
-    states: int64 [clients, 4]: client, the job that left its state, number of the file, bytes; a
-    client that is accepted for the first time comes last.
-    files: int64 [files, 2]: number of the file, bytes written into it.
+    states: int64 [clients, 4], with the columns client, job that left its state, number of the
+    file, and bytes of the state. A client whose state is committed for the first time comes last.
+    files: int64 [files, 2], with the columns number of the file and bytes written into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -64,11 +69,15 @@ class StateIndex:
 
     @property
     def jobs(self) -> dict[int, int]:
-        """The number of the job that produced each client's accepted state, by client."""
+        """The number of the job that left each client's committed state, by client."""
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
-        """Return the index for these accepted jobs; changed states have the file `UNWRITTEN`."""
+        """Return the index after more jobs were aggregated.
+
+        Changed states, and states in abandoned files, get the file number `UNWRITTEN`.
+        jobs: for each client, the job that left its committed state.
+        """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
         states[:, JOB] = np.fromiter(jobs.values(), np.int64, len(jobs))
@@ -84,7 +93,10 @@ class StateIndex:
         return StateIndex(states, self.files)
 
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
-        """Return the files whose remaining states are to be written again."""
+        """Return the files whose remaining states must be written again.
+
+        states: rows of `StateIndex.states` that have not changed.
+        """
         number, written = self.files.T
         size = number.max(initial=-1) + 1
         live = np.bincount(states[:, FILE], states[:, SIZE], minlength=size)[number]
@@ -96,9 +108,11 @@ class StateIndex:
     def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield numbers (starting at `number`) and tensors of new files with the unwritten states.
+        """Yield the number and the tensors of each new file, until all states have a file.
 
         The index records the file and the size of each of these states.
+        clients: the named tensors of each client's state.
+        number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}
         size = 0
@@ -120,10 +134,7 @@ class StateIndex:
             yield number, tensors
 
     def with_sizes(self) -> StateIndex:
-        """Return the index with the size of each file in bytes.
-
-        Call it after all states are written.
-        """
+        """Return the index with the size of each file in bytes; all states must be written."""
         numbers = np.unique(self.states[:, FILE])
         live = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())

@@ -1,4 +1,4 @@
-"""The topologies with several replicas: edge servers below a cloud, and peers that gossip."""
+"""The topologies with several replicas: edge servers, clusters, and clients that gossip."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class Hierarchical(Topology):
     """Edge servers, each with its own clients and schedule, that meet at a cloud.
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
-    2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge waits for the others. Then all
-    edges become the mean of the edges, weighted by the weights of their clients.
+    2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge server (an edge) waits for the
+    other edges. When all edges have arrived, each gets the mean of all edges' models, weighted by
+    the weights of their clients.
 
-    edges: the number of edge servers.
-    every: aggregations of an edge from one meeting to the next; kappa_2 in the paper.
-    seconds: None; or virtual seconds from one meeting to the next, instead of
-    `every`: an edge then waits after its first aggregation at or after each multiple.
-    assign: the clients of an edge. "random": equally many. "region": neighbouring regions of the
-    fleet, with equally many clients. "data": clients with similar shares of classes.
-
+    edges: the number of edges.
+    every: the aggregations of an edge from one meeting to the next, kappa_2 in the paper.
+    seconds: the virtual seconds from one meeting to the next; None uses `every` instead. With
+    seconds, all edges meet after the first aggregation at or after each multiple of `seconds`.
+    assign: how clients are assigned to edges. "random": at random, equally many to each edge.
+    "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
+    "data": clients with similar shares of classes to the same edge.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -66,7 +67,10 @@ class Hierarchical(Topology):
         in_range("topology.bandwidth_sigma", self.bandwidth_sigma, least=0, most=10)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the edges with their clients, which exchange through the cloud."""
+        """Return the network of edges, which exchange through the cloud.
+
+        Raises ValueError if an edge would have no clients with samples.
+        """
         able = int(np.count_nonzero(federation.counts))
         if self.edges > able:
             raise ValueError(
@@ -101,7 +105,10 @@ class Hierarchical(Topology):
         )
 
     def _summary(self, seconds: float) -> str:
-        """Return how often the edges meet, and how long that takes."""
+        """Describe how often the edges meet, and how long a meeting takes.
+
+        seconds: the virtual seconds of a meeting.
+        """
         when = f"every {self.every} aggregations of an edge" if self.every > 1 else "after each one"
         if self.seconds is not None:
             when = f"every {self.seconds:g} s"
@@ -138,22 +145,24 @@ class Clustered(Topology):
 
     rule="updates" begins with one model, and splits the clients of a model where their updates
     point in different directions. Source: Sattler, Mueller and Samek, "Clustered Federated
-    Learning" (IEEE TNNLS 2021), CFL; see `raysim.simulation.clustering`.
+    Learning" (IEEE TNNLS 2021). The method is called CFL; see `raysim.simulation.clustering`.
 
-    rule="loss" has `clusters` models with different initial values. A client receives all of them
-    and trains the one with the smallest loss on its training samples, in eval mode and without
-    augmentation; of equal losses the first model counts. Scores are of the model with the smallest
-    loss on the client's training samples. Source: Ghosh, Chung, Yin and Ramchandran, "An Efficient
-    Framework for Clustered Federated Learning" (NeurIPS 2020), IFCA, Algorithm 1 with model
-    averaging. The first model is the run's model; the others draw new initial values by PyTorch's
-    rule for each layer.
+    rule="loss" has `clusters` models with different initial values. A client receives all models
+    and trains the one with the smallest loss on the client's training samples. This loss is
+    computed in eval mode and without augmentation; of equal losses the first model counts. A client
+    is scored with the model that has the smallest loss on its training samples. Source: Ghosh,
+    Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning" (NeurIPS
+    2020). The method is called IFCA; this is Algorithm 1 with model averaging. The first model is
+    the run's model; each other model draws new initial values by PyTorch's rule for each layer.
 
-    clusters: the most models. For rule="updates": mean_norm, max_norm: a cluster is split only if
-    the norm of its mean update is less than mean_norm (eps_1 in the paper) and the longest update
-    longer than max_norm (eps_2).
+    clusters: the largest number of models. The other options are for rule="updates".
+    mean_norm: a cluster is split only if the norm of its mean update is below this value, eps_1 in
+    the paper.
+    max_norm: a cluster is split only if the norm of its longest update is above this value, eps_2
+    in the paper.
     gamma: gamma_max of the paper; 0 splits by the norms alone.
-    start: aggregations before the first split.
-    min_size: clusters of so many clients are not split.
+    start: the number of aggregations before the first split.
+    min_size: clusters of this many clients, or fewer, are not split.
     """
 
     rule: str = "updates"
@@ -174,7 +183,10 @@ class Clustered(Topology):
         at_least("topology.min_size", self.min_size, 1)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the models; all clients begin with the first one."""
+        """Return the network of models; at the start the first model serves all clients.
+
+        Raises ValueError if there are more models than clients with samples.
+        """
         able = int(np.count_nonzero(federation.counts))
         if self.clusters > able:
             raise ValueError(
@@ -203,30 +215,36 @@ class Clustered(Topology):
 
 @dataclass(frozen=True)
 class Gossip(Topology):
-    """Clients with a replica each, which exchange with their neighbours and without a server.
+    """A topology in which each client has its own replica, and there is no server.
 
-    Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (NeurIPS
-    2017), D-PSGD: exchange="neighbours" with schedule=synchronous. Lian et al., "Asynchronous
-    Decentralized Parallel Stochastic Gradient Descent" (ICML 2018), AD-PSGD: exchange="pairwise"
-    with schedule=immediate. In both papers a local training is one step, and the models are mixed
-    before it is added, as with mix="before".
+    A client exchanges its replica with its neighbours. Sources: Lian et al., "Can Decentralized
+    Algorithms Outperform Centralized Algorithms?" (NeurIPS 2017), D-PSGD: exchange="neighbours"
+    with schedule=synchronous. Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient
+    Descent" (ICML 2018), AD-PSGD: exchange="pairwise" with schedule=immediate. In both papers a
+    local training is one step, and the models are mixed before this step is added, as with
+    mix="before".
 
-    Only clients of an aggregation take part in its exchange, so set the schedule's cohort to the
-    number of clients for exchanges of all. Weights of absent neighbours count for the client
-    itself. A client's job includes its exchange: it sends its model to each neighbour, and receives
-    theirs, at the bandwidth of its device.
+    Only clients whose updates are aggregated take part in the exchange. For exchanges of all
+    clients, set the schedule's cohort to the number of clients. If a neighbour does not take part,
+    its weight is added to the client's own weight. The exchange is a part of the client's job: the
+    client sends its model to each neighbour and receives each neighbour's model, at the bandwidth
+    of its device.
 
-    graph: "ring", "torus" (a grid whose ends are joined), "erdos_renyi" (each pair with
-    `probability`), "expander" (degree / 2 random rings), "complete", or "edges".
-    edges: for graph="edges", pairs of clients [i, j], or [i, j, weight] with the weight of each
-    other's model.
+    graph: which clients are neighbours. "ring"; "torus", a grid whose ends are joined;
+    "erdos_renyi", in which each pair is joined with `probability`; "expander", which joins `degree`
+    / 2 random rings; "complete"; or "edges".
+    edges: for graph="edges", the pairs of neighbours [i, j], or [i, j, weight] with the weight that
+    each of both gives to the other's model.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours;
     "pairwise" makes a replica and one random neighbour their mean.
-    weights: "metropolis" gives client i and neighbour j the weight 1 / (1 + max(d_i, d_j)), where d
-    is the number of neighbours (Metropolis-Hastings; symmetric). "uniform" gives 1 / (1 + d_i).
+    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
+    where d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
+    (1 + d_i).
     mix: "after" exchanges the trained models; "before" exchanges the models that clients trained
     from, and then adds the updates.
-    every: aggregations from one exchange to the next.
+    every: the number of aggregations from one exchange to the next.
+    probability: for graph="erdos_renyi".
+    degree: for graph="expander", the number of neighbours of each client.
     """
 
     graph: str = "ring"
@@ -258,7 +276,7 @@ class Gossip(Topology):
             )
 
     def connect(self, federation: Federation) -> Network:
-        """Return a replica for each client, and the weights of its neighbours."""
+        """Return the network: a replica for each client, and the weights of its neighbours."""
         clients, able = federation.clients, np.flatnonzero(federation.counts).tolist()
         neighbours: list[set[int]] = [set() for _ in range(clients)]
         weight_of_edge: dict[tuple[int, int], float] = {}
@@ -290,7 +308,10 @@ class Gossip(Topology):
         )
 
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
-        """Return the weights of each replica's next vector."""
+        """Return, for each client, the weights with which replicas enter its next vector.
+
+        neighbours: the neighbours of each client.
+        """
         rows: list[dict[int, float]] = []
         for client, own_neighbours in enumerate(neighbours):
             row: dict[int, float] = {}
@@ -309,7 +330,11 @@ class Gossip(Topology):
 def _read_edges(
     edges: Sequence[Sequence[float]], clients: int, neighbours: Sequence[set[int]]
 ) -> dict[tuple[int, int], float]:
-    """Add edges to the neighbours of each client; return their weights, if they have any."""
+    """Add the edges to the neighbours of each client, in place; return the weights of edges.
+
+    edges: [i, j] or [i, j, weight] each.
+    Raises ValueError for an edge that is not valid, and if only some edges have weights.
+    """
     weights: dict[tuple[int, int], float] = {}
     for edge in edges:
         numbers = list(edge)
@@ -332,7 +357,11 @@ def _read_edges(
 
 
 def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[dict[int, float]]:
-    """Return the rows of a mixing matrix whose diagonal is what remains of 1."""
+    """Return, for each client, the given weights of its neighbours and its own weight.
+
+    A client's own weight is 1 minus the weights of its neighbours. Raises ValueError if the
+    neighbours' weights of a client sum to more than 1.
+    """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
     for (one, other), weight in weights.items():
         rows[one][other] = weight
@@ -356,7 +385,10 @@ def _ring(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs
 
 
 def _cycle(order: Sequence[int]) -> Pairs:
-    """Return a ring through these clients; two are joined once, one has no neighbour."""
+    """Return the pairs of neighbours in a ring through these clients.
+
+    Two clients are joined once; a single client has no neighbour.
+    """
     pairs = zip(order, [*order[1:], order[0]], strict=True)
     return [(one, other) for one, other in pairs if one != other]
 
@@ -413,19 +445,19 @@ GRAPHS: dict[str, Callable[[Gossip, int, np.random.Generator], Pairs]] = {
 
 # --- clients of edges -----------------------------------------------------------------------------
 def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the clients in this order, those with samples before the others."""
+    """Move clients without samples to the end; otherwise keep the order."""
     return order[np.argsort(counts[order] == 0, kind="stable")]
 
 
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
-    """Deal the clients to the groups in turn; return the group of each client."""
+    """Assign the clients to groups in turn; return the group of each client."""
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups
     return group_of
 
 
 def _cut(order: np.ndarray, groups: int) -> np.ndarray:
-    """Cut the order into parts of equal length; return the part of each client."""
+    """Cut the order into groups of equal length; return the group of each client."""
     group_of = np.empty(len(order), np.int64)
     for group, clients in enumerate(np.array_split(order, groups)):
         group_of[clients] = group
@@ -437,10 +469,11 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    points: [n, features].
-    is_counted: [n] bool, the points that decide the centers; at least `groups`. The first centers
-    are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that becomes empty takes the
-    counted point that is farthest from its center.
+    The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that
+    becomes empty gets the counted point that is farthest from its center.
+    points: float [n, features].
+    is_counted: bool [n], True for a point that decides the centers; at least `groups` points.
+    groups: the number of groups.
     """
     counted = points[is_counted]
     centers = _first_centers(counted, groups, generator)
@@ -475,5 +508,5 @@ def _first_centers(points: np.ndarray, groups: int, generator: np.random.Generat
 
 
 def _squared_distances(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
-    """Return the squared distance of each point to each center, [n, groups]."""
+    """Return the squared distance of each point to each center, float [n, groups]."""
     return np.stack([np.square(points - center).sum(1) for center in centers], axis=1)

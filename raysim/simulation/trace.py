@@ -47,11 +47,11 @@ _BUFFER_BYTES = 1 << 18  # of each column, read at once: a row group may be the 
 
 
 class RecordedDevices(NamedTuple):
-    """The rows of a trace.
+    """The rows of a trace; each row is a recorded device.
 
     bounds, first: see `Intervals`.
-
-    rate: [rows], the column `rate_name`, which is "speed" or "flops".
+    period, down, up: float64 [rows], the columns with these names.
+    rate: float64 [rows], the column whose name is `rate_name`, "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -67,12 +67,13 @@ class RecordedDevices(NamedTuple):
 class Trace(Fleet):
     """A fleet whose clients behave like the devices of a trace.
 
-    If the run has as many clients as the trace has rows, client k is row k (the first is 0). With
-    fewer clients, each client gets a different random row, drawn at the start; with more, every row
-    is used equally often, or once more.
-    wrap: True repeats a client's trace after its period; False makes the client unavailable after
-    it.
-    availability: "trace", or as in any other fleet; then only the speeds come from the file.
+    If the run has as many clients as the trace has rows, client k is row k; both numbers start at
+    0. If it has fewer clients, each client gets a different row, drawn at random at the start. If
+    it has more, rows are used several times: each row equally often, or once more.
+    file: the path of the trace.
+    wrap: True repeats a client's trace after its period; False makes the client unavailable then.
+    availability: "trace" takes the intervals of the file. With any other value, only the speeds
+    come from the file, and availability is as in other fleets.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -82,7 +83,10 @@ class Trace(Fleet):
     availability: str = "trace"
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices of the trace. Raises ValueError for a file that is not a trace."""
+        """Return the devices of the trace.
+
+        Raises ValueError if the file is not a valid trace.
+        """
         if self.file is None:
             raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")
         trace = read(str(user_path(self.file)))
@@ -102,7 +106,10 @@ class Trace(Fleet):
 
 
 def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
-    """Return the row of the trace for each client, int64 [clients]."""
+    """Return the row of the trace that each client follows, int64 [clients].
+
+    rows: the number of rows of the trace.
+    """
     if clients == rows:
         return np.arange(clients)
     generator = stream(seed, "fleet.trace")
@@ -112,7 +119,10 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
 
 # --- reading --------------------------------------------------------------------------------------
 def read(file: str) -> RecordedDevices:
-    """Read and check a trace. Raises ValueError with file, client and row."""
+    """Read and check a trace.
+
+    Raises ValueError, which names file, client and row, if the trace is not valid.
+    """
     # Opening a pipe would block, and Ctrl-C would not end it.
     if not Path(file).is_file() and Path(file).exists():
         raise ValueError(f"{file} is not a regular file. {HELP}")
@@ -145,10 +155,10 @@ def read(file: str) -> RecordedDevices:
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield batches of rows.
+    """Yield the rows of these columns in batches.
 
-    Each row group has its own reader, because a reader keeps all row groups that it has read in
-    memory.
+    Each row group is read by a separate reader, because a reader keeps all row groups that it has
+    read in memory.
     """
     for group in range(parquet.num_row_groups):
         yield from parquet.iter_batches(
@@ -157,7 +167,10 @@ def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordB
 
 
 def summarise_trace(file: str) -> str:
-    """Return a sentence about the content of a trace. Raises ValueError as `read` does."""
+    """Return a sentence about the content of a trace.
+
+    Raises ValueError if the trace is not valid (see `read`).
+    """
     trace = read(file)
     available_s = (trace.bounds[1::2] - trace.bounds[::2]).sum()
     share = available_s / trace.period.sum()
@@ -169,7 +182,10 @@ def summarise_trace(file: str) -> str:
 
 
 def _check_columns(file: str, schema: pa.Schema) -> str:
-    """Return the name of the rate column; raise ValueError unless all columns have their types."""
+    """Return the name of the rate column, "speed" or "flops".
+
+    Raises ValueError if a column is missing or has the wrong type.
+    """
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
         columns = " and ".join(rates) or "neither speed nor flops"
@@ -210,9 +226,9 @@ def _is_name(kind: pa.DataType) -> bool:
 def _read_batch(
     file: str, batch: pa.RecordBatch, rate_name: str, earlier_rows: int
 ) -> tuple[np.ndarray, ...]:
-    """Return the bounds, the number of bounds of each row, and the numbers of each row.
+    """Return a batch's bounds, the number of bounds in each row, and the numeric columns.
 
-    earlier_rows: the number of rows before this batch.
+    earlier_rows: the number of rows of the file before this batch.
     Raises ValueError for the first row with an error.
     """
     for name in ("client", *LISTS):
@@ -247,9 +263,12 @@ def _read_batch(
 def _join_intervals(
     start: np.ndarray, end: np.ndarray, is_same_row: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and ends in turn, without those between touching intervals of a client.
+    """Join intervals of a client that touch; return starts and ends in turn.
 
-    Also return a mask of the starts and ends that remain.
+    Also return a bool mask of the starts and ends that remain.
+    start, end: the start and end of each interval.
+    is_same_row: for each interval except the first, True if the previous interval is in the same
+    row.
     """
     bounds = np.stack([start, end], axis=1).ravel()
     is_kept = np.ones(len(bounds), bool)
@@ -259,7 +278,7 @@ def _join_intervals(
 
 
 def _floats(values: pa.Array) -> np.ndarray:
-    """Return the values as float64; nan for missing ones."""
+    """Return values as float64; nan for missing ones."""
     return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False))
 
 
@@ -285,7 +304,7 @@ def _check_clients_differ(file: str, clients: pa.ChunkedArray) -> None:
 
 
 def describe_error(row: Mapping[str, Any]) -> str:
-    """Return a text about the error in a row of a trace; "" if there is none."""
+    """Describe the first error in a row of a trace; return "" if there is none."""
     for name in (*NUMBERS, *RATES):
         if name not in row:
             continue
@@ -324,7 +343,10 @@ def _describe_interval_error(
 
 
 def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with all columns as a trace. The caller checks them with `describe_error`."""
+    """Write rows as a trace; each row must have all columns.
+
+    The caller must check the rows with `describe_error`.
+    """
     rate_name = next(name for name in RATES if name in rows[0])
     columns = [("client", pa.int64())]
     columns += [(name, pa.list_(pa.float64())) for name in LISTS]

@@ -1,4 +1,4 @@
-"""The model versions that are needed: the current one, and base versions of jobs in flight."""
+"""Keep the model versions that are needed: current ones, and base versions of jobs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, PublishedVersion]):
-    """The published versions by number. They are in the runtime's store.
+    """The published versions, by number, in the runtime's store.
 
-    The coordinator reads a version from the store, without a copy, if the server or a checkpoint
-    needs it. A version is dropped when no replica has it as its current one and no job holds it.
-    The current version of a replica on disk is in the store only while a job holds it.
+    If the server or a checkpoint needs a version, the coordinator reads it from the store without a
+    copy. A version is dropped when it is not the current version of any replica and no job holds
+    it. The current version of a replica on disk is in the store only while a job holds it.
     """
 
     def __init__(self, runtime: Runtime):
@@ -38,11 +38,13 @@ class Versions(Mapping[int, PublishedVersion]):
         make: Callable[[], PublishedVersion],
         is_on_disk: bool = False,
     ) -> None:
-        """Store a replica's current version unless it is stored; drop the previous one if not held.
+        """Store a replica's current version, unless it is stored already.
 
-        version: its number.
-        make: function that returns the version, as long as it is current.
-        is_on_disk: True stores the version only when it is needed.
+        The replica's previous version is dropped if no job holds it.
+        version: the number of the current version.
+        make: function that returns this version; it can be called as long as the version is
+        current.
+        is_on_disk: True stores the version only when a job needs it.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version
@@ -56,33 +58,33 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(before)
 
     def unload(self, version: int) -> None:
-        """Record that a current version is on disk: remove it from the store if no job holds it."""
+        """Record that a current version is on disk; drop it from the store if no job holds it."""
         self._on_disk.add(version)
         self._drop_unless_needed(version)
 
     def ref(self, version: int) -> Ref:
-        """Return where workers find a version."""
+        """Return a reference with which workers read a version."""
         if version in self._refs:
             return self._refs[version]
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Return a current version that is not in the store."""
+        """Make a current version that is not in the store; return it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
-        """Store the base versions of a checkpoint's jobs in flight; these jobs hold them."""
+        """Store base versions from a checkpoint; each must then be held by its jobs."""
         for version in published:
             self._store(version)
 
     def hold(self, version: int) -> None:
-        """Record that a job starts from this version."""
+        """Record that a job starts from this version; store the version if it is not stored."""
         self._holders[version] += 1
         if version not in self._refs:
             self._store(self._make(version))
 
     def release(self, version: int) -> None:
-        """Record that a job does not need its base version any more."""
+        """Record that a job does not need this version any more; drop it if nothing needs it."""
         self._holders[version] -= 1
         self._drop_unless_needed(version)
 
@@ -108,16 +110,19 @@ class Versions(Mapping[int, PublishedVersion]):
             self._on_disk.discard(version)
 
     def is_held(self, version: int) -> bool:
-        """Return True if a job starts from this version."""
+        """Return True if at least one job starts from this version."""
         return self._holders[version] > 0
 
     def extra_floats(self, version: int, name: str) -> int:
-        """Return the floats of a tensor that travels with a version, by its full name."""
+        """Return the floats of a tensor that is sent with a version; 0 if there is none.
+
+        name: the full name of the tensor.
+        """
         return self._extra_floats[version].get(name, 0)
 
     @property
     def held_versions(self) -> list[int]:
-        """The base versions from which jobs may still start."""
+        """The versions that at least one job may still start from."""
         return [version for version, holders in self._holders.items() if holders > 0]
 
     @property
