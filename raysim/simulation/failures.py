@@ -25,7 +25,7 @@ def check_failures(
     first = failures[0]
     method = f"method {first.method!r}, " if first.method else ""
     text = f"{len(failures)} of {jobs} clients failed in round {version + 1}, first: {method}"
-    text += first.error
+    text += first.error.removesuffix(".")
     share = len(failures) / jobs
     if share < 1:  # otherwise there is no update to continue with
         text += f". faults.tolerate={tolerate} allows fewer; set it to {share:g} to leave them out"

@@ -169,8 +169,8 @@ class UpdateBuilder:
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
         what = f"'{name}'" if name else "a loss"
-        text = f"the training of method '{method}' left {what} that is nan or infinite in "
-        text += f"{self.spec.dtype}. Lower its learning rate, or check what it computes."
+        text = f"{what} is nan or infinite ({self.spec.dtype}) after the training of method "
+        text += f"'{method}'. Lower its learning rate, or check what it computes."
         return NotFiniteError(text, f"{method}.")
 
     def _counters(self) -> np.ndarray:

@@ -115,7 +115,7 @@ def test_package_is_allowed_for_one_command(
     assert "method=quiet does not exist" in capsys.readouterr().err
     assert cli.call(["run", "--allow", "quietly", "method=quiet", *SMALL]) == 0
     assert cli.call(["run", "out=run", "resume=latest", "rounds=2"]) == 2
-    assert "allow its code to run with --allow quietly" in capsys.readouterr().err
+    assert "allow it with --allow quietly" in capsys.readouterr().err
     assert (
         cli.call(["study", "--allow", "quietly", "method=[],[quiet]", *SMALL[:-1], "out=study"])
         == 0
@@ -228,7 +228,7 @@ def test_later_folder_replaces_option(tmp_path: Path) -> None:
 
 
 def test_target_needs_installed_or_allowed_package(package: Path) -> None:
-    with pytest.raises(RefusedError, match="allow its code to run with --allow quietly"):
+    with pytest.raises(RefusedError, match="allow it with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)
     installed_packages.cache_clear()

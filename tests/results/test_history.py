@@ -195,13 +195,12 @@ def test_lists_in_json_files_take_one_line_and_are_unchanged(tmp_path: Path) -> 
 
 
 def test_peak_memory_is_in_bytes_of_resident_memory() -> None:
+    held = np.ones(20_000_000)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGE_SIZE")
-    assert resident <= memory.peak_memory_bytes() < 100 * resident
-    before = memory.peak_memory_bytes()
-    held = np.ones(20_000_000 + (before - resident) // 8)
     del held
-    assert memory.peak_memory_bytes() >= before + 100_000_000
+    # The kernel counts pages for each processor and adds them up now and then.
+    assert 0.99 * resident <= memory.peak_memory_bytes() < 100 * resident
 
 
 @pytest.mark.parametrize(

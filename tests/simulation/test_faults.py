@@ -414,7 +414,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         (mine(end=uploads), "job.upload['x'] is not declared"),
         (mine(end=uploads_without_name), "job.upload['x'] is not declared"),
         (mine(setup=declares_upload), "job.upload['x'] is missing"),
-        (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats, and 3 are"),
+        (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats"),
     ],
 )
 def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sentence: str) -> None:
