@@ -1,1 +1,1 @@
-"""The runtimes: workers in this process, or workers as Ray actors."""
+"""The runtimes of a run: workers in this process, or workers as Ray actors."""

@@ -42,7 +42,7 @@ class InProcess:
         return value
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of a worker now; return its results."""
+        """Call a method of a worker now; return a list of the values that it returns."""
         result = getattr(self.members[worker], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
 
@@ -51,7 +51,7 @@ class InProcess:
         return add_up(parts, *refs)
 
     def get(self, ref: Any) -> Any:
-        """Return the value itself; a client state is first copied from its device."""
+        """Return the value itself; if it is a client state, copy it from its device first."""
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
@@ -87,7 +87,10 @@ class InProcess:
 
 @contextmanager
 def preserve_torch_settings() -> Iterator[None]:
-    """Restore the threads of torch and NumPy and torch's determinism, which workers change."""
+    """When the context ends, restore settings of torch and NumPy that workers change.
+
+    These are the numbers of threads and torch's determinism.
+    """
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     numpy_threads = openblas_threads().limit(limits=None)
     try:
@@ -101,8 +104,9 @@ def preserve_torch_settings() -> Iterator[None]:
 def run(
     spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = ""
 ) -> Iterator[Event]:
-    """Run in this process; afterwards torch's settings are as before.
+    """Run in this process; yield the events of the run.
 
+    Afterwards the settings of torch and NumPy are as before.
     folder, resume: see `Coordinator`.
     """
     with preserve_torch_settings():

@@ -1,4 +1,7 @@
-"""Compute what a worker reserves and how many workers fit on a cluster, without Ray."""
+"""Compute which resources a worker reserves, and how many workers fit on a cluster.
+
+This module does not import Ray.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,24 @@ RESOURCE_KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}
 
 @dataclass(frozen=True)
 class RayOptions:
-    """The settings `runtime.*`: how many workers, their resources, and where they are.
+    """The settings `runtime.*`: the number of workers, their resources, and where they are.
 
-    None lets raysim choose.
+    For most settings None lets raysim choose.
     workers: the number of workers.
-    cpus, gpus: resources of each worker; CPUs are the number of threads unless set.
-    resources: other resources of each worker.
-    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one.
-    strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one node.
-    wait: seconds to wait for other runs, and for nodes that start if too few are there; None waits
-    forever for other runs, and not for nodes.
-    preflight: True measures the memory of one job first;
-    None does so if it decides how many workers share a GPU.
-    combine: True lets nodes add up the sums of their workers before they travel, which changes no
-    bit; None does so for models of 1 MiB and more.
-    mixed: True allows processes that differ in what bits depend on.
+    cpus, gpus: the CPUs and GPUs that each worker reserves. With cpus=None it reserves a CPU for
+    each of its threads.
+    resources: other resources that each worker reserves, by name.
+    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
+    strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
+    one node only.
+    wait: the most seconds to wait for resources that other runs use, and for nodes that are
+    starting if there are too few. None waits forever for other runs, and does not wait for nodes.
+    preflight: True measures the memory of one job before the run. None measures it only to decide
+    how many workers share a GPU.
+    combine: True lets each node add up the sums of its workers before it sends them, which changes
+    no bit of a result. None does this for models of 1 MiB or more.
+    mixed: True allows processes with different hardware or software, so that a repetition may not
+    be bit-identical.
     """
 
     workers: int | None = None
@@ -55,7 +61,7 @@ class RayOptions:
 
     @property
     def combine_from(self) -> float:
-        """Return the size of a model, in floats, above which nodes add up sums."""
+        """The size of the smallest model, in floats, for which nodes add up the sums of workers."""
         if self.combine is None:
             return 1 << 18
         return 0 if self.combine else math.inf
@@ -83,10 +89,10 @@ class RayOptions:
 
 
 def listen_on_loopback(options: RayOptions) -> None:
-    """Let a Ray cluster that this process will start listen on the loopback interface only.
+    """Let a Ray cluster that this process starts listen on the loopback interface only.
 
-    Ray reads the environment variable when it is imported. If this process has imported Ray
-    already, the cluster listens on all interfaces.
+    This works by an environment variable that Ray reads when it is imported. If this process has
+    imported Ray already, the cluster listens on all interfaces.
     """
     if options.address in (None, "local") and "ray" not in sys.modules:
         os.environ.setdefault(RAY_CLUSTERS_VARIABLE, "0")
@@ -94,7 +100,10 @@ def listen_on_loopback(options: RayOptions) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """The number of workers of a run, and the resources of each; amounts of 0 are left out."""
+    """The number of workers of a run, and the resources that each of them reserves.
+
+    per_worker: amounts by the name of the resource; amounts of 0 are left out.
+    """
 
     workers: int
     per_worker: Resources
@@ -105,12 +114,17 @@ class Size:
 
 
 class NoRoomError(ValueError):
-    """The error of a cluster that has fewer resources in all than the workers need."""
+    """The error of a cluster that is too small for the workers, even without other runs."""
 
 
 # --- workers --------------------------------------------------------------------------------
 def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
-    """Return what a worker reserves; on a GPU a whole GPU, unless `runtime.gpus` is set."""
+    """Return the resources that each worker reserves.
+
+    With device "cuda" it is a whole GPU, unless `runtime.gpus` is set.
+    threads: the threads of a worker, and so its CPUs, unless `runtime.cpus` is set.
+    Raises ValueError if the device does not fit the options.
+    """
     if device.startswith("cuda:"):
         raise ValueError(
             f"device={device} names one GPU, and Ray assigns a GPU to every worker. Set "
@@ -128,14 +142,18 @@ def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str
 
 
 def gpu_share(workers: int) -> float:
-    """Return the largest share of a GPU that `workers` workers can have, in Ray's steps."""
+    """Return the largest share of a GPU that each of `workers` workers can have.
+
+    Shares are multiples of the smallest step that Ray knows.
+    """
     return RESOURCE_STEPS // workers / RESOURCE_STEPS
 
 
 def node_capacity(node: Resources, per_worker: Resources) -> int | None:
     """Return how many workers fit on an empty node; None means any number.
 
-    A share of a GPU cannot be split between two GPUs.
+    A worker's share of a GPU must be on one GPU.
+    per_worker: the resources that a worker reserves.
     """
     capacities = []
     for name, amount in per_worker.items():
@@ -154,7 +172,12 @@ def _times(available: float, amount: float) -> int:
 def worker_capacity(
     nodes: Sequence[Resources], per_worker: Resources, strategy: str = "PACK"
 ) -> int | None:
-    """Return how many workers fit on empty nodes; None means any number."""
+    """Return how many workers fit on the nodes if these are empty; None means any number.
+
+    nodes: the resources of each node.
+    per_worker: the resources that a worker reserves.
+    strategy: see `RayOptions`.
+    """
     if not per_worker:
         return None
     capacities = [node_capacity(node, per_worker) or 0 for node in nodes]
@@ -166,11 +189,14 @@ def worker_capacity(
 def choose_size(
     options: RayOptions, per_worker: Resources, nodes: Sequence[Resources], most: int
 ) -> Size:
-    """Return `runtime.workers` workers; if it is not set, as many as fit and can have work.
+    """Return the number of workers and their resources.
 
+    The number is `runtime.workers`. If that is not set, it is the number of workers that fit and
+    can have work.
+    per_worker: the resources that a worker reserves.
+    nodes: the resources of each node.
     most: the number of clients in flight at once.
-    Raises NoRoomError with the scarce resource, the request, the resources of the nodes, and the
-    number of workers that fit.
+    Raises NoRoomError, which says how many workers fit, if `runtime.workers` do not.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1
@@ -186,9 +212,11 @@ def choose_size(
 def limit_by_memory(
     size: Size, options: RayOptions, nodes: Sequence[Resources], worker_bytes: int
 ) -> Size:
-    """Return as many of the workers as the nodes' memory allows, at least one.
+    """Reduce the number of workers to what the nodes' memory allows, but at least one.
 
-    worker_bytes: the memory of a worker. A node that declares no memory does not limit them.
+    A node that declares no memory does not limit the number.
+    nodes: the resources of each node.
+    worker_bytes: the memory of a worker.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)
@@ -204,7 +232,11 @@ def _describe_shortage(
     workers: int,
     capacity: int,
 ) -> str:
-    """Describe the scarcest resource, and what to change."""
+    """Describe which resource is scarcest, and what to change.
+
+    workers: the requested number.
+    capacity: the number that fits.
+    """
     capacities = {
         name: worker_capacity(nodes, {name: amount}, options.strategy) or 0
         for name, amount in per_worker.items()
@@ -243,10 +275,11 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
 
 
 def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
-    """Return the workers of a trial, whose placement group exists.
+    """Return the number of workers and their resources in a trial of a search.
 
-    bundles: the first is the trial's own, the others are for workers.
-    Raises ValueError if there are fewer or smaller bundles than requested.
+    bundles: the bundles of the trial's placement group. The first bundle is for the trial itself,
+    all other bundles are for workers.
+    Raises ValueError if there are fewer or smaller bundles than the options request.
     """
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:
@@ -276,7 +309,7 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
 
 # --- texts ----------------------------------------------------------------------------------
 def format_resources(resources: Resources) -> str:
-    """Return resources as a text such as "1 CPU and 0.25 GPU"; memory in GiB."""
+    """Format resources as a text such as "1 CPU and 0.25 GPU"; memory is in GiB."""
     phrases = []
     for name, amount in resources.items():
         if name == "memory":
@@ -287,7 +320,7 @@ def format_resources(resources: Resources) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return bytes as a text such as "1.3 GiB" or "310 MiB"."""
+    """Format a number of bytes as a text such as "1.3 GiB" or "310 MiB"."""
     if 0.95 * GIB <= size < 10 * GIB:
         return f"{size / GIB:.2g} GiB"
     if size >= GIB:

@@ -29,10 +29,10 @@ USABLE_SHARE = 0.95  # of a GPU's memory; allocators leave gaps
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that a worker needs, in bytes.
+    """The memory that workers need, in bytes.
 
     job: the most memory that a worker uses while it trains a job.
-    room: the memory of the device that is available to workers.
+    room: the memory of the device that is available for workers.
     state: the size of one client's state.
     """
 
@@ -42,11 +42,11 @@ class MemoryNeed:
 
 
 def memory_use(device: str) -> tuple[int, int]:
-    """Return the peak memory of this process and the room of its device, in bytes.
+    """Return the peak memory of this process, and the memory that workers can use, in bytes.
 
-    On a GPU, the peak is torch's tensors and CUDA's context, and the room is the memory that other
-    processes do not use now. On a CPU, the peak is the largest resident size of this process, and
-    the room is all memory of the machine, in use or not.
+    On a GPU, the peak includes torch's tensors and CUDA's context, and workers can use the memory
+    that other processes do not use now. On a CPU, the peak is the largest resident size of this
+    process, and workers can use all memory of the machine.
     """
     if not device.startswith("cuda"):
         return peak_memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -59,8 +59,8 @@ def memory_use(device: str) -> tuple[int, int]:
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train and score the largest client in this process; return the memory that this needs.
 
-    With lanes, as many clients of that size are trained at once.
-    read: see `memory_use`.
+    With several lanes, that many clients of this size are trained at the same time.
+    read: function that returns the used and the available memory; see `memory_use`.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
@@ -87,8 +87,8 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """Return the data with samples for these clients only.
 
-    All of them get the samples of the first one.
-    central: the rows of the central test set that remain.
+    Each of them gets the samples of the first one.
+    central: the number of rows of the central test set that remain.
     """
     partition = Partition(_only(data.partition.train, clients), _only(data.partition.test, clients))
     return replace(data, partition=partition, central=data.central[:central])
@@ -105,9 +105,10 @@ def _only(part: CSR, clients: Sequence[int]) -> CSR:
 
 
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
-    """Return how many workers fit on a GPU, next to its share of the client states.
+    """Return how many workers fit on a GPU, in addition to its share of the client states.
 
-    clients, gpus: their numbers in the run.
+    clients: the number of clients that have states.
+    gpus: the number of GPUs that share the states.
     """
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE_SHARE * need.room - states) // max(1, need.job)))

@@ -2,12 +2,14 @@
 
 Only this package, the sweep and the client of the job server import Ray.
 
-cluster    start, join and leave a Ray cluster, and reserve resources on its nodes
-actors     workers and the coordinator as actors
-failures   why Ray does not start, or cannot be joined
-processes  start the processes of a run, and keep them for the runs that follow
-driver     choose the number of workers, and pass on the events of a run
-object_workers  workers of any class, without a coordinator
+- cluster: start, join and leave a Ray cluster, and reserve resources on its nodes
+- actors: workers and the coordinator as Ray actors
+- failures: why Ray does not start, or cannot be joined
+- processes: start the processes of a run, and keep them for the next runs
+- driver: choose the number of workers, and pass on the events of a run
+- node_watch: notice nodes that do not answer, that leave or that join
+- recruiter: start workers during a run
+- object_workers: workers of any class, without a coordinator
 """
 
 from __future__ import annotations

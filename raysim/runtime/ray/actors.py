@@ -1,4 +1,4 @@
-"""Run workers and the coordinator as Ray actors, and let the coordinator call the workers."""
+"""Run workers and the coordinator as Ray actors, and let the coordinator call workers."""
 
 from __future__ import annotations
 
@@ -68,12 +68,21 @@ MODEL_COPIES = 6
 
 
 def worker_bytes(model_floats: int, itemsize: int) -> int:
-    """Return the memory that a worker needs, for a model of this size."""
+    """Return the memory in bytes that a worker needs.
+
+    model_floats: the number of floats of the model.
+    itemsize: the bytes of a float.
+    """
     return PROCESS_BYTES + MODEL_COPIES * model_floats * itemsize
 
 
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
-    """Store the data set's file for other nodes; return [] if all bundles are on this node."""
+    """Put the data set's file into the object store, for processes on other nodes.
+
+    Return a list with a reference to the content. If all processes are on this node, store nothing
+    and return [].
+    group: the placement group of the run; None means that all processes are on this node.
+    """
     if group is None:
         return []
     nodes = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
@@ -83,10 +92,10 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 
 
 def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
-    """Return the run with a data set that this node can read.
+    """Return the run with the path of a data set that this node can read.
 
-    content: see `store_dataset`. The first process on a node without the file writes it; other
-    processes map it.
+    If the file is missing on this node, the first process writes it, and the others map it.
+    content: what `store_dataset` returned.
     """
     path = spec.data.dataset_path
     if not content or path.exists():
@@ -102,28 +111,33 @@ class RayWorker(Worker):
         super().__init__(with_local_dataset(spec, content), name)
 
     def identity(self) -> Identity:
-        """Return the facts that the bits of this worker depend on."""
+        """Return the facts about this process on which the bits of its results depend."""
         return identify_process(self.name, self.spec.packages, self.spec.device)
 
 
 def identify_process(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
-    """Return the identity of this process, with the address of its node."""
+    """Return the facts about this process on which bits depend, and the address of its node.
+
+    name: the name of the process.
+    packages: packages whose versions belong to the facts.
+    device: the device of the process; "" means none.
+    """
     return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
 
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return the actor class of a process that holds an object, with the methods of the object.
+    """Return a class of actors that hold an object of the class `kind`.
 
-    The process can replace the object (`become`). Ray looks up methods in the class, and would not
-    find methods that a profile adds to an object.
+    The actor has the methods of the object, and methods to replace the object (`become`). Ray looks
+    up methods in the class; so it would not find methods that a profile adds to an object.
     """
 
     def __init__(self: Any, *args: Any) -> None:
         self.held = kind(*args)
 
     def become(self: Any, *args: Any) -> None:
-        """Replace the object by a new one, after freeing the memory of the old one."""
+        """Replace the object by a new one; first free the memory of the old one."""
         self.held = None
         gc.collect()
         if torch.cuda.is_initialized():
@@ -139,7 +153,7 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Let this process write its stacks on request."""
+        """Prepare this process to write its threads' positions on request."""
         return open_stack_source()
 
     content: dict[str, Any] = {
@@ -154,15 +168,21 @@ def actor_class(kind: type) -> Any:
 
 
 class NodeAdder:
-    """A process that adds up the sums of a node's workers, also while these train."""
+    """A process that adds up the sums of a node's workers, even while these workers train."""
 
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
-        """Return the sum of the parts of a tree; None if all parts are None."""
+        """Return the total of some sums; None if all sums are None.
+
+        parts: for each sum, its positions in the summation tree.
+        """
         return add_up(parts, *sums)
 
 
 class RayCoordinator:
-    """The actor that runs a `Coordinator`. It calls the workers, so it owns their results."""
+    """The actor that runs a `Coordinator`.
+
+    It calls the workers, so that Ray regards it as the owner of their results.
+    """
 
     def __init__(
         self,
@@ -186,10 +206,10 @@ class RayCoordinator:
         self._events = coordinator.run()
 
     def begin(self) -> Iterator[list[Event]]:
-        """Yield the run's events up to its start, when all workers are ready.
+        """Yield the events of the run up to `Started`, when all workers are ready.
 
-        The run's folder must exist before later events are asked for. Raises UnequalWorkersError if
-        a worker would compute other bits than the driver.
+        Call `events` only when the run's folder exists. Raises UnequalWorkersError if a worker's
+        results would not be bit-identical to the driver's.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -199,7 +219,10 @@ class RayCoordinator:
             return
 
     def _meet_workers(self) -> tuple[Identity, ...]:
-        """Wait until all workers are ready, and compare them with this process and the driver."""
+        """Wait until all workers are ready; return the identities of all processes.
+
+        Raises UnequalWorkersError if a worker's results would not be bit-identical to the driver's.
+        """
         participants = self._runtime.participants
         if participants is None:
             return ()
@@ -208,7 +231,10 @@ class RayCoordinator:
         return tuple(participants.all)
 
     def events(self) -> Iterator[list[Event]]:
-        """Yield the events after the start; rounds in quick succession come in one message."""
+        """Yield the events after `Started`, in lists.
+
+        Rounds that follow each other quickly are sent in one list.
+        """
         batch: list[Event] = []
         since = time.monotonic()
         try:
@@ -230,17 +256,18 @@ class RayCoordinator:
 
 
 class RayRuntime:
-    """A `Runtime` whose workers are actors and whose values lie in the object store.
+    """A `Runtime` whose workers are Ray actors and whose values are in Ray's object store.
 
-    start: starts the actor of a worker, given its number.
-    node_ids: Ray's name of the node of each worker; the node of the coordinator has number 0.
+    workers: the number of workers.
+    start: function that starts the actor of a worker, given its number.
+    node_ids: Ray's identifier of each worker's node.
+    coordinator_node: Ray's identifier of the coordinator's node, which has number 0.
     combine_from: see `Runtime`.
-    actors: the actors of the workers, if they exist.
+    actors: the actors of the workers; without any, `start` starts them.
     participants: compares each worker that is ready with the driver; None compares nothing.
-    identify: starts a task at the place of a worker that died, given its number; it returns the
-    identity of that place.
-    growth: how workers start during the run;
-    None: none do.
+    identify: function that starts a task at the place of a dead worker, given its number. The task
+    returns the identity of a process there.
+    growth: how workers are started during the run; None starts none.
     """
 
     is_in_process = False
@@ -280,7 +307,7 @@ class RayRuntime:
         self._methods: dict[tuple[int, str, int], Any] = {}
 
     def node_name(self, worker: int) -> str:
-        """Return name and address of a worker's node, or "" while the worker has not started."""
+        """Return name and address of a worker's node; "" if the worker has not started."""
         if self.participants is None:
             return ""
         for identity in reversed(self.participants.joined):  # replacements come last
@@ -291,14 +318,14 @@ class RayRuntime:
     def put(self, value: object) -> object:
         """Store a value once; the workers of a node share its memory.
 
-        A small model is returned unchanged and travels with each call.
+        A small model is not stored. It is returned unchanged and is sent with each call.
         """
         if isinstance(value, PublishedVersion) and value.nbytes <= MAX_INLINE_BYTES:
             return value
         return ray.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Start an actor task; return a reference for each result."""
+        """Start a method of a worker; return a reference for each returned value."""
         if method == "train_apart":
             self._adder(self.nodes[worker])  # it starts while the worker trains
         task = self._methods.get((worker, method, returns))
@@ -309,11 +336,15 @@ class RayRuntime:
         return [refs] if returns == 1 else list(refs)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """Let a process of the node add up these sums; return a reference to the total."""
+        """Let a process of the node add up sums of updates; return a reference to the total.
+
+        parts: for each sum, its positions in the summation tree.
+        refs: references to the sums.
+        """
         return self._adder(node).add_up.remote(parts, *refs)
 
     def _adder(self, node: int) -> Any:
-        """Return the actor that adds up the sums of a node; start it if there is none."""
+        """Return the actor that adds up sums on a node; start it if there is none."""
         if node not in self._adders:
             names = {number: name for name, number in self._node_numbers.items()}
             place = NodeAffinitySchedulingStrategy(names[node], soft=False)
@@ -323,7 +354,10 @@ class RayRuntime:
         return self._adders[node]
 
     def get(self, ref: Any) -> Any:
-        """Wait for a result; its arrays are read-only views into the object store."""
+        """Wait for a value; its arrays are read-only and share the memory of the object store.
+
+        Raises WorkerDiedError if the value or a node is lost.
+        """
         if not isinstance(ref, ray.ObjectRef):
             return ref
         while True:
@@ -336,9 +370,9 @@ class RayRuntime:
                 raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """Return the index of the first result that exists, in the order of `refs`.
+        """Return the index of the first reference whose value exists or is lost.
 
-        Return None early if a node is lost.
+        Return None after `seconds` seconds, or earlier if a node is lost.
         """
         end = time.monotonic() + seconds
         while True:
@@ -356,7 +390,7 @@ class RayRuntime:
         return self._node_numbers.setdefault(node, len(self._node_numbers))
 
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
-        """Notice lost nodes from now on, and start workers on nodes that join.
+        """Start to notice lost nodes, and to start workers on nodes that join.
 
         timeout_s: see `NodeWatch`.
         worker_bytes, dataset_path: see `Recruiter`.
@@ -366,21 +400,21 @@ class RayRuntime:
             self._recruiter = Recruiter(self._growth, self._watch, worker_bytes, dataset_path)
 
     def stop_watch(self) -> None:
-        """End what `watch_nodes` started."""
+        """Stop what `watch_nodes` started."""
         if self._watch is not None and self._recruiter is not None:
             self._watch.stop()
             self._recruiter.stop()
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None if a worker's node answers; see `Runtime`."""
+        """Return None if a worker's node answers, else a time limit in seconds; see `Runtime`."""
         if self._watch is None or not self._watch.is_silent(self._node_ids[worker]):
             return None
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return where the threads of a worker's process stood at the last call, or "".
+        """Return the positions of a worker's threads when this was last called; "" if unknown.
 
-        A task on the worker's node asks its process.
+        Each call also starts a task on the worker's node that reads the current positions.
         """
         text = ""
         request = self._stacks.get(worker)
@@ -399,7 +433,10 @@ class RayRuntime:
         return text
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:
-        """Return the workers, not released yet, whose node is lost or leaves the cluster."""
+        """Return the workers whose node is lost or leaves the cluster, each with its node.
+
+        Released workers are left out.
+        """
         if self._watch is None or not self._watch.lost:
             return {}
         lost = self._watch.lost
@@ -415,7 +452,7 @@ class RayRuntime:
     def release(self, worker: int, may_return: bool = True) -> None:
         """End a worker that is not used any more; it may be unreachable.
 
-        may_return: False never starts it again.
+        may_return: False means that the worker is never started again.
         """
         ray.kill(self.actors[worker])
         self._adders.pop(self.nodes[worker], None)
@@ -424,7 +461,7 @@ class RayRuntime:
             self._ended.add(worker)
 
     def take_new_workers(self) -> Sequence[int]:
-        """Return the workers that are ready since the last call; start others if there is room."""
+        """Return the workers that became ready since the last call; start more if there is room."""
         recruiter = self._recruiter
         if recruiter is None:
             return ()
@@ -444,7 +481,10 @@ class RayRuntime:
         return joined
 
     def _start_at(self, number: int, place: WorkerPlace, recruiter: Recruiter) -> None:
-        """Start a worker: again, or a new one if the number is -1."""
+        """Start a worker at a place.
+
+        number: the number of a worker that was lost, or -1 for a new worker.
+        """
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
         if number < 0:
@@ -460,7 +500,7 @@ class RayRuntime:
         self._forget_process(worker)
 
     def _admit(self, worker: int, identity: Identity) -> bool:
-        """Return True if a new worker computes the same bits; otherwise end it."""
+        """Return True if a new worker's results are bit-identical to the driver's; else end it."""
         try:
             if self.participants is not None:
                 self.participants.add(identity)
@@ -471,7 +511,7 @@ class RayRuntime:
         return True
 
     def take_notices(self) -> Sequence[str]:
-        """Return what happened to workers that should have joined, since the last call."""
+        """Return sentences about workers that failed to join since the last call."""
         notices, self._notices = self._notices, []
         if self._recruiter is not None:
             notices += self._recruiter.notices
@@ -480,15 +520,17 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Forget what belongs to the process that a worker had before."""
+        """Forget what is stored about a worker's previous process."""
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
         self._stacks.pop(worker, None)
 
     def revive(self, worker: int) -> None:
-        """Start another actor in the same bundle.
+        """Start another actor in the bundle of a worker that died.
 
-        Raises WorkerDiedError if its node is lost, and ProcessLostError if it does not start.
+        Raises WorkerDiedError if the worker's node is lost. Raises ProcessLostError if the new
+        actor does not start. Raises RunStoppedError if its results would not be bit-identical to
+        the driver's.
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
@@ -506,7 +548,7 @@ class RayRuntime:
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
         """Wait for the result of a process in a worker's bundle; return False if none comes.
 
-        Raises WorkerDiedError if the node is lost.
+        Raises WorkerDiedError if the worker's node is lost.
         """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
             if ray.wait([ref], timeout=1)[0]:
@@ -518,10 +560,13 @@ class RayRuntime:
         return False
 
     def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
-        """Wait until all workers are ready, and compare them with the driver.
+        """Wait until all workers are ready, and compare their identities with the driver's.
 
-        processes: other processes of the run to compare.
-        Raises UnequalWorkersError, or ProcessLostError if a worker does not start in time.
+        timeout_s: the most seconds to wait.
+        processes: the identities of other processes of the run, which are compared, too.
+        Raises ProcessLostError if a worker does not start in time.
+        Raises UnequalWorkersError if results of a process would not be bit-identical to the
+        driver's.
         """
         assert self.participants is not None, "a runtime without participants compares nothing"
         answers = [actor.identity.remote() for actor in self.actors]
@@ -538,10 +583,11 @@ class RayRuntime:
         self.participants.add(*processes, *known)
 
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
-        """Compare the replacement of a dead worker with the driver.
+        """Compare the identity of a worker that replaces a dead one with the driver's.
 
-        Raises RunStoppedError if it would compute other bits, and WorkerDiedError if it is lost
-        with its node.
+        answer: a reference to the identity.
+        Raises RunStoppedError if the results would not be bit-identical to the driver's.
+        Raises WorkerDiedError if the worker is lost with its node.
         """
         if self.participants is None:
             return
@@ -559,10 +605,11 @@ class RayRuntime:
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
-        """Return a worker's identity, or None if it is unknown.
+        """Return a worker's identity; None if it is unknown.
 
-        A worker with another version of raysim or of a library may die before it can answer. Then
-        a Ray task on the worker's node reports the identity.
+        A worker with another version of raysim or of a library may die before it can answer. In
+        that case a Ray task on the worker's node reports the identity.
+        answer: a reference to the identity that the worker itself reports.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             identity: Identity = ray.get(answer)
@@ -581,14 +628,17 @@ class RayRuntime:
             return None
 
     def stop(self) -> None:
-        """End the workers."""
+        """End all actors."""
         for actor in [*self.actors, *self._adders.values()]:
             ray.kill(actor)
         self._adders.clear()
 
 
 def _has_lost_bundle() -> bool:
-    """Return True if a bundle of this run is on a lost node and no other node has room for it."""
+    """Return True if a bundle of this run is on a lost node.
+
+    Ray moves such a bundle as soon as another node has room for it.
+    """
     group = ray.util.get_current_placement_group()
     if group is None:
         return False
@@ -600,8 +650,11 @@ def _has_lost_bundle() -> bool:
 def start_workers(
     spec: RunSpec, workers: int, kind: type = RayWorker, actors: Sequence[Any] = (), cpus: float = 1
 ) -> RayRuntime:
-    """Start workers outside any placement group, all at once, or let actors become them.
+    """Start workers outside any placement group, all at the same time.
 
+    workers: the number of workers.
+    kind: the class of the workers.
+    actors: running actors that become the workers; without any, new actors are started.
     cpus: the CPUs that each worker reserves.
     """
     actor, shared = actor_class(kind).options(num_cpus=cpus), ray.put(spec)
@@ -623,13 +676,16 @@ def start_workers_in(
     device: str = "",
     most: int = 0,
 ) -> RayRuntime:
-    """Start workers in the bundles of a group, all at once, or let actors become them.
+    """Start workers in the bundles of a placement group, all at the same time.
 
-    kind: the class of the workers. The run stays in the object store, for replacements of dead
-    workers.
+    name: the beginning of the actors' names in Ray.
+    kind: the class of the workers.
+    spec: the run. It stays in the object store, for workers that replace dead ones.
+    content: what `store_dataset` returned.
+    actors: running actors that become the workers; without any, new actors are started.
     participants: see `RayRuntime`.
     packages, device: see `identify`.
-    most: the most workers that the run may have if nodes join; 0 starts none later.
+    most: the most workers that the run may have after nodes join; 0 never starts more.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
@@ -669,9 +725,10 @@ def start_workers_in(
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
-    """Replace the objects in actors, all at once. Raises the error of the first actor.
+    """Replace the objects that actors hold, all at the same time.
 
-    parts: the arguments of each new object. Nothing happens without actors.
+    parts: for each actor the arguments of the new object. Raises the error of the first actor that
+    fails.
     """
     pairs = zip(actors, parts, strict=bool(actors))
     calls = [actor.become.remote(*arguments) for actor, arguments in pairs]
@@ -679,6 +736,6 @@ def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:
-    """Return Ray's name of the node of each bundle; the coordinator has the first bundle."""
+    """Return Ray's identifier of each bundle's node; the first bundle is the coordinator's."""
     node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return [node_ids[index] for index in range(len(node_ids))]

@@ -36,9 +36,9 @@ QUICK_PLACEMENT_S = 2
 
 
 def connect(options: RayOptions) -> bool:
-    """Start or join a cluster, unless this process has one; return True if it did.
+    """Start or join a Ray cluster; return False if this process is already connected.
 
-    Raises ValueError with the reason if Ray does not start or cannot be joined.
+    Raises ValueError, which gives the reason, if Ray does not start or cannot be joined.
     """
     if ray.is_initialized():
         return False
@@ -73,10 +73,10 @@ def connect(options: RayOptions) -> bool:
 
 
 def _ensure_token() -> None:
-    """Give the cluster of this process a token, unless the user has one.
+    """Give the cluster that this process starts a token, unless the user has set one.
 
-    Otherwise Ray would write a token into the home folder, where processes that start at the same
-    time overwrite each other's tokens.
+    Otherwise Ray would write a token into the home folder. Processes that start at the same time
+    would overwrite each other's tokens there.
     """
     if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return
@@ -86,7 +86,10 @@ def _ensure_token() -> None:
 
 @contextmanager
 def connection(options: RayOptions) -> Iterator[None]:
-    """Connect as `connect` does; at the end of the context, disconnect if this call connected."""
+    """Connect to a cluster; at the end of the context, disconnect.
+
+    If this process was already connected, neither is done. Errors are those of `connect`.
+    """
     has_connected = connect(options)
     try:
         yield
@@ -101,15 +104,16 @@ def cluster_address() -> str:
 
 
 def disconnect() -> None:
-    """Leave the cluster; a cluster that `connect` started ends."""
+    """Leave the cluster; if `connect` started it, the cluster ends."""
     ray.shutdown()
 
 
 def start_local_nodes(count: int, cpus: int) -> Any:
-    """Start a cluster of several Ray nodes on this machine, for tests of traffic between nodes.
+    """Start a cluster of several Ray nodes on this machine, to test traffic between nodes.
 
-    cpus: the CPUs that each node declares. The returned object has `address`, and `shutdown()` to
-    end it.
+    Return an object that has the attribute `address`, and the method `shutdown()`, which ends the
+    cluster.
+    cpus: the CPUs that each node declares.
     """
     from ray.cluster_utils import Cluster
 
@@ -120,22 +124,22 @@ def start_local_nodes(count: int, cpus: int) -> Any:
 
 
 def node_resources() -> list[dict[str, float]]:
-    """Return all resources of each living node, in use or not; the driver's node is the first.
+    """Return all resources of each node that answers, whether they are in use or not.
 
-    A node that does not answer is not living.
+    The first node is that of this process.
     """
     return [node["Resources"] for node in living_nodes()]
 
 
 def has_gpus() -> bool:
-    """Return True if a node has a GPU."""
+    """Return True if at least one node has a GPU."""
     return any(node.get("GPU") for node in node_resources())
 
 
 def run_bundles(size: Size) -> list[dict[str, float]]:
-    """Return the bundles that a run reserves: one for the coordinator, then one for each worker.
+    """Return the bundles that a run reserves: first the coordinator's, then one per worker.
 
-    The coordinator gets a minimal amount of this node, because its files are here.
+    The coordinator reserves a minimal amount of this node, so that it runs where its files are.
     """
     this_node = next(
         name
@@ -151,13 +155,14 @@ def run_bundles(size: Size) -> list[dict[str, float]]:
 def reserve(
     bundles: list[dict[str, float]], name: str, options: RayOptions, say: Say
 ) -> Iterator[PlacementGroup]:
-    """Wait until Ray has reserved the run's resources; free them when the context ends.
+    """Wait until Ray has reserved a run's resources; release them at the end of the context.
 
-    Ray calls the reservation a placement group. Inside the placement group of a trial, that group
-    is used and not removed.
+    Ray calls such a reservation a placement group. Inside a trial of a search the trial's placement
+    group is used, and not removed. Ray also removes the group if this process dies.
+    bundles: the resources to reserve.
     say: function that gets a text about what the run waits for.
-    Raises ValueError if other runs still have the resources after `options.wait` seconds. Ray also
-    removes the group when this process dies.
+    Raises ValueError if other runs still use the resources after `options.wait` seconds.
+    Raises NoRoomError if the cluster becomes too small meanwhile.
     """
     outer = ray.util.get_current_placement_group()
     if outer is not None:
@@ -179,7 +184,11 @@ def reserve(
 def _wait_for(
     group: PlacementGroup, bundles: Sequence[Mapping[str, float]], options: RayOptions, say: Say
 ) -> None:
-    """Wait until the group exists, in steps of seconds, so that Ctrl-C can interrupt it."""
+    """Wait until Ray has reserved the resources of a placement group.
+
+    It waits in steps of a second or two, so that Ctrl-C can interrupt it. Arguments and errors: see
+    `reserve`.
+    """
     since, has_said = time.monotonic(), False
     while not group.wait(1 if has_said else QUICK_PLACEMENT_S):
         _check_capacity(bundles, options)
@@ -216,7 +225,7 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
 
 
 def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
-    """Return the sum of the bundles, without Ray's marks of nodes."""
+    """Return the sum of the bundles' resources; the marks of single nodes are left out."""
     total: Counter[str] = Counter()
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -228,9 +237,11 @@ def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
 def bundle_options(
     group: PlacementGroup | None, index: int, resources: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the options of a task or an actor that takes all resources of a bundle.
+    """Return Ray's options for a task or actor that uses all resources of a bundle.
 
-    resources: those of the bundle.
+    group: the placement group; None means no group.
+    index: the position of the bundle in the group.
+    resources: the resources of the bundle.
     """
     arguments = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {

@@ -65,10 +65,13 @@ def plan_workers(
     say: Say = print,
     measure: Measure = preflight.measure,
 ) -> Size:
-    """Return what `plan_now` does; if too few nodes are there, wait for others to start.
+    """Choose the number of workers and their resources; see `plan_now`.
 
-    A run waits `runtime.wait` seconds, and not at all without that setting. An autoscaler learns
-    what is missing.
+    If there are too few nodes, wait up to `runtime.wait` seconds for nodes that are starting.
+    Without this setting do not wait. While it waits, an autoscaler is told which resources are
+    missing.
+    concurrency: the number of clients in flight.
+    say: function that gets texts for the user.
     """
     wait_s = options.wait or 0.0
     if options.address in (None, "local"):
@@ -96,14 +99,15 @@ def plan_workers(
 def plan_now(
     options: RayOptions, spec: RunSpec, concurrency: int, say: Say, measure: Measure
 ) -> Size:
-    """Return the number of workers, and what each of them reserves.
+    """Choose the number of workers, and the resources that each of them reserves.
 
-    These are the requested workers if the cluster is large enough. If no number is requested, as
-    many as the nodes' CPUs, GPUs and memory allow, and as can have work. Inside a placement group
-    (a trial of a search) the group decides.
+    If `runtime.workers` is set, it is that number. Otherwise it is the largest number that the
+    CPUs, GPUs and memory of the nodes allow and that can have work. Inside a placement group (a
+    trial of a search) the bundles of the group decide.
     concurrency: the number of clients in flight.
-    measure: see `preflight.measure`.
-    Raises ValueError with the number that would fit.
+    say: function that gets texts for the user.
+    measure: function that measures the memory of a job; see `preflight.measure`.
+    Raises ValueError, which says how many workers would fit, if the cluster is too small.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -138,9 +142,9 @@ def plan_now(
 
 
 def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
-    """Return as many of the workers as fit next to other runs; all of them if none fits.
+    """Reduce the number of workers to what fits next to other runs.
 
-    A run that none fits for waits for all of its workers.
+    If none fits, do not reduce the number; the run then waits until all its workers fit.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
     if free is None:
@@ -162,7 +166,10 @@ def _limit_by_memory(
     cluster: Sequence[Mapping[str, float]],
     say: Say,
 ) -> Size:
-    """Return fewer workers if the memory of the nodes is too small for all; at least one."""
+    """Reduce the number of workers to what the nodes' memory allows, but at least one.
+
+    cluster: the resources of each node.
+    """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
     if limited != size:
@@ -176,7 +183,7 @@ def _limit_by_memory(
 def _measure_remotely(
     options: RayOptions, spec: RunSpec, per_worker: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.MemoryNeed:
-    """Return the memory of one job, measured in a process with these resources."""
+    """Measure the memory of one job, in a process that reserves the resources of a worker."""
     end_waiting()  # the preflight needs a whole GPU
     with reserve([dict(per_worker)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, per_worker))
@@ -207,10 +214,14 @@ def _choose_gpu_share(
     need: preflight.MemoryNeed,
     say: Say,
 ) -> float:
-    """Return the share of a GPU that a worker reserves.
+    """Return the share of a GPU that each worker reserves.
 
-    It is as small as the memory allows, but not smaller than the workers can use: they need clients
-    to train, and CPUs.
+    The share is as small as the memory allows, so that many workers share a GPU. It is larger if
+    fewer workers can be used, because there are too few clients in flight or too few CPUs.
+    concurrency: the number of clients in flight.
+    cluster: the resources of each node.
+    need: the memory of a job.
+    Raises ValueError if no worker fits, or if `runtime.gpus` is too small.
     """
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
     clients = int(np.count_nonzero(spec.data.partition.train.counts))
@@ -253,8 +264,10 @@ def run(
     folder: str = "",
     resume: str = "",
 ) -> Iterator[Event]:
-    """Run on the connected cluster, in the run's own placement group.
+    """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
+    size: the number of workers and their resources.
+    say: function that gets texts for the user.
     folder, resume: see `Coordinator`. Raises the coordinator's errors, and ProcessLostError if a
     process of the run dies.
     """
@@ -265,7 +278,7 @@ def run(
     has_begun = has_succeeded = False
 
     def write_coordinator_stacks() -> Path | None:
-        """Write where the coordinator's threads stand; return the file, or None if unknown."""
+        """Write the positions of the coordinator's threads; return the file, None if unknown."""
         if not ray.wait([stack_source], timeout=0)[0]:
             return None
         text = read_stacks(ray.get(stack_source))
@@ -311,14 +324,17 @@ def _receive(
     say: Say,
     write_coordinator_stacks: Callable[[], Path | None] = lambda: None,
 ) -> Iterator[Any]:
-    """Yield the coordinator's messages. Raises ProcessLostError if none comes in time.
+    """Yield the coordinator's messages, and tell the user if none comes for a long time.
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
-    worker; then a line tells the user.
+    worker.
+    messages: the generator of messages.
     timeout: `faults.timeout`; None waits forever.
     extra_s: additional seconds for the first message.
-    write_coordinator_stacks: writes where the threads of the coordinator stand, and returns the
-    file.
+    say: function that gets texts for the user.
+    write_coordinator_stacks: function that writes the positions of the coordinator's threads and
+    returns the file.
+    Raises ProcessLostError if no message comes in time.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s
     silent_s = 0.0

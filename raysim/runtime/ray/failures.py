@@ -1,4 +1,4 @@
-"""Explain why Ray did not start or could not be joined, and what to change."""
+"""Explain why Ray did not start or could not be joined, and say what to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_LOG_CHARACTERS = 200  # of a log line that an error repeats
 class _Cause:
     """A cause of a failed start, and what to do about it.
 
-    words: texts in the messages of Ray or of the operating system that show the cause.
+    words: texts that show this cause, in messages of Ray or of the operating system.
     """
 
     words: tuple[str, ...]
@@ -86,9 +86,9 @@ _CAUSES = (
 
 
 def describe_failed_start(address: str, error: BaseException) -> str:
-    """Return the text of an error that Ray raised: the key, the problem and what to do.
+    """Describe an error that Ray raised: the key, the problem and what to do.
 
-    address: "local" for a cluster that this process starts, otherwise the address of the cluster to
+    address: "local" for a cluster that this process starts; otherwise the address of the cluster to
     join.
     """
     if "Version mismatch" in str(error):
@@ -166,7 +166,7 @@ def _describe_local(error: BaseException) -> str:
 
 
 def _temporary_folder() -> tuple[str, str]:
-    """Return the folder of Ray's sockets and logs, and the variable that sets it."""
+    """Return the environment variable that sets the folder of Ray's logs, and this folder."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
         folder = os.environ.get(variable)
         if folder:
@@ -182,7 +182,11 @@ def _find_cause(text: str) -> _Cause | None:
 
 
 def _logged_error(folder: Path) -> str:
-    """Return the first error in the logs of this process's cluster; "" if there is none."""
+    """Return the first error in the logs of the cluster that this process started.
+
+    Return "" if there is none.
+    folder: the folder that contains Ray's sessions.
+    """
     sessions = sorted(folder.glob(f"ray/session_*_{os.getpid()}"))
     if not sessions:
         return ""

@@ -1,6 +1,7 @@
-"""Notice nodes that do not answer, leave the cluster or join it, before Ray declares it.
+"""Notice nodes that do not answer, leave the cluster or join it.
 
-Ray declares a node dead after a minute without an answer. Until then it schedules processes there.
+Ray declares a node dead only after a minute without an answer. Until then it may start processes
+there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DRAINING = "DRAINING"  # the status of a node that will leave the cluster
 
 
 def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-    """Return True if a node's raylet answers.
+    """Return True if a node's raylet (Ray's process on the node) answers.
 
     node: an entry of `ray.nodes()`.
     """
@@ -48,7 +49,10 @@ def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) ->
 
 
 def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> list[bool]:
-    """Return for each node whether its raylet answers; all are asked at the same time."""
+    """Return a bool for each node: True if it answers. All nodes are asked at the same time.
+
+    nodes: entries of `ray.nodes()`.
+    """
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), MAX_PROBES)) as pool:
@@ -56,9 +60,9 @@ def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S
 
 
 def living_nodes() -> list[Mapping[str, Any]]:
-    """Return the entries of `ray.nodes()` that Ray declares alive and that answer.
+    """Return the entries of `ray.nodes()` for nodes that Ray declares alive and that answer.
 
-    The node of this process is the first.
+    The first entry is the node of this process.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     this_node = ray.get_runtime_context().get_node_id()
@@ -68,7 +72,11 @@ def living_nodes() -> list[Mapping[str, Any]]:
 
 
 def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
-    """Return label selectors that keep bundles away from nodes that do not answer; None: all do."""
+    """Return label selectors that keep bundles away from nodes that do not answer.
+
+    Return None if all nodes answer.
+    bundles: the number of bundles, which is that of the selectors.
+    """
     living = {node["NodeID"] for node in living_nodes()}
     silent = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     silent = [node for node in silent if node not in living]
@@ -78,11 +86,11 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 
 
 class ClusterState(NamedTuple):
-    """What the head of a cluster knows about it.
+    """What the head of a cluster knows about its nodes, by Ray's identifier of a node.
 
-    draining: the nodes that will leave, as a spot instance does after its notice.
-    free: for each node, the resources that nothing has reserved.
-    has_demand: True if something waits for resources.
+    draining: the nodes that will leave, for example spot instances after their notice.
+    free: for each node, the resources that nobody has reserved.
+    has_demand: True if a task, an actor or a placement group waits for resources.
     """
 
     draining: Collection[str] = ()
@@ -91,7 +99,7 @@ class ClusterState(NamedTuple):
 
 
 def cluster_state(address: str) -> ClusterState:
-    """Return the state of the cluster at an address; an older Ray cannot tell anything."""
+    """Return the state of the cluster at an address; an empty one if Ray is too old."""
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
     except ImportError:
@@ -109,7 +117,7 @@ def cluster_state(address: str) -> ClusterState:
 
 
 def free_resources() -> list[Resources]:
-    """Return what nothing has reserved on each living node; [] if Ray cannot tell."""
+    """Return the unreserved resources of each node that answers; [] if they are unknown."""
     with suppress(Exception):  # then it is unknown
         free = cluster_state(str(ray.get_runtime_context().gcs_address)).free
         return [free[node["NodeID"]] for node in living_nodes() if node["NodeID"] in free]
@@ -117,10 +125,11 @@ def free_resources() -> list[Resources]:
 
 
 class NodeWatch:
-    """A thread that asks the nodes of a cluster every few seconds.
+    """A thread that asks every few seconds whether the nodes of a cluster answer.
 
-    timeout_s: seconds without an answer after which a node counts as dead; infinite: never.
-    lost: the nodes that have left, or will, with the reason.
+    Attribute `lost` has the nodes that have left or will leave, each with the reason.
+    timeout_s: the seconds without an answer after which a node counts as lost; infinity means
+    never.
     """
 
     def __init__(self, timeout_s: float):
@@ -177,18 +186,18 @@ class NodeWatch:
         return None
 
     def is_silent(self, node: str) -> bool:
-        """Return True if a node did not answer when it was asked last."""
+        """Return True if a node did not answer the last time it was asked."""
         return self._silent_s.get(node, 0.0) > 0
 
     def usable_nodes(self) -> Sequence[Mapping[str, Any]]:
-        """Return the entries of `ray.nodes()` of the nodes that are alive, answer and stay."""
+        """Return the `ray.nodes()` entries of nodes that are alive, answer and will not leave."""
         return self._usable
 
     def free_resources(self, node: str) -> Resources:
-        """Return what nothing has reserved on a node; {} if something waits for resources."""
+        """Return the unreserved resources of a node; {} if something waits for resources."""
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})
 
     def stop(self) -> None:
-        """End the thread, soon."""
+        """Tell the thread to end; it ends a little later."""
         self._has_ended.set()

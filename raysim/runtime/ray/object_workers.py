@@ -25,11 +25,14 @@ from raysim.runtime.ray.cluster import (
 def object_workers(
     kind: type, spec: object, options: RayOptions, device: str, threads: int, most: int, say: Say
 ) -> Iterator[RayRuntime]:
-    """Start actors that hold `kind(spec)` each; end them with the context.
+    """Start actors that each hold an object `kind(spec)`; end them when the context ends.
 
-    kind: a class with a function `ready`.
+    kind: a class with a method `ready`.
+    spec: the argument of the class.
+    device: the device of each worker, for example "cuda".
+    threads: the threads of each worker.
     most: the largest number of workers that can have work.
-    say: gets a text about what the workers wait for.
+    say: function that gets a text about what the workers wait for.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):

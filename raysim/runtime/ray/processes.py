@@ -1,4 +1,4 @@
-"""Start the processes of a run, and keep them for the runs that follow."""
+"""Start the processes of a run, and keep them for the next runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
 
 @dataclass(frozen=True)
 class RunProcesses:
-    """The processes of a run, and their bundles.
+    """The processes of a run, with their placement group.
 
+    request: the bundles and the strategy with which the resources were requested.
     end: function that ends the processes.
     """
 
@@ -48,7 +49,7 @@ class RunProcesses:
 
     @property
     def are_idle(self) -> bool:
-        """Return True if all workers are alive and have no calls left."""
+        """True if all workers are alive and have answered all calls."""
         answers = [worker.ready.remote() for worker in self.workers]
         with suppress(ray.exceptions.RayError):
             return bool(ray.get(answers, timeout=IDLE_TIMEOUT_S))
@@ -56,7 +57,10 @@ class RunProcesses:
 
 
 def is_inside_trial() -> bool:
-    """Return True in a trial of a search, whose placement group decides on the workers."""
+    """Return True inside a trial of a search.
+
+    The placement group of the trial then decides on the number of workers.
+    """
     return ray.util.get_current_placement_group() is not None
 
 
@@ -64,14 +68,18 @@ def is_inside_trial() -> bool:
 class _WaitingProcesses:
     """The processes that wait for the next run, if there are any.
 
-    name: the name of all these runs in Ray.
+    name: the beginning of the names of these processes in Ray.
+    processes: None if no processes wait.
     """
 
     name: str
     processes: RunProcesses | None = None
 
     def take(self, request: Request) -> RunProcesses | None:
-        """Remove and return processes of this request; end processes of another request."""
+        """Remove the waiting processes and return them, if they fit a request.
+
+        If they do not fit, end them and return None.
+        """
         if self.processes is not None and (self.processes.request != request or is_inside_trial()):
             self.end()
         processes, self.processes = self.processes, None
@@ -89,11 +97,11 @@ _waiting: _WaitingProcesses | None = None  # of this process, which has one Ray 
 
 @contextmanager
 def keep_processes(name: str) -> Iterator[None]:
-    """Let the runs in this context use the same processes, which saves seconds for each run.
+    """Let all runs in this context use the same processes, which saves seconds for each run.
 
-    A run with another number or size of workers gets new processes, and so does the run after a
-    failed run.
-    name: the name of the processes in Ray's dashboard. A nested context changes nothing.
+    A run with another number or size of workers gets new processes. So does the run after a failed
+    run. Inside another such context this one changes nothing.
+    name: the name of the processes in Ray's dashboard.
     """
     global _waiting
     if _waiting is not None:
@@ -108,13 +116,13 @@ def keep_processes(name: str) -> Iterator[None]:
 
 
 def end_waiting() -> None:
-    """End processes that wait for the next run, because their resources are needed."""
+    """End the processes that wait for the next run, because their resources are needed."""
     if _waiting is not None:
         _waiting.end()
 
 
 def waiting_workers(per_worker: Resources) -> int:
-    """Return how many workers of this size wait for the next run of this process."""
+    """Return how many workers with these resources wait for the next run of this process."""
     if _waiting is None or _waiting.processes is None:
         return 0
     bundles, _ = _waiting.processes.request
@@ -122,7 +130,10 @@ def waiting_workers(per_worker: Resources) -> int:
 
 
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
-    """Keep the processes of a successful run for the next one, or end them."""
+    """Keep the processes of a run for the next run, or end them.
+
+    They are kept if the run has succeeded and `keep_processes` is active.
+    """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:
         assert _waiting is not None, "checked above"
@@ -139,8 +150,11 @@ def start_processes(
     say: Say,
     places: tuple[str, str],
 ) -> RunProcesses:
-    """Return workers and coordinator of a run: waiting ones, or new ones.
+    """Return the workers and the coordinator of a run: waiting processes, or new ones.
 
+    parts: the schedule and the fleet.
+    size: the number of workers and their resources.
+    say: function that gets a text about what the run waits for.
     places: the arguments `folder` and `resume` of the coordinator.
     """
     spec = share_frozen_weights(spec)
@@ -151,7 +165,10 @@ def start_processes(
     def make_runtime(
         group: PlacementGroup, actors: Sequence[Any] = ()
     ) -> tuple[RayRuntime, tuple[Any, ...]]:
-        """Return the runtime with the workers, and the arguments of the coordinator."""
+        """Return the runtime with the workers, and the arguments of the coordinator.
+
+        actors: running actors that become the workers; without any, new actors are started.
+        """
         content = store_dataset(spec, group)
         runtime = start_workers_in(
             group,

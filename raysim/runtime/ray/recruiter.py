@@ -1,4 +1,7 @@
-"""Start workers during a run: on nodes that join, where others were lost, and on free CPUs."""
+"""Start workers during a run.
+
+Workers are started on nodes that join, where workers were lost, and on CPUs that become free.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ ROOM_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A place where a worker starts.
+    """A place where a worker can start.
 
-    bundle: the index of a bundle of the group.
+    node: Ray's identifier of the node.
+    bundle: the index of a bundle of the placement group.
     """
 
     node: str
@@ -36,14 +40,14 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Growth:
-    """How workers start during a run.
+    """What is needed to start workers during a run.
 
-    group: the run's own placement group.
-    per_worker: the resources of a worker.
+    group: the run's placement group.
+    per_worker: the resources that a worker reserves.
     most: the most workers that can have work.
-    start: function that starts the actor of a worker, given its number, its place, and the stored
-    content of the data set's file.
-    content: this content, if it is stored.
+    start: function that starts the actor of a worker, given its number, its place, and a reference
+    to the content of the data set's file.
+    content: this reference in a list; [] if the content is not stored yet.
     """
 
     group: PlacementGroup
@@ -56,9 +60,10 @@ class Growth:
 
 @dataclass
 class _Recruit:
-    """A worker that starts.
+    """A worker that is starting.
 
-    answer: will be its identity.
+    answer: a reference to the worker's identity, which exists when the worker is ready.
+    since: the wall time at which it was started, in seconds.
     """
 
     worker: int
@@ -71,9 +76,9 @@ class _Recruit:
 class Recruiter:
     """The object that starts workers during a run.
 
-    watch: knows the nodes.
+    watch: the object that knows which nodes are usable.
     worker_bytes: the memory that a worker needs.
-    dataset_path: the file of the data set on this node, which a node that joins may lack.
+    dataset_path: the data set's file on this node; a node that joins may not have this file.
     """
 
     def __init__(self, growth: Growth, watch: NodeWatch, worker_bytes: int, dataset_path: Path):
@@ -91,10 +96,10 @@ class Recruiter:
     def find_places(
         self, free_workers: Sequence[int], active: int
     ) -> list[tuple[int, WorkerPlace]]:
-        """Return pairs of a worker's number and the place where it can start now.
+        """Return the workers that can start now: pairs of a number and a place.
 
         The number of a new worker is -1.
-        free_workers: the workers of the run's own group that were lost.
+        free_workers: workers of the run's placement group that were lost.
         active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
@@ -125,7 +130,10 @@ class Recruiter:
         return places
 
     def _free_places(self, node: Mapping[str, Any]) -> int:
-        """Return how many workers fit next to what runs on a node."""
+        """Return how many workers fit on a node in addition to what runs there.
+
+        node: an entry of `ray.nodes()`.
+        """
         per_worker = self._growth.per_worker
         free = node_capacity(self._watch.free_resources(node["NodeID"]), per_worker)
         total = node_capacity(node["Resources"], per_worker)
@@ -135,7 +143,10 @@ class Recruiter:
         return max(0, min(free, self._capacity(node["Resources"]) - (total - free)))
 
     def _capacity(self, node: Resources) -> int:
-        """Return how many workers fit on an empty node."""
+        """Return how many workers fit on a node if it is empty.
+
+        node: the resources of the node.
+        """
         growth = self._growth
         count = node_capacity(node, growth.per_worker)
         count = growth.most if count is None else min(count, growth.most)
@@ -160,7 +171,10 @@ class Recruiter:
         return actor
 
     def take_ready(self) -> list[tuple[int, Identity]]:
-        """Return the workers that are ready now. Those that cannot start are given up."""
+        """Return the started workers that are ready now, each with its identity.
+
+        Workers that cannot start are given up, with a notice.
+        """
         if not self._starting:
             return []
         answers = [recruit.answer for recruit in self._starting]
@@ -189,7 +203,7 @@ class Recruiter:
             ray.util.remove_placement_group(recruit.place.group)
 
     def stop(self) -> None:
-        """End the workers that start, and free the room on nodes that joined."""
+        """End the workers that are starting, and release the resources on nodes that joined."""
         for recruit in self._starting:
             ray.kill(recruit.actor)
         for group in self._groups:
