@@ -1,1 +1,1 @@
-"""Programs for a checkout, which are no part of the installed package."""
+"""Hold programs for a checkout of the repository; they are not in the installed package."""

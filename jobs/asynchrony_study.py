@@ -1,12 +1,12 @@
-"""Compare schedules and asynchronous algorithms on one heavy-tailed fleet.
+"""Compare schedules and asynchronous algorithms on a fleet with a few very slow devices.
 
-It makes the page docs/studies/asynchrony.md:
+This program makes the page docs/studies/asynchrony.md:
 
     python jobs/asynchrony_study.py run runs/asynchrony      48 runs; continues if it was stopped
     python jobs/asynchrony_study.py collect runs/asynchrony  docs/studies/asynchrony.json from them
     python jobs/asynchrony_study.py page                     docs/studies/asynchrony.md and .png
 
-Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+The command `run` applies further arguments, such as `data.root=DIR`, to every run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
 
 # --- runs -----------------------------------------------------------------------------------------
 def words(algorithm: str, local: str, seed: int) -> list[str]:
-    """Return the overrides of one run of the study."""
+    """Return the overrides of one run of the study.
+
+    algorithm: a key of `ALGORITHMS`, on the server.
+    local: a key of `LOCAL`, on the clients.
+    """
     _, own, methods, size = ALGORITHMS[algorithm]
     chosen = [*methods, *LOCAL[local]]
     rounds, every = RESULTS // size, 60 // size
@@ -79,7 +83,11 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
 
 
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
-    """Make the missing runs, one seed after another."""
+    """Execute the missing runs of the study, one seed after another.
+
+    folder: the folder of all runs.
+    more: overrides for every run.
+    """
     import raysim
 
     for seed, local, algorithm in product(seeds, LOCAL, ALGORITHMS):
@@ -91,7 +99,10 @@ def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) 
 
 # --- what they did --------------------------------------------------------------------------------
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one finished run."""
+    """Return the numbers that the page shows of one finished run.
+
+    folder: the run's folder.
+    """
     import pyarrow.parquet as pq
 
     rows = pq.read_table(folder / "history.parquet").to_pylist()
@@ -129,7 +140,10 @@ def _megabytes(row: dict[str, Any]) -> float:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    """Write the numbers of every finished run to the page's JSON file.
+
+    folder: the folder of all runs.
+    """
     found: dict[str, Any] = {}
     for algorithm, local, seed in product(ALGORITHMS, LOCAL, range(100)):
         if (out := folder / f"{algorithm}-{local}-{seed}").joinpath("summary.json").exists():
@@ -140,7 +154,11 @@ def collect(folder: Path) -> None:
 
 # --- the page -------------------------------------------------------------------------------------
 def mean(values: Sequence[float | None], form: str) -> str:
-    """Return mean and deviation, and how many runs have a value if not all do."""
+    """Return mean and deviation as text, and how many runs have a value if not all have one.
+
+    values: one for each run; None without a value.
+    form: a format such as "{:.1f}".
+    """
     reached = [value for value in values if value is not None]
     if not reached:
         return "never"
@@ -151,7 +169,7 @@ def mean(values: Sequence[float | None], form: str) -> str:
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Return a table with a row for each algorithm, over its seeds."""
+    """Return a table with a row for each algorithm: means over the seeds."""
     heads = [
         "algorithm",
         "schedule",
@@ -188,7 +206,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """Return the page, made only from the stored numbers."""
+    """Return the text of the page, made only from the stored numbers."""
     tables = []
     for local, runs in store.items():
         seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)

@@ -12,7 +12,10 @@ from raysim.primitives.errors import errors_as_refusals
 
 
 def run(program: Callable[[], object]) -> NoReturn:
-    """Run a program and exit: 0 when it is done, 2 with one sentence when it refuses its input."""
+    """Run a program and exit.
+
+    The status is 0 after success, and 2, with one sentence, if the program refuses its input.
+    """
 
     def command() -> int:
         with errors_as_refusals():
@@ -29,10 +32,12 @@ def run_study(
     collect: Callable[[Path], object],
     write_page: Callable[[], object],
 ) -> NoReturn:
-    """Run the command of a study that the first argument names, and exit.
+    """Run the command that the first argument of a study's program names, and exit.
 
-    usage: printed if there is no such command. run_all: makes the runs in a folder, with further
-    overrides. collect: stores their numbers. write_page: makes the page from the stored numbers.
+    usage: text that is printed if there is no such command.
+    run_all: function that executes the runs in a folder, with further overrides.
+    collect: function that stores the numbers of the runs in a folder.
+    write_page: function that makes the page from the stored numbers.
     """
 
     def program() -> None:

@@ -1,12 +1,12 @@
-"""Compare compressors on W3's model and phones' uplinks.
+"""Compare compressors on the model of workload W3, with phones' uplinks.
 
-It makes the page docs/studies/compression.md:
+This program makes the page docs/studies/compression.md:
 
     python -m jobs.compression_study run runs/compression          15 runs; continues if it was stopped
     python -m jobs.compression_study collect runs/compression      docs/studies/compression.json
     python -m jobs.compression_study page                          docs/studies/compression.md and .png
 
-Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+The command `run` applies further arguments, such as `data.root=DIR`, to every run.
 """
 
 from __future__ import annotations
@@ -68,12 +68,20 @@ DRAWN = (
 
 # --- runs ---------------------------------------------------------------------------------------
 def folder_of(folder: Path, name: str) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run.
+
+    folder: the folder of all runs.
+    name: the compressor's name.
+    """
     return folder / re.sub(r"[^a-z0-9]+", "_", name)
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Make the missing runs."""
+    """Execute the missing runs of the study.
+
+    folder: the folder of all runs.
+    more: overrides for every run.
+    """
     import raysim
 
     for name, overrides in COMPRESSORS.items():
@@ -86,7 +94,10 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one finished run."""
+    """Return the numbers that the page shows of one finished run.
+
+    folder: the run's folder.
+    """
     from raysim.results.history import read_history
 
     rows: list[Any] = [*read_history(folder / "history.parquet")]
@@ -106,9 +117,10 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run of the folder to the page's JSON file.
+    """Write the numbers of every finished run to the page's JSON file.
 
-    The file keeps its numbers of other runs.
+    folder: the folder of all runs. For runs that are not in the folder, the file keeps its earlier
+    numbers.
     """
     stored: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() else {}
     store: dict[str, Any] = {}
@@ -123,7 +135,10 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """Return the costs of the first score of at least TARGET, or None."""
+    """Return the costs at the first score of at least TARGET; None if no score reaches it.
+
+    curve: rows of costs and a score.
+    """
     return next((costs for *costs, accuracy in curve if accuracy >= TARGET), None)
 
 
@@ -187,7 +202,7 @@ If only uploads are compressed, time does not fall below a third, because each c
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """Return the page, made only from the stored numbers."""
+    """Return the text of the page, made only from the stored numbers."""
     rows = table(store)
     missing = [name for name in COMPRESSORS if name not in store]
     if missing:

@@ -1,15 +1,16 @@
 """Compare ways to train a small GPT on clients: full fine-tuning, DiLoCo and adapters.
 
-It makes the page docs/studies/language.md:
+This program makes the page docs/studies/language.md:
 
     python -m jobs.language_study run runs/language          the base, and 3 runs of each method
     python -m jobs.language_study collect runs/language      docs/studies/language.json
     python -m jobs.language_study page                       docs/studies/language.md and .png
 
-`run` continues if it was stopped. Overrides after the folder of `run` go to every run, such as
-`model.width=128 local.steps=25`; the text is always the same. A larger study of 0.8 million parameters
-takes about 1.7 hours of one core, estimated from the time of a step (0.1 s):
-`model.width=128 model.blocks=4 data.length=128 local.steps=25`.
+The base is a model that is trained centrally; every run starts from it. `run` continues if it was
+stopped, and applies further arguments, such as `model.width=128 local.steps=25`, to every run. The
+text is always the same. A larger study of 0.8 million parameters takes about 1.7 hours of one core,
+estimated from the time of a step (0.1 s): `model.width=128 model.blocks=4 data.length=128
+local.steps=25`.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ METHODS: dict[str, list[str]] = {
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write the text of the base and of the clients; return the file and the folder.
+    """Write the base's text into a file, the clients' texts into a folder; return both paths.
 
-    The topics of Python's reference are sorted by name: every second one is the base's, and each of
-    8 clients has a run of neighbours of the others.
+    The text is Python's reference. Its topics are sorted by name. The base gets every second topic;
+    the remaining topics are divided into 8 successive parts, one for each client.
     """
     from pydoc_data.topics import topics
 
@@ -87,12 +88,19 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 
 
 def folder_of(folder: Path, method: str, seed: int) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run.
+
+    folder: the folder of all runs.
+    """
     return folder / f"{method.replace(' ', '_').lower()}-{seed}"
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Train the base, then make the missing runs, one seed after another."""
+    """Train the base, then execute the missing runs, one seed after another.
+
+    folder: the folder of all runs.
+    more: overrides for every run.
+    """
     import raysim
 
     base_text, client_texts = write_texts(folder)
@@ -111,7 +119,10 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one finished run."""
+    """Return the numbers that the page shows of one finished run.
+
+    folder: the run's folder.
+    """
     from safetensors.numpy import load_file
 
     from raysim.results.history import read_history
@@ -145,7 +156,12 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of the seeds of which all runs have finished to the page's JSON file."""
+    """Write the numbers of the finished runs to the page's JSON file.
+
+    folder: the folder of all runs.
+
+    A seed is left out unless all of its runs have finished.
+    """
     store: dict[str, Any] = {method: {} for method in METHODS}
     for seed in SEEDS:
         outs = {method: folder_of(folder, method, seed) for method in METHODS}
@@ -157,7 +173,7 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(store: dict[str, Any]) -> str:
-    """Return a table with a row for each method, over its seeds."""
+    """Return a table with a row for each method: means over the seeds."""
     heads = ["method", "perplexity, clients", "perplexity, central", "next token right, %"]
     heads += ["MB, down and up", "virtual s"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
@@ -174,7 +190,10 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw perplexity against virtual time and traffic: means over seeds, bands of the extremes."""
+    """Draw perplexity against virtual time and traffic.
+
+    A line is the mean over seeds, a band goes from the lowest to the highest.
+    """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:
         for place, (ax, title) in enumerate(zip(axes, titles, strict=True)):
@@ -225,7 +244,7 @@ each client has a model of its own, and sends least."""
 
 
 def describe_seeds(store: dict[str, Any]) -> str:
-    """Return a sentence on the seeds of the numbers; all methods have the same."""
+    """Return a sentence about the seeds, which are the same for all methods."""
     seeds = [set(by_seed) for by_seed in store.values()]
     assert all(one == seeds[0] for one in seeds), "collect stores seeds that all methods have"
     if len(seeds[0]) == 1:

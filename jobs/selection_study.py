@@ -1,12 +1,12 @@
-"""Compare rules that choose clients, on one heavy-tailed fleet.
+"""Compare rules that select clients, on a fleet with a few very slow devices.
 
-It makes the page docs/studies/selection.md:
+This program makes the page docs/studies/selection.md:
 
     python -m jobs.selection_study run runs/selection          15 runs; continues if it was stopped
     python -m jobs.selection_study collect runs/selection      docs/studies/selection.json
     python -m jobs.selection_study page                        docs/studies/selection.md and .png
 
-Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+The command `run` applies further arguments, such as `data.root=DIR`, to every run.
 """
 
 from __future__ import annotations
@@ -54,12 +54,20 @@ RULES: dict[str, list[str]] = {
 
 # --- runs ---------------------------------------------------------------------------------------
 def folder_of(folder: Path, rule: str, seed: int) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run.
+
+    folder: the folder of all runs.
+    rule: the name of the selection.
+    """
     return folder / f"{rule.replace(',', '').replace(' ', '_').lower()}-{seed}"
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Make the missing runs, one seed after another."""
+    """Execute the missing runs of the study, one seed after another.
+
+    folder: the folder of all runs.
+    more: overrides for every run.
+    """
     import raysim
 
     for seed, (rule, overrides) in product(SEEDS, RULES.items()):
@@ -73,7 +81,10 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one finished run."""
+    """Return the numbers that the page shows of one finished run.
+
+    folder: the run's folder.
+    """
     from raysim.results.history import read_history
     from raysim.results.jobs import read_jobs
 
@@ -111,7 +122,10 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    """Write the numbers of every finished run to the page's JSON file.
+
+    folder: the folder of all runs.
+    """
     store: dict[str, Any] = {}
     for rule, seed in product(RULES, SEEDS):
         out = folder_of(folder, rule, seed)
@@ -122,7 +136,7 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(store: dict[str, Any]) -> str:
-    """Return a table with a row for each rule, over its seeds."""
+    """Return a table with a row for each rule: means over the seeds."""
     names = {"seconds": "virtual s", "megabytes": "MB", "energy": "Wh"}
     goal = f"{TARGETS[1]:.2f}"
     heads = ["selection", *(f"{names[cost]} to {TARGETS[1]:.0%}" for cost in COSTS)]

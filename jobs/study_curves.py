@@ -1,4 +1,4 @@
-"""Draw accuracy against a cost, such as virtual time: mean curves of seeds, with bands."""
+"""Draw accuracy against a cost, such as virtual time: means over seeds, with bands."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def curves_figure(
     lowest: float | None,
     label: str = "accuracy on the central test set",
 ) -> Iterator[Any]:
-    """Yield the axes of panels in one row [panels]; at the end add a legend and save the picture.
+    """Yield the axes of `panels` panels in one row; then add a legend and save the picture.
 
-    height: of the picture, in inches. lowest: the lowest score that is shown; None shows all. label: of the scores.
+    path: the picture's file.
+    height: the picture's height in inches.
+    lowest: the lowest score that is shown; None shows all.
+    label: the label of the vertical axis.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -44,10 +47,12 @@ def curves_figure(
 def draw_panel(
     ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
 ) -> None:
-    """Draw the mean over seeds of each name's curves, and a band from the lowest to the highest.
+    """Draw the mean over seeds of each name's curves, and a band from lowest to highest.
 
-    curves_of: by name, the curves of its seeds, each [points, 2] with cost and accuracy; costs
-    ascend. A mean is drawn where all of its curves have values.
+    curves_of: by name, the curves of its seeds, each [points, 2]: ascending costs, and accuracies.
+    The mean is drawn only for costs at which all curves of the name have values.
+    cost_label: the label of the horizontal axis.
+    tick_format: the format of its ticks, such as "{x:g}".
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -1,12 +1,12 @@
-"""Compare topologies on clients with different labels, and on clients with turned images.
+"""Compare topologies on clients with different labels, and on clients with rotated images.
 
-It makes the page docs/studies/topology.md:
+This program makes the page docs/studies/topology.md:
 
     python -m jobs.topology_study run runs/topology          36 runs; continues if it was stopped
     python -m jobs.topology_study collect runs/topology      docs/studies/topology.json
     python -m jobs.topology_study page                       docs/studies/topology.md, two pictures
 
-Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+The command `run` applies further arguments, such as `data.root=DIR`, to every run.
 """
 
 from __future__ import annotations
@@ -76,12 +76,19 @@ def cases() -> Iterator[tuple[int, str, str]]:
 
 
 def folder_of(folder: Path, data: str, topology: str, seed: int) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run.
+
+    folder: the folder of all runs.
+    """
     return folder / f"{data}-{topology.replace(' ', '_')}-{seed}"
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Make the missing runs, one seed after another."""
+    """Execute the missing runs of the study, one seed after another.
+
+    folder: the folder of all runs.
+    more: overrides for every run.
+    """
     import raysim
 
     for seed, data, topology in cases():
@@ -96,7 +103,10 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path, topology: str) -> dict[str, Any]:
-    """Return the numbers of one finished run."""
+    """Return the numbers that the page shows of one finished run.
+
+    folder: the run's folder.
+    """
     from raysim.results.history import read_history
 
     rows: list[Any] = [*read_history(folder / "history.parquet")]
@@ -135,7 +145,12 @@ def measured(folder: Path, topology: str) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of all seeds whose runs are finished to the page's JSON file."""
+    """Write the numbers of the finished runs to the page's JSON file.
+
+    folder: the folder of all runs.
+
+    A seed is left out unless all of its runs have finished.
+    """
     store: dict[str, Any] = {}
     for seed in SEEDS:
         pairs = [*product(DATA, TOPOLOGIES)]
@@ -150,7 +165,10 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(of_data: dict[str, Any]) -> str:
-    """Return a table with a row for each topology, over its seeds."""
+    """Return a table with a row for each topology: means over the seeds.
+
+    of_data: the stored numbers for one of the two kinds of clients.
+    """
     heads = ["topology", "clients' accuracy, %", "worst client, %", CENTRAL, "virtual s"]
     heads += ["MB between clients and servers", "MB between edges and cloud", "MB between clients"]
     heads.append("Wh of the devices")
@@ -171,7 +189,10 @@ def table(of_data: dict[str, Any]) -> str:
 
 
 def draw(of_data: dict[str, Any], path: Path) -> None:
-    """Draw the clients' accuracy against virtual time, traffic and energy."""
+    """Draw the clients' accuracy against virtual time, traffic and energy.
+
+    of_data: the stored numbers for one of the two kinds of clients.
+    """
     label = "accuracy of clients with their model"
     with curves_figure(path, len(COSTS), height=5, lowest=0.2, label=label) as axes:
         for place, cost in enumerate(COSTS):

@@ -1,1 +1,1 @@
-"""Benchmarks of single parts of raysim; each module here is a command."""
+"""Measure single parts of raysim; each module of this folder is a command."""

@@ -1,15 +1,15 @@
-"""Measure what a run with adapters costs: the time of a job, and the memory of the frozen weights.
+"""Measure the cost of adapters: the time of a job, and the memory of the frozen weights.
 
     uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
     uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
 
-`steps` trains a GPT of 3.3 million parameters with adapters of rank 8, one job of 20 steps at a time,
-in raysim and in a plain loop in turns. A row has the medians of the CPU seconds of a job and of their
+`steps` trains a GPT of 3.3 million parameters with adapters of rank 8. raysim and a plain loop
+train a job of 20 steps in turn. A row has the medians of the CPU seconds of a job and of their
 ratios. The limit is 1.05.
 
 `memory` runs raysim with different numbers of workers and clients. A row has the memory that all of
-Ray's processes hold at the same time, each shared page counted once, as a multiple of the frozen
-weights beyond the first row.
+Ray's processes hold at the same time, minus that of the first row, as a multiple of the size of the
+frozen weights. A page that several processes share is counted once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # of the large layers in float32
 
 # --- the time of a job --------------------------------------------------------------------------
 def raysim_job_s(spec: RunSpec, jobs: int) -> float:
-    """Return the CPU seconds of a job, without the first round and the end of the run."""
+    """Return the CPU seconds of a job in raysim, without the first round and the run's end.
+
+    jobs: the number of jobs that are measured.
+    """
     spec = replace(spec, settings=replace(spec.settings, rounds=jobs + 2))
     coordinator = Coordinator(spec, Synchronous(1), Ideal(), InProcess(Worker(spec)))
     ends = []
@@ -67,7 +70,10 @@ def raysim_job_s(spec: RunSpec, jobs: int) -> float:
 
 
 def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jobs: int) -> float:
-    """Return the CPU seconds of the same steps: torch.optim.SGD on the factors of peft."""
+    """Return the CPU seconds of a job in a plain loop, with torch.optim.SGD and peft.
+
+    jobs: the number of jobs that are measured.
+    """
     factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(0)
     start = time.process_time()
@@ -83,7 +89,11 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 
 
 def measure_steps(blocks: int, jobs: int) -> None:
-    """Print a row for each type of the frozen weights."""
+    """Print a row for each number format of the frozen weights.
+
+    blocks: the number of repetitions.
+    jobs: the number of jobs in each.
+    """
     specs = {}
     for base in BASES:
         spec = build([*GPT, f"model.lora.base={base}"]).spec
@@ -106,7 +116,10 @@ def measure_steps(blocks: int, jobs: int) -> None:
 
 # --- memory -------------------------------------------------------------------------------------
 def ray_bytes() -> int:
-    """Return the memory of all workers of Ray; a page that several share counts once (Linux)."""
+    """Return the memory of all workers of Ray in bytes (Linux).
+
+    A page that several workers share is counted once.
+    """
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -120,7 +133,7 @@ def ray_bytes() -> int:
 
 
 def peak_bytes(overrides: list[str]) -> int:
-    """Run raysim; return the most memory that Ray's workers hold at the same time."""
+    """Run raysim; return the largest memory that Ray's workers hold at one time, in bytes."""
     peak, has_ended = [0], threading.Event()
 
     def watch() -> None:
@@ -154,7 +167,7 @@ def measure_memory() -> None:
 
 
 def main() -> None:
-    """Measure what the arguments name."""
+    """Measure the part that the command line names."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("what", choices=("steps", "memory"))

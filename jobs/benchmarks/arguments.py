@@ -9,7 +9,10 @@ from raysim.primitives.files import user_path
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with `--blocks` and `--out`; pass a module's docstring as description."""
+    """Return a parser with `--blocks` and `--out`.
+
+    description: the docstring of the benchmark's module.
+    """
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=description, formatter_class=style)
     arguments.add_argument(

@@ -55,10 +55,12 @@ _SKIP = 1  # rounds at the start that are not measured
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Where to run the benchmark, and with which models.
+    """The cluster on which the benchmark runs, and the sizes of its models.
 
-    address: of a running Ray cluster. nodes: the number of Ray nodes to start in this machine
-    instead. workers: in total; None: as many as fit. floats: the parameters of each model.
+    address: the address of a running Ray cluster; None starts Ray.
+    nodes: the number of Ray nodes to start on this machine; None starts a local Ray.
+    workers: the number of all workers; None starts as many as fit.
+    floats: the number of parameters of each model.
     """
 
     address: str | None = None
@@ -80,7 +82,7 @@ class ClusterOptions:
 
 
 class SingleUpdates(Method):
-    """A method that reads single updates."""
+    """A method that needs every update by itself, so that workers cannot send sums."""
 
     name = "single_updates"
 
@@ -90,7 +92,7 @@ class SingleUpdates(Method):
 
 
 class IdleWorker(ReadyWorker):
-    """A worker that does not train and may return single updates."""
+    """A worker that does not train. It can return single updates."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0", content: Sequence[Any] = ()):
         super().__init__(spec, name)
@@ -104,8 +106,9 @@ class IdleWorker(ReadyWorker):
 class CountingRuntime:
     """A runtime that counts its calls, the arrays, and the bytes between nodes.
 
-    down: bytes to other nodes: a version once for each node with workers, or, if it is small, with
-    each call. up: bytes from other nodes to the coordinator.
+    down: bytes from the coordinator to other nodes. A version is sent once to each node with
+    workers, or, if it is small, with each call.
+    up: bytes from other nodes to the coordinator.
     """
 
     def __init__(self, inner: Any):
@@ -122,14 +125,14 @@ class CountingRuntime:
         self._homes: dict[int, int] = {}
 
     def put(self, value: object) -> Any:
-        """See `Runtime`."""
+        """Count and forward the call; see `Runtime`."""
         ref = self._inner.put(value)
         if isinstance(value, PublishedVersion) and ref is not value:
             self.counts["down"] += value.nbytes * len(set(self.nodes) - {0})
         return ref
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """See `Runtime`."""
+        """Count and forward the call; see `Runtime`."""
         self.counts["calls"] += 1
         home = self.nodes[worker]
         if home:
@@ -140,14 +143,14 @@ class CountingRuntime:
         return refs
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """See `Runtime`."""
+        """Count and forward the call; see `Runtime`."""
         self.counts["calls"] += 1
         ref = self._inner.add_up(node, parts, refs)
         self._homes[hash(ref)] = node
         return ref
 
     def get(self, ref: Any) -> Any:
-        """See `Runtime`."""
+        """Count and forward the call; see `Runtime`."""
         value = self._inner.get(ref)
         if isinstance(value, (TrainingResult, np.ndarray)):
             arrays = _arrays(value)
@@ -156,11 +159,11 @@ class CountingRuntime:
         return value
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """See `Runtime`."""
+        """Forward the call; see `Runtime`."""
         return self._inner.ready(refs, seconds)  # type: ignore[no-any-return]
 
     def revive(self, worker: int) -> None:
-        """See `Runtime`."""
+        """Forward the call; see `Runtime`."""
         self._inner.revive(worker)
 
 
@@ -175,8 +178,12 @@ def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
 class RoundCost:
     """The median cost of a round.
 
-    arrays: received ones. down, up: bytes, see `CountingRuntime`. cpu, wall, stages: seconds of the
-    coordinator.
+    way: how updates return: as sums of workers, as sums of nodes, or single.
+    calls: the number of calls of workers.
+    arrays: the number of arrays that the coordinator receives.
+    down, up: bytes, see `CountingRuntime`.
+    cpu, wall: CPU and wall seconds of the coordinator.
+    stages: wall seconds of the coordinator in each part of a round.
     """
 
     floats: int
@@ -193,15 +200,17 @@ class RoundCost:
 
 
 class Stopwatch:
-    """A counter of the seconds that watched methods take."""
+    """A counter of the wall seconds that methods of objects take."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def watch(self, owner: Any, name: str, stage: str, outer: str = "") -> None:
-        """Add the time of an object's method to a stage.
+        """Add the seconds of an object's method to a stage from now on.
 
-        outer: a stage that contains the method; the time is subtracted from it.
+        owner, name: the object and the name of its method.
+        stage: the name under which the seconds are counted.
+        outer: a stage that contains the method; the seconds are subtracted from it. "" for none.
         """
         inner = getattr(owner, name)
 
@@ -220,7 +229,11 @@ class Stopwatch:
 
 # --- the measurement ------------------------------------------------------------------------------
 def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> RoundCost:
-    """Run `rounds` measured rounds with these workers and return the medians."""
+    """Execute `rounds` measured rounds and return their median cost.
+
+    cohort: the number of clients in a round.
+    way: see `RoundCost`.
+    """
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counting, stopwatch = CountingRuntime(runtime), Stopwatch()
     coordinator = Coordinator(
@@ -251,7 +264,10 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
 
 
 def run_of(floats: int, workers: int, way: str) -> RunSpec:
-    """Return a run whose model has about `floats` parameters, with eight clients per worker."""
+    """Return a run with a model of about `floats` parameters and eight clients per worker.
+
+    way: see `RoundCost`.
+    """
     case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
     spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))
     return replace(spec, methods=(SingleUpdates(),) if way == "updates" else ())
@@ -260,7 +276,11 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 def costs(
     options: ClusterOptions, size: Size, rounds: int, say: Callable[[str], None]
 ) -> Iterator[RoundCost]:
-    """Measure each model in each way that the connected cluster supports."""
+    """Measure each model in each way that the connected cluster supports.
+
+    size: the number of workers and their resources.
+    say: function that gets a line for each measurement.
+    """
     from raysim.runtime import ray as cluster
 
     ray_options = RayOptions(workers=size.workers, strategy="SPREAD")
@@ -283,7 +303,7 @@ def costs(
 
 @contextmanager
 def connected_cluster(options: ClusterOptions) -> Iterator[Size]:
-    """Connect to the cluster or start it, and yield the number and resources of its workers."""
+    """Connect to the cluster or start it; yield the number and the resources of its workers."""
     from raysim.runtime import ray as cluster
 
     local_nodes = None
@@ -319,7 +339,7 @@ def bench(
 
 
 def table(results: Sequence[RoundCost]) -> str:
-    """Return the printed table: a row for each model and way."""
+    """Return the results as a table: a row for each model and each way of returning updates."""
     rows = []
     for cost in results:
         counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")

@@ -1,10 +1,10 @@
-"""Measure what compressors add to a round of the workloads W1 and W3.
+"""Measure how much time compressors add to a round of the workloads W1 and W3.
 
     uv run python -m jobs.benchmarks.compression W3 W1
 
-One process trains blocks of rounds without compression and with each compressor in turn. A row has the
-median of the CPU time of a round next to that of the block without compression before it, and the share
-of the bytes that is sent. The limits are 5 % of W1's round and 30 % of W3's.
+One process trains blocks of rounds, in turn without compression and with a compressor. A row has
+the median CPU time of a round in both kinds of blocks, the time that the compressor adds, and the
+share of the bytes that is sent. The limits are 5 % of W1's round and 30 % of W3's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ COMPRESSORS = [
 
 
 def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
-    """Return the CPU seconds of a round, without the first one and the end of the run.
+    """Return the CPU seconds of a round, without the first round and the end of the run.
 
-    A round is reported while the next one trains, except for the last.
+    A round is reported while the next one trains, so the last round is left out, too.
+    rounds: the number of measured rounds.
     """
     spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 2))
     coordinator = Coordinator(spec, Synchronous(workload.cohort), Ideal(), InProcess(Worker(spec)))
@@ -53,7 +54,12 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 
 
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
-    """Print a row for each compressor."""
+    """Print a row for each compressor.
+
+    name: the workload's name.
+    blocks: the number of blocks with each compressor.
+    rounds: the number of rounds in a block.
+    """
     workload = WORKLOADS[name]
     spec = spec_of(workload, source_of(workload, ""))
     print(f"{name}: CPU ms of a round; limit {LIMITS[name]:.0%}", flush=True)
@@ -72,7 +78,7 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
 
 
 def main() -> None:
-    """Measure the workloads that the arguments name."""
+    """Measure the workloads that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

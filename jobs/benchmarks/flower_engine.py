@@ -3,11 +3,12 @@
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs another version of Ray than raysim, and therefore an environment of its own;
-that Ray needs NumPy below 2, which later versions of pyarrow refuse.
-The app of both is `jobs/benchmarks/flower_app`. They run in turns; each turn gives the median of its
-seconds per round without the first round, in which processes start. What is compared is the median
-of the ratios. Both use two processes of one thread.
+Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
+That version of Ray needs NumPy below 2, which later versions of pyarrow refuse.
+
+Both run the app `jobs/benchmarks/flower_app`, in turn, with two processes of one thread. Each turn
+gives the median of its seconds per round. The first round, in which processes start, is left out.
+The result is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ run_simulation(server, clients, num_supernodes=int(sys.argv[1]), backend_config=
 
 
 def measure(command: Sequence[str], name: str, rounds: int) -> float:
-    """Run a command in the app's folder; return its median seconds per round."""
+    """Run a command in the app's folder; return its median seconds per round.
+
+    name: the workload's name.
+    """
     with TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
         settings = {"WORKLOAD": name, "ROUNDS": str(rounds), "TIMES": str(times)}
@@ -67,7 +71,12 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
 
 
 def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, object]:
-    """Return the seconds per round of raysim and of the engine in turns, and their ratio."""
+    """Run raysim and the engine in turn; return both sides' seconds per round, and the ratio.
+
+    name: the workload's name.
+    engine: the Python of Flower's environment.
+    blocks: the number of turns.
+    """
     seconds: dict[str, list[float]] = {"raysim": [], "flower": []}
     ours = ["raysim", "flower", "run", ".", f"clients={CLIENTS[name]}", "runtime=local"]
     ours += [f"runtime.workers={PROCESSES}"]
@@ -84,7 +93,7 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
 
 def main() -> None:
-    """Compare the workloads of the command line, and write the results."""
+    """Compare both on the workloads of the command line, and write the results."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("workloads", nargs="*", choices=["W1", "W2"], default=["W2", "W1"])

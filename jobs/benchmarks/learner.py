@@ -1,11 +1,12 @@
-"""Measure what a learner costs a job, apart from its own training.
+"""Measure what a learner costs a job, apart from the learner's own training.
 
     uv run python -m jobs.benchmarks.learner
 
 One process trains clients with a `Learner` whose `fit` returns the parameters unchanged, in turn
 with a method whose `run.train` does nothing. The difference is what raysim does for a learner: it
 gathers the samples as arrays, copies the parameters out of the vector and back, and checks them.
-The time of two plain copies of the parameters is printed next to it. All times are CPU times.
+For comparison, the benchmark also prints the time of two plain copies of the parameters. All times
+are CPU times.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ LIMIT_MS = 2.0  # of a job, beside the copies
 
 
 class Idle(Learner):
-    """A learner that returns what it received. arrays, floats: the parameters in total."""
+    """A learner that returns the parameters that it received.
+
+    arrays: the number of arrays of parameters.
+    floats: the number of parameters in all of them.
+    """
 
     name = "idle"
 
@@ -52,7 +57,7 @@ class Idle(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult | None]:
-        """Return the parameters."""
+        """Return the parameters unchanged."""
         return parameters, None
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
@@ -61,19 +66,19 @@ class Idle(Learner):
 
 
 class Nothing(Idle):
-    """The same parameters, with a training function that touches nothing."""
+    """A method with the same parameters, whose training function does nothing."""
 
     name = "nothing"
 
     def setup(self, run: Setup) -> None:
-        """Train by doing nothing."""
+        """Declare the parameters, and a training function that does nothing."""
         run.train(lambda job: None)
         run.without_gradients()
         run.skip("absorb")
 
 
 def job_ms(method: Method) -> float:
-    """Return the CPU time of a job in milliseconds, over rounds of all clients."""
+    """Return the CPU time of a job in milliseconds, as a mean over rounds of all clients."""
     words = f"data=synthetic data.samples={CLIENTS * SAMPLES} data.test_samples=10"
     words += f" partition=iid partition.clients={CLIENTS} partition.test_fraction=0"
     words += f" schedule.cohort={CLIENTS} runtime=inprocess checkpoint.every=0 rounds={ROUNDS}"
@@ -99,7 +104,7 @@ def copies_ms(floats: int) -> float:
 
 
 def main() -> None:
-    """Print a line for each size. Raise ValueError if a job costs more than the limit."""
+    """Print a line for each size; raise ValueError if a job costs more than the limit."""
     values = read(parser(__doc__))
     results = []
     for arrays, floats in ((2, 650), (20, 100_000), (4, 1_000_000)):

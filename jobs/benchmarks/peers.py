@@ -4,11 +4,11 @@
     python -m venv fedjax && fedjax/bin/pip install fedjax
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
-All train the workloads of `raysim bench` with FedAvg, from the same parameters and samples. raysim
-and pfl-research have two processes of one thread; FedJAX runs in one process with two threads, once
-for each of its ways to use them, and the faster one counts. They run in turns, and each turn gives
-the median of its seconds per round without the first rounds. What is compared is the median of the
-ratios. `jobs.benchmarks.flower_engine` does the same with Flower.
+All three train the workloads of `raysim bench` with FedAvg, from the same parameters and samples.
+raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads and
+two ways to use the threads; it runs once with each, and the faster one counts. The simulators run
+in turn, and each turn gives the median of its seconds per round without the first rounds. The
+result is the median of the ratios. `jobs.benchmarks.flower_engine` does the same with Flower.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LAYER_NAMES = {
 
 
 def write_workload(folder: Path, spec: RunSpec, workload: LoopWorkload) -> None:
-    """Write the samples, the first parameters and the settings of a workload for other programs."""
+    """Write a workload's samples, initial parameters and settings for other simulators."""
     data = spec.data.open()
     rows = spec.data.partition.train.indices
     pixels = np.ascontiguousarray(data.inputs[rows])
@@ -85,7 +85,11 @@ def write_workload(folder: Path, spec: RunSpec, workload: LoopWorkload) -> None:
 
 
 def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
-    """Run a command once in each environment, at the same time; raise RefusedError if one fails."""
+    """Run a command once in each environment, all at the same time.
+
+    environments: the environment variables of each process.
+    Raise RefusedError if a process fails.
+    """
     processes = [
         subprocess.Popen(
             command,
@@ -104,7 +108,7 @@ def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses now."""
+    """Return a port of this machine that no process uses."""
     with socket.socket() as opened:
         opened.bind(("localhost", 0))
         port: int = opened.getsockname()[1]
@@ -114,7 +118,12 @@ def free_port() -> int:
 def time_peer(
     app: str, python: str, folder: Path, rounds: int, environments: Sequence[dict[str, str]]
 ) -> float:
-    """Run an app of `peer_apps`; return its median seconds per round without the first rounds."""
+    """Run an app of `peer_apps`; return its median seconds per round without the first rounds.
+
+    python: the Python of the simulator's environment.
+    folder: the workload's folder.
+    environments: the environment variables of each process.
+    """
     times = folder / "times.json"
     times.unlink(missing_ok=True)
     command = [python, str(APPS / app), str(folder), str(rounds + WARM_UP_ROUNDS)]
@@ -127,7 +136,7 @@ def time_peer(
 
 
 def pfl_environments() -> list[dict[str, str]]:
-    """Return the environment of each process of pfl-research."""
+    """Return the environment variables of each process of pfl-research."""
     addresses = ",".join(f"127.0.0.1:{free_port()}" for _ in range(PROCESSES))
     common = {"PFL_WORKER_ADDRESSES": addresses, "PFL_PYTORCH_DEVICE": "cpu"}
     common["OMP_NUM_THREADS"] = "1"
@@ -148,7 +157,13 @@ def time_fedjax(python: str, folder: Path, rounds: int) -> float:
 def compare(
     name: str, root: str | None, blocks: int, pfl: str | None, fedjax: str | None
 ) -> dict[str, list[float]]:
-    """Return the seconds per round of each simulator in each turn, on a running Ray."""
+    """Return the seconds per round of each simulator in each turn. Ray must be running.
+
+    name: the workload's name.
+    root: see `raysim.commands.bench.loops.source_of`.
+    blocks: the number of turns.
+    pfl, fedjax: the Python of each simulator's environment; None leaves it out.
+    """
     from raysim.runtime.ray import start_workers
 
     workload = WORKLOADS[name]
@@ -183,7 +198,7 @@ def compare(
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
-    """Return the median seconds of all simulators, and raysim's share of the others' time."""
+    """Return the median seconds of all simulators, and raysim's time divided by the others'."""
     rows = []
     for name, seconds in results.items():
         ours = seconds["raysim"]
@@ -197,7 +212,7 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    """Compare the workloads of the command line, and write the results."""
+    """Compare the simulators on the workloads of the command line, and write the results."""
     parser = arguments.parser(__doc__)
     parser.add_argument("workloads", nargs="*", help="of W1, W2 and W3 (all)")
     parser.add_argument("--pfl", help="Python that has pfl and torch")

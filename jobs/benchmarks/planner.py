@@ -1,10 +1,11 @@
-"""Measure virtual time: planned events per second, and jobs per second of a run without training.
+"""Measure the planner: planned events per second, and jobs per second of a whole run.
 
     uv run python -m jobs.benchmarks.planner
 
 The population has a million clients, of which a thousand are in flight. Events are measured for
-every schedule and fleet, and for the selection Oort. Seconds are CPU time, because other work on
-the machine changes it less. `jobs.benchmarks.scale` runs this benchmark first.
+every schedule and fleet, and for the selection Oort. The whole run does not train. Seconds are CPU
+time, because other programs on the machine change it less than wall time. `jobs.benchmarks.scale`
+runs this benchmark first.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ OORT = "oort"  # this selection, with reports of all updates, on a log-normal fl
 class Rate:
     """The speed of the planner for a schedule and a fleet.
 
-    start: CPU seconds to the first aggregation. events: dispatched and finished jobs per CPU
-    second. memory: bytes that the planner added to the process.
+    start: CPU seconds to the first aggregation.
+    events: dispatched and finished jobs per CPU second.
+    memory: bytes by which the planner made the process larger.
     """
 
     schedule: str
@@ -90,7 +92,7 @@ class Rate:
 def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
     """Measure the planner for `seconds` with each schedule and fleet.
 
-    Each measurement has a separate process, so that memory is that of its planner.
+    Each measurement has its own process, so that `memory` is that of one planner.
     """
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +125,7 @@ def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
 
 
 def _plan(planner: Planner) -> None:
-    """Plan one aggregation; report losses to a selection that needs them."""
+    """Plan one aggregation; if the selection needs the losses of clients, report some."""
     aggregation = planner.next_aggregation()
     if planner.plans_ahead:
         return
@@ -136,7 +138,7 @@ def _plan(planner: Planner) -> None:
 
 
 def _trace(file: Path) -> str:
-    """Write a trace of all clients, with four available intervals for each; return its path."""
+    """Write a trace of all clients, each with four intervals of availability; return its path."""
     generator, period = stream(0, "bench"), 172_800.0
     starts = np.sort(generator.random((CLIENTS, 4)), axis=1) * (period - 100)
     stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
@@ -169,7 +171,7 @@ def _resident() -> int:
 
 
 def whole_run(rounds: int) -> tuple[float, float]:
-    """Measure a run without training, with buffers of 100, in this process.
+    """Measure a run without training in this process. An aggregation has 100 updates.
 
     Return the jobs per CPU second, and the CPU seconds to the first aggregation.
     """
@@ -184,7 +186,7 @@ def whole_run(rounds: int) -> tuple[float, float]:
 
 
 def bench(say: Callable[[str], None]) -> dict[str, object]:
-    """Measure, print a table and return the results for a JSON file."""
+    """Measure the planner, print a table, and return the results for a JSON file."""
     results = rates(2.0, say)
     rows = []
     for name in SCHEDULES:

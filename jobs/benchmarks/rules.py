@@ -51,7 +51,10 @@ COHORT = 10  # updates of ResNet-18, 11 million floats each
 
 
 def principal_and_loop() -> tuple[float, float]:
-    """Time the principal-gradient sum of 50 updates of 10 M floats, and a plain sum of them."""
+    """Return the seconds of two sums of 50 updates of 10 M floats.
+
+    The first is the principal-gradient sum, the second a plain sum.
+    """
     task = Task((1, 28, 28), 10, 50)
     model = Mlp((3200, 2400)).build((1, 28, 28), 10, 0)
     declarations = declare([], task, model, _facts(50))
@@ -76,7 +79,7 @@ def _facts(clients: int) -> RunSettingsForMethods:
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
-    """Time three calls, after one that allocates the memory."""
+    """Return the median seconds of three calls, after a first call that allocates the memory."""
     seconds = []
     for _ in range(4):
         since = time.perf_counter()
@@ -86,7 +89,11 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
-    """Return the weighted sum [d], computed in place, one vector after the other, on one thread."""
+    """Return the weighted sum of vectors, [d], computed in place on one thread.
+
+    deltas: the vectors, each [d].
+    weight: the weight of each vector.
+    """
     total = torch.zeros(len(deltas[0]))
     for delta in deltas:
         total.add_(torch.from_numpy(delta), alpha=weight)
@@ -94,7 +101,7 @@ def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
 
 
 def seconds_per_loop(updates: Sequence[Update]) -> float:
-    """Time a step by the weighted mean as a plain loop computes it."""
+    """Return the seconds of an aggregation by the weighted mean in a plain loop."""
     deltas = [update.delta for update in updates if update.delta is not None]
     vector = torch.zeros(len(deltas[0]))
 
@@ -106,7 +113,10 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
 
 
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
-    """Time the server's step on single updates, once its states exist."""
+    """Return the seconds of the server's step on single updates, after its states exist.
+
+    methods: the aggregation rule; none for FedAvg.
+    """
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)
     model = ResNet(18).build((3, 32, 32), 10, 0)
@@ -139,7 +149,7 @@ def _updates() -> list[Update]:
 
 
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure FedAvg next to the loop, each rule next to FedAvg, and principal gradients last."""
+    """Measure FedAvg against the loop, each rule against FedAvg, and principal gradients last."""
     updates = _updates()
 
     def with_fedavg(make: Callable[[], Method]) -> Callable[[], tuple[float, float]]:

@@ -1,10 +1,10 @@
-"""Measure the coordinator's cost of a round with simulated workers that return prepared sums.
+"""Measure the coordinator's cost of a round with workers that only return prepared sums.
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
-Measures the planner first (`jobs.benchmarks.planner`). Then runs the real coordinator, dispatcher
-and server, in one process and on Ray, and prints the time and memory of an aggregation.
-`jobs/README.md` derives from these numbers what limits a large cluster.
+The benchmark measures the planner first (`jobs.benchmarks.planner`). Then it runs the real
+coordinator, dispatcher and server, in one process and on Ray, and prints the time and memory of an
+aggregation. `jobs/README.md` derives from these numbers what limits a large cluster.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
 class Case:
     """A setting to measure.
 
-    clients: in a cohort, or in flight if `alone`. widths: of the model. ray: the workers are actors
-    instead of objects in this process. alone: aggregate each update as soon as it arrives, from two
-    workers.
+    clients: the number of clients in a cohort; if `alone`, in flight.
+    widths: the widths of the model's hidden layers.
+    ray: True makes the workers actors; False makes them objects in this process.
+    alone: True aggregates each update as soon as it arrives; two workers send them.
     """
 
     clients: int
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs in an aggregation."""
+        """Return the number of jobs in an aggregation."""
         return 1 if self.alone else self.clients
 
 
@@ -70,8 +71,10 @@ class Case:
 class AggregationCost:
     """The cost of an aggregation.
 
-    arrays: received sums and updates, of `floats` floats each. cpu: seconds of the coordinator's
-    process. memory: the peak of its resident set so far, bytes.
+    floats: the number of floats in each received array.
+    arrays: the number of received sums and updates.
+    seconds, cpu: wall and CPU seconds of the coordinator's process.
+    memory: the peak of the process's resident set so far, in bytes.
     """
 
     case: Case
@@ -83,7 +86,7 @@ class AggregationCost:
 
 
 def cases() -> list[Case]:
-    """Return all cases, ascending in memory, so that each peak is that of its own case."""
+    """Return all cases, in ascending order of memory, so that each peak belongs to its case."""
     cohorts = (1_000, 10_000, 100_000)
     cases = []
     for clients in cohorts:
@@ -95,7 +98,7 @@ def cases() -> list[Case]:
 
 # --- the simulated workers ------------------------------------------------------------------------
 class ReadyWorker(SeparateSums):
-    """A worker that does not train: it returns empty updates and prepared sums immediately."""
+    """A worker that does not train, but returns empty updates and prepared sums at once."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
@@ -105,7 +108,7 @@ class ReadyWorker(SeparateSums):
         self._next = 0
 
     def ready(self) -> str:
-        """See `Worker`."""
+        """Return the worker's name; see `Worker`."""
         return self.name
 
     def train(
@@ -115,7 +118,7 @@ class ReadyWorker(SeparateSums):
         versions: int,
         *published: PublishedVersion,
     ) -> TrainingResult:
-        """See `Worker`."""
+        """Return empty updates and prepared sums; see `Worker`."""
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
         return TrainingResult(updates, {group: self._array() for group in groups}, self.name)
@@ -133,7 +136,7 @@ class ReadyWorker(SeparateSums):
 
 
 class SlowWorker(ReadyWorker):
-    """A worker that reports one second for every job, so that jobs are not sent in batches."""
+    """A worker that reports one second for every job, so that jobs are sent one by one."""
 
     def train(
         self,
@@ -142,12 +145,12 @@ class SlowWorker(ReadyWorker):
         versions: int,
         *published: PublishedVersion,
     ) -> TrainingResult:
-        """See `Worker`."""
+        """Return updates that report one second each; see `Worker`."""
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
 
 
 class ManyWorkers:
-    """A runtime that shows `workers` workers to the coordinator and uses fewer real ones."""
+    """A runtime with `workers` workers as the coordinator sees it, and fewer real ones."""
 
     combine_from, is_in_process = math.inf, False
 
@@ -165,15 +168,15 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """See `Runtime`."""
+        """Call one of the real workers; see `Runtime`."""
         return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """See `Runtime`."""
+        """Forward the call; see `Runtime`."""
         return self._inner.ready(refs, seconds)
 
     def get(self, ref: Any) -> Any:
-        """See `Runtime`."""
+        """Forward the call, and count the received arrays; see `Runtime`."""
         value = self._inner.get(ref)
         if isinstance(value, TrainingResult):
             updates = [update for update in value.updates if isinstance(update, Update)]
@@ -184,7 +187,7 @@ class ManyWorkers:
 
 # --- the measurement -----------------------------------------------------------------------------
 def spec_of(case: Case, settings: RunSettings) -> RunSpec:
-    """Return a run with twice as many clients as the case has, each with 5 to 15 samples."""
+    """Return a run with twice as many clients as the case, each with 5 to 15 samples."""
     workers_inside = federate(
         Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0
     )
@@ -198,11 +201,11 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 
 
 def measure(case: Case, rounds: int) -> AggregationCost:
-    """Measure a case and return medians over `rounds` rounds.
+    """Measure a case; return medians over `rounds` rounds.
 
-    Times are from one aggregation to the next, without the first round and without the last one,
-    after which nothing is dispatched. For a case that is `alone` they are means over a hundred
-    times as many aggregations. A case on Ray needs a connected Ray.
+    Times are from one aggregation to the next. The first round is left out, and the last one, too,
+    because nothing is dispatched after it. For a case that is `alone`, they are means over a
+    hundred times as many aggregations. A case on Ray needs a connected Ray.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1

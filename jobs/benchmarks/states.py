@@ -1,11 +1,12 @@
-"""Measure the cost of checkpoints and of client states, also of states that exceed the memory.
+"""Measure the cost of checkpoints and of client states, also if states exceed the memory.
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
-1. Writes checkpoints of workload W1, and of 10,000 clients with SCAFFOLD on W2's model, of which
-   some took part since the last checkpoint.
-2. Trains such clients with a memory budget and without one.
-3. Trains `--clients` of them within 1 GiB. Their states need disk space (100,000 clients: 18 GB).
+1. Writes checkpoints of workload W1, and of 10,000 clients with SCAFFOLD on W2's model. A share of
+   the clients took part since the last checkpoint.
+2. Trains 10,000 such clients with a memory budget and without one.
+3. Trains `--clients` such clients within 1 GiB. Their states need disk space (100,000 clients:
+   18 GB).
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ BUDGET = 1.0  # GiB, for the run of `--clients`
 class CheckpointCost:
     """The median cost of a checkpoint.
 
-    cpu: seconds. states: bytes of new client states. round_seconds: of a round of the run; None if
-    no round was trained.
+    seconds, cpu: wall and CPU seconds.
+    states: bytes of new client states.
+    round_seconds: wall seconds of a round of the run; None if no round was trained.
     """
 
     what: str
@@ -70,8 +72,11 @@ class CheckpointCost:
 class StateRunCost:
     """The cost of a run whose clients have states.
 
-    budget: GiB of states in memory; None: no limit. seen: clients that took part. seconds, cpu: of
-    a round. memory: the peak of the process, bytes. spilled: bytes of states on disk.
+    budget: GiB of states in memory; None: no limit.
+    seen: the number of clients that took part.
+    seconds, cpu: wall and CPU seconds of a round.
+    memory: the peak of the process in bytes.
+    spilled: bytes of states on disk.
     """
 
     clients: int
@@ -86,7 +91,7 @@ class StateRunCost:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 def workload_checkpoints(root: str | None, rounds: int) -> CheckpointCost:
-    """Run W1 in this process with a checkpoint after every round."""
+    """Run W1 in this process with a checkpoint after every round; return their cost."""
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
     spec = replace(
@@ -111,15 +116,20 @@ def _marked(events: Iterator[Event]) -> Iterator[tuple[Event, float, float]]:
 def _pairs(
     marks: list[tuple[Event, float, float]], kind: type[Event]
 ) -> list[tuple[tuple[Event, float, float], ...]]:
-    """Return each event of a kind together with the event before it."""
+    """Return each event of a kind together with the event before it.
+
+    marks: all events, each with its wall and CPU time.
+    """
     pairs = itertools.pairwise(marks)
     return [(before, mark) for before, mark in pairs if isinstance(mark[0], kind)]
 
 
 def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
-    """Write checkpoints of a run in which every client has a state of the size of W2's model.
+    """Write checkpoints of a run in which every client has a state; return their cost.
 
-    count: clients whose states changed since the last checkpoint.
+    A state has the size of W2's model.
+    count: the number of clients whose states changed since the last checkpoint.
+    blocks: the number of checkpoints.
     """
     state: Arrays = {
         "scaffold.control": np.ones(
@@ -144,7 +154,10 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 
 # --- states beyond memory -------------------------------------------------------------------------
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
-    """Return a run of SCAFFOLD on W2's model. Each client has 60 of 60,000 shared samples."""
+    """Return a run of SCAFFOLD on W2's model. Each client has 60 of 60,000 shared samples.
+
+    budget: GiB of states in memory; None: no limit.
+    """
     work = WORKLOADS["W2"]
     few = federate(Synthetic(shape=[1, 28, 28], samples=60_000, test_samples=10), IID(clients=2), 0)
     offsets = np.arange(clients + 1, dtype=np.int64) * SAMPLES
@@ -179,7 +192,10 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 
 
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
-    """Train in a separate process, so that the peak of its memory is that of the run."""
+    """Train in a new process, so that the measured peak of memory is that of the run.
+
+    budget: GiB of states in memory; None: no limit.
+    """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_train, (clients, rounds, budget))
 

@@ -1,1 +1,1 @@
-"""The published tables of four papers, our results next to them, and the pages made of both."""
+"""Compare the published tables of four papers with our results, and write pages on them."""

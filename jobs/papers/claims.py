@@ -1,12 +1,13 @@
-"""The papers' claims, and the verdict of the stored results: supported, contradicted, undecided.
+"""Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
 A claim compares two methods by one score. Every setting at which both ran on the same seeds gives a
 verdict, from the 95 % interval of the paired differences (Student):
 
     supported      the interval lies on the claimed side of 0
-    contradicted   it lies on the other side
-    undecided      it contains 0, there are too few seeds, or the setting cannot show the claim:
-                   the method that is compared with has less than `TRAINED` of its printed accuracy
+    contradicted   the interval lies on the other side of 0
+    undecided      the interval contains 0, or there are too few seeds, or the setting cannot
+                   show the claim, because the method that is compared with has less than
+                   `TRAINED` of its printed accuracy
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ HEAD = ("claim", "paper", "ours (95 % interval)", "scale", "verdict", "to decide
 
 @dataclass(frozen=True)
 class Printed:
-    """Two printed numbers: rows of a table, by label, in one column of a data set."""
+    """Two printed numbers to compare: two rows of a table, in one column of a data set.
+
+    row, other_row: the labels of the rows.
+    """
 
     table: str
     row: str
@@ -52,7 +56,7 @@ class Printed:
     column: str
 
     def cells(self) -> tuple[Cell, Cell]:
-        """Return the cells of the row and of the other row."""
+        """Return the cells of `row` and of `other_row`."""
         return self._cell(self.row), self._cell(self.other_row)
 
     def _cell(self, label: str) -> Cell:
@@ -66,10 +70,14 @@ class Printed:
 class Claim:
     """A sentence of a paper that compares two methods.
 
-    method, other: overrides of a run, as in "method=fedbr method.fedbr.mu=0". higher: whether the
-    claimed score of `method` is the higher one. printed: the paper's numbers; None: it has a figure
-    or a sentence only, see `source`. deviations: compare the printed deviations. settings: names,
-    the larger ones later. unit: of the score.
+    method, other: overrides that select each method, as in "method=fedbr method.fedbr.mu=0".
+    score: the compared score.
+    settings: the names of our settings for this claim, the largest last.
+    printed: the paper's numbers; None if the paper has only a figure or a sentence, named in
+    `source`.
+    deviations: True compares the printed deviations instead of the means.
+    higher: True if the paper claims the higher score for `method`, False for the lower one.
+    unit: the score's unit.
     """
 
     text: str
@@ -84,7 +92,7 @@ class Claim:
     unit: str = "points"
 
     def printed_numbers(self) -> tuple[float, float] | None:
-        """Return the printed numbers of the method and of the other one."""
+        """Return the numbers that the paper prints for `method` and `other`, or None."""
         if self.printed is None:
             return None
         cells = self.printed.cells()
@@ -96,10 +104,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the runs of one setting say about a claim.
+    """The result of one setting's runs for a claim.
 
-    pairs: (score of the method, score of the other one) for each shared seed. accuracy: the mean
-    accuracy of the other method, in percent; None if it is not compared with the paper's.
+    pairs: for each shared seed, the scores of `method` and of `other`.
+    accuracy: the mean accuracy of `other` in percent; None if it is not compared with the paper's.
     """
 
     claim: Claim
@@ -109,20 +117,20 @@ class Finding:
 
     @property
     def gain(self) -> Difference:
-        """The mean of the paired differences, with its interval."""
+        """Return the mean of the paired differences, with its interval."""
         first, second = zip(*self.pairs, strict=True)
         return compare_pairs(first, second)
 
     @property
     def is_trained(self) -> bool:
-        """Whether the other method is close enough to its printed accuracy."""
+        """Return True if `other` reaches enough of its printed accuracy."""
         if self.accuracy is None or self.claim.printed is None:
             return True
         return self.accuracy >= TRAINED * float(self.claim.printed.cells()[1].mean)
 
     @property
     def verdict(self) -> str:
-        """ "supported", "contradicted" or "undecided"."""
+        """Return "supported", "contradicted" or "undecided"."""
         gain = self.gain
         if not self.is_trained or gain.low is None or gain.high is None:
             return "undecided"
@@ -132,7 +140,7 @@ class Finding:
         return "contradicted" if high < 0 else "undecided"
 
     def to_decide(self) -> str:
-        """Return what would decide an undecided claim; "" for another one."""
+        """Return what would decide an undecided claim; "" if the claim is decided."""
         if self.verdict != "undecided":
             return ""
         if not self.is_trained:
@@ -156,9 +164,10 @@ class Finding:
 
 
 def seeds_needed(deviation: float, difference: float) -> str:
-    """Return how many pairs make the 95 % interval of a difference leave out 0, as a text.
+    """Return, as text, how many pairs are needed until a 95 % interval does not contain 0.
 
-    deviation: of the paired differences.
+    deviation: the deviation of the paired differences.
+    difference: their mean.
     """
     from scipy import stats
 
@@ -171,7 +180,7 @@ def seeds_needed(deviation: float, difference: float) -> str:
 
 # --- findings -------------------------------------------------------------------------------------
 def findings(claim: Claim, runs: Sequence[Run]) -> list[Finding]:
-    """Return a finding for each setting of a claim at which both methods have a seed in common."""
+    """Return a finding for each setting of a claim in which both methods share a seed."""
     by_setting: dict[str, dict[str, dict[int, Run]]] = {}
     for run in runs:
         methods, overrides = overrides_of(run)
@@ -201,7 +210,10 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy that the paper prints, in percent; None if the claim has no number."""
+    """Return our accuracy, in percent, for the accuracy that the paper prints.
+
+    Return None if the paper prints no number for the claim.
+    """
     if claim.printed is None:
         return None
     table = find(claim.printed.table)
@@ -266,7 +278,7 @@ def _our_text(finding: Finding) -> str:
 
 
 def settings_table(paper: str) -> str:
-    """Return the settings of a paper's claims as a Markdown table: name, what it is, commands."""
+    """Return the settings of a paper's claims as Markdown: name, description, commands."""
     names = dict.fromkeys(name for claim in CLAIMS[paper] for name in claim.settings)
     rows = []
     for setting in map(find_setting, names):
@@ -288,7 +300,7 @@ def verdicts(paper: str, runs: Sequence[Run]) -> Iterator[str]:
 
 # --- the claims -----------------------------------------------------------------------------------
 def term(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of the last measurements of a column."""
+    """Return the mean of a column's last `MEASURED` values; None without values."""
     values = finite_values(column(rows, name))[-MEASURED:]
     return mean(values) if values else None
 

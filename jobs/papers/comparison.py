@@ -1,4 +1,4 @@
-"""Compare a published table with our runs, which are match_runs by their configurations."""
+"""Compare a published table with our runs; a run's configuration tells its cells."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 
 @dataclass(frozen=True)
 class Match:
-    """A run of a table's cell, and how its configuration differs from the paper's command.
+    """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    setting: differences outside of the methods, such as the data or the number of rounds; "": the
-    paper's setting. variant: differences in the methods' settings. data: the run's data set if it
-    is not the paper's. is_stored: the run is stored with raysim.
+    setting: differences outside of the methods, such as the data or the number of rounds; "" if
+    there are none.
+    variant: differences in the settings of the methods; "" if there are none.
+    data: the data set of the run if it is not the paper's; else "".
+    is_stored: True if the run is one of the results that are stored with raysim.
     """
 
     run: Run
@@ -52,9 +54,12 @@ class Match:
 
 @dataclass
 class Entry:
-    """A printed number and the runs that belong to it.
+    """A printed number of a table, and our runs for it.
 
-    variant: of all its runs; "": not split by variant, or the paper's.
+    cell: the printed number.
+    command: the command of our run.
+    score: the score that is compared with the number.
+    variant: the variant of all runs of this entry, see `Match`; "" is the paper's.
     """
 
     cell: Cell
@@ -65,42 +70,42 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """The data set and the paper's column."""
+        """Return the data set and the paper's column, as text."""
         return f"{self.dataset}, {self.cell.column}"
 
     @property
     def runs(self) -> list[Run]:
-        """The runs of this cell."""
+        """Return the runs of this entry."""
         return [match.run for match in self.matches]
 
     @property
     def dataset(self) -> str:
-        """The data set of the runs if all have the same other one, else the paper's."""
+        """Return the name of the runs' data set if all have the same one, else the paper's."""
         others = {match.data for match in self.matches}
         return others.pop() if len(others) == 1 and "" not in others else self.cell.dataset
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the runs have the paper's data, so that the difference has a meaning."""
+        """Return True if the runs have the paper's data, so that scores can be compared."""
         return self.dataset == self.cell.dataset
 
     @property
     def is_changed(self) -> bool:
-        """Whether one of the runs is not at the paper's setting."""
+        """Return True if a run differs from the paper's setting."""
         return any(match.setting or match.variant for match in self.matches)
 
     @property
     def values(self) -> list[float]:
-        """Our scores, one for each run that has the score."""
+        """Return our scores, one for each run that has the score."""
         return self.of(self.score.column)
 
     def of(self, name: str) -> list[float]:
-        """Return the scores of another column of the runs' histories."""
+        """Return the same statistic of another column, one for each run that has the column."""
         scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
 
     def beside(self) -> dict[str, list[float]]:
-        """Return the additional scores by title, without the compared one."""
+        """Return the additional scores by title; the compared score is left out."""
         return {
             title: self.of(name)
             for title, name in self.score.beside.items()
@@ -108,18 +113,21 @@ class Entry:
         }
 
     def split(self, name: str) -> float | None:
-        """Return the mean over the runs of a number of `raysim.data.heterogeneity`."""
+        """Return a number about the split of the data, as a mean over the runs.
+
+        name: a number of `raysim.data.heterogeneity`. Return None if no run has it.
+        """
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
         numbers = [value for value in values if isinstance(value, (int, float))]
         return statistics.fmean(numbers) if numbers else None
 
     def settings(self) -> set[str]:
-        """Return the settings of the runs that measured the score."""
+        """Return the settings (see `Match`) of the runs that have the score."""
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Return an entry for each variant of the runs at a setting; without runs an empty one."""
+        """Return an entry for each variant of the runs at one setting; an empty one without runs."""
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
             if match.setting == setting:
@@ -132,14 +140,17 @@ class Entry:
         ]
 
     def add_stored(self, matches: Sequence[Match]) -> None:
-        """Add the stored runs of settings and variants that have no run."""
+        """Add stored runs for those settings and variants for which this entry has no run."""
         taken = {(match.setting, match.variant) for match in self.matches}
         added = [match for match in matches if (match.setting, match.variant) not in taken]
         self.matches += [replace(match, is_stored=True) for match in added]
 
     @property
     def spread(self) -> float | None:
-        """The deviation within the first run, if the table prints such deviations; else None."""
+        """Return the deviation between the rounds of the first run.
+
+        Return None if the paper's table does not print such deviations.
+        """
         if not self.score.spread or not self.runs:
             return None
         value = self.score.spread(self.runs[0].rows, self.score.column)
@@ -149,11 +160,13 @@ class Entry:
 def compare(
     name: str, runs: Sequence[Run] = (), width: int = 120, stored: Sequence[Run] = ()
 ) -> str:
-    """Return a table with our scores next to the printed numbers, and the commands of missing runs.
+    """Return a table with our scores next to the printed numbers, and missing commands.
 
-    The table of a data set has the runs of one setting; runs at other settings follow in separate
-    tables. width: of a line; columns that do not fit go below the others. stored: runs that fill
-    the cells for which `runs` has none.
+    The missing commands are those whose runs would give a missing score. The table of a data set
+    has the runs of one setting; runs at other settings follow in separate tables.
+    name: the table's name, such as "fedbr/table1".
+    width: the longest line in characters; columns that do not fit are printed below.
+    stored: runs that fill the cells for which `runs` has none.
 
     Raise `RefusedError` for an unknown name.
     """
@@ -185,7 +198,10 @@ def compare(
 
 
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
-    """Return the cells of a table with their runs, and a note for each run."""
+    """Return the cells of a table with their runs, and a note for each run.
+
+    name: the table's name.
+    """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
     entries = [
@@ -196,10 +212,11 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 
 
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
-    """Choose a setting for each data set of a table: the one at which most cells have a run.
+    """Choose one setting for each data set of a table: the one at which most cells have a run.
 
-    Cells with the user's own runs count before those with stored runs. Of equal settings, choose
-    the paper's, else the one with more runs. Runs on data other than the paper's do not count.
+    Cells with the user's own runs count before cells with stored runs. If several settings have
+    equally many cells, choose the paper's, else the one with more runs. Runs on data other than the
+    paper's do not count.
     """
 
     def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:
@@ -224,7 +241,7 @@ def _settings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _stored_notes(entries: Sequence[Entry]) -> list[str]:
-    """Return a note that names the rows with stored runs."""
+    """Return a note that names the table's rows with stored runs."""
     rows = [
         entry.cell.label for entry in entries if any(match.is_stored for match in entry.matches)
     ]
@@ -284,7 +301,10 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
-    """Return the keys in which a paper's rows differ; a run must have the value of its row."""
+    """Return the keys whose values differ between the rows of a paper's tables.
+
+    A run belongs to a row only if it has the row's values of these keys.
+    """
     keys: set[str] = set()
     for table in tables(paper).values():
         for cell in table.cells:
@@ -301,7 +321,7 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _with_options(command: Command) -> Command:
-    """Return a command with its preset, methods and options of groups, such as partition=iid."""
+    """Return a command with its preset, methods and options, such as partition=iid, alone."""
     options = {key: value for key, value in command.overrides.items() if "." not in key}
     return replace(command, overrides=options, places=())
 
@@ -321,10 +341,13 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 def _different(
     run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]
 ) -> dict[str, str]:
-    """Map each key in which a run differs from a command to a description of the difference.
+    """Map each key in which a run differs from a command to a text about the difference.
 
-    A key that only one of them has follows from another difference in options, so it is left out.
-    A row key is an exception: a run without it does not belong to the row.
+    A key that only the run or only the command has is left out, because it follows from another
+    difference in options. Row keys are an exception, because a run without a row key does not
+    belong to the row.
+    preset: the values of the paper's preset.
+    row_keys: see `_row_keys`.
     """
     present = _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
@@ -361,7 +384,7 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield a run's rows and how it differs from the paper's setting."""
+    """Yield a line about a run: its rows in the table, and its differences from the paper."""
     if not labels:
         experiment = chosen_option(run.config, "experiment")
         method = chosen_option(run.config, "method")
@@ -377,7 +400,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
-    """Return each command once that would compute a number that no run has."""
+    """Return the commands that would compute the numbers that no run has, each once."""
     cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
         if not entry.values:
@@ -426,9 +449,10 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """Return the threshold of a key, such as 0.8 for "0.80".
+    """Return the threshold of a key: 0.8 for "0.80".
 
-    FedAvg's threshold is the mean last accuracy of our FedAvg runs; None if there are none.
+    For `FEDAVG_FINAL` it is the mean of the last accuracies of our FedAvg runs; None if there are
+    none.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -442,9 +466,9 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return the mean rounds to a threshold over a cell's runs.
+    """Return the mean number of rounds to a threshold over the runs of a cell, as text.
 
-    Return a dash if a run never reached it.
+    Return a dash if a run never reached the threshold.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -462,7 +486,7 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield a table for each column of the paper, with one data set's cells at one setting."""
+    """Yield tables of one data set's cells at one setting: one for each column of the paper."""
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {
         variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)
@@ -476,7 +500,7 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
-    """Yield the printed numbers, our numbers and differences, other scores, and rounds."""
+    """Yield columns: printed numbers, our numbers, differences, other scores, and rounds."""
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]
     )

@@ -4,8 +4,9 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data      draw one, into figures/
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
-Further arguments are overrides of all its runs. A finished run in the folder is not repeated. With
---store the numbers and the picture go where the pages of the papers find them.
+Further arguments are overrides of all runs of the figure. A finished run in the folder is not
+repeated. With --store the numbers and the picture are written where the pages of the papers find
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def listing() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List the figures, or draw the one of the command line."""
+    """List the figures, or draw the figure that the command line names."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.figure", description=__doc__, formatter_class=style

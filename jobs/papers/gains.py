@@ -1,4 +1,4 @@
-"""Compute what methods gain over FedAvg on the same seeds, and how that depends on the split."""
+"""Compute the gains of methods over FedAvg on equal seeds, also by the split of the data."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key holds the me
 
 @dataclass(frozen=True)
 class PairedSetting:
-    """The runs of FedAvg and other methods that differ only in method and seed.
+    """The runs of FedAvg and of other methods that differ only in method and seed.
 
-    setting: what the runs share. others: methods with at least `MIN_PAIRS` seeds
-    in common with FedAvg. too_few: methods with fewer. scores: by title, those that all runs have.
+    setting: the settings that all of these runs share.
+    fedavg: the runs of FedAvg, by seed.
+    others: the methods that share at least `MIN_PAIRS` seeds with FedAvg, with their runs by seed.
+    too_few: the methods that share fewer.
+    scores: by title, the scores that all runs have.
     """
 
     setting: Setting
@@ -37,16 +40,16 @@ class PairedSetting:
 
     @property
     def has_different_splits(self) -> bool:
-        """Whether the splits of the seeds can be ordered by their label entropy."""
+        """Return True if seeds have different splits, which label entropy can then order."""
         return len({label_entropy(run) for run in self.fedavg.values()}) > 1
 
     @property
     def most_frequent(self) -> tuple[str, RunsBySeed]:
-        """The method that has the most seeds in common with FedAvg, and its runs."""
+        """Return the method that shares most seeds with FedAvg, and its runs."""
         return max(self.others.items(), key=lambda item: len(self.seeds(item[1])))
 
     def seeds(self, runs: RunsBySeed) -> list[int]:
-        """Return the seeds that a method and FedAvg have, the most uneven split first."""
+        """Return the seeds that a method shares with FedAvg, the most uneven split first."""
         shared = runs.keys() & self.fedavg.keys()
         return sorted(shared, key=lambda seed: (label_entropy(self.fedavg[seed]), seed))
 
@@ -58,13 +61,13 @@ class PairedSetting:
         return pairs
 
     def gain(self, runs: RunsBySeed, score: Score) -> Difference:
-        """Return the gain of a method, in points."""
+        """Return the gain of a method over FedAvg in percentage points."""
         before, after = zip(*self.pairs(runs, score), strict=True)
         return compare_pairs(after, before)
 
 
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
-    """Return the settings in which FedAvg and another method share enough seeds."""
+    """Return the settings in which another method shares enough seeds with FedAvg."""
     runs_by_setting: dict[str, RunsByMethod] = {}
     settings: dict[str, Setting] = {}
     for run in runs:
@@ -97,10 +100,7 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
 
 # --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
-    """Yield a section of every setting as Markdown.
-
-    The gains are those of the paper's own score.
-    """
+    """Yield a section about every setting as Markdown. The score is the paper's own."""
     for setting in by_setting(runs, paper):
         yield f"## Gains over FedAvg: {setting.setting.title}"
         yield f"Scale `{setting.setting.name}`: `{setting.setting.command}`."
@@ -126,7 +126,7 @@ def _gain_row(name: str, by_seed: RunsBySeed, setting: PairedSetting) -> tuple[s
 
 
 def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
-    """Yield the gains of the most frequent method, from the most uneven split to the most even."""
+    """Yield Markdown: the gains of the most frequent method, the most uneven split first."""
     name, by_seed = setting.most_frequent
     seeds = setting.seeds(by_seed)
     entropies = [label_entropy(setting.fedavg[seed]) for seed in seeds]
@@ -157,7 +157,10 @@ def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
 
 
 def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
-    """Yield the terms of the loss decomposition that all runs measured, for each method."""
+    """Yield Markdown: the terms of the loss decomposition for each method.
+
+    Only terms that all runs measured are included.
+    """
     fedavg = _with_terms(fedavg)
     others = {}
     for method, by_seed in sorted(by_method.items()):
@@ -199,7 +202,7 @@ def _format_change(by_seed: RunsBySeed, fedavg: RunsBySeed, seeds: Sequence[int]
 
 
 def _measured_terms(run: Run) -> list[str]:
-    """Return the terms of the loss decomposition that a run measured."""
+    """Return the names of the loss decomposition's terms that a run measured."""
     names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM_PREFIX)]
     return [name for name in names if finite_values(column(run.rows, name))]
 
@@ -215,7 +218,7 @@ def _value(run: Run, score: Score) -> float:
 
 
 def label_entropy(run: Run) -> float:
-    """Return the mean label entropy of a run's clients, nats: the lower, the more uneven."""
+    """Return the mean label entropy of a run's clients, in nats; lower is more uneven."""
     split = run.summary["split"]
     assert isinstance(split, Mapping), "a stored run has the numbers of its split"
     return float(split["label_entropy"])

@@ -1,13 +1,16 @@
-"""Run the papers' studies at their own scale on a GPU, in a limited time, without Ray and Hydra.
+"""Run the papers' studies at full scale on a GPU, in limited time, without Ray and Hydra.
 
     python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
     python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
 
-`prepare` needs all dependencies and the data sets. It writes each run as a file that holds its
-objects, and a copy of its data; DIR can then be carried to another machine. `run` needs what
-`raysim bench gpu` needs. It continues runs that are not finished, in the order of `STUDIES`, and
-stops after the given minutes. Its folders are run folders: `python -m jobs.papers.results
-DIR/runs/*` stores the finished ones for the pages. `jobs/papers/gpu.sh` does both.
+`prepare` needs all dependencies and the data sets. For each run it writes a file with the run's
+objects and a copy of its data. DIR can then be carried to another machine.
+
+`run` needs only what `raysim bench gpu` needs. It continues the unfinished runs in the order of
+`STUDIES`, and stops after the given minutes. Its folders are run folders: `python -m
+jobs.papers.results DIR/runs/*` stores the finished ones for the pages.
+
+`jobs/papers/gpu.sh` does both.
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "
 
 @dataclass(frozen=True)
 class GpuStudy:
-    """The runs of a claim at the paper's scale.
+    """The runs for a claim at the paper's scale.
 
-    name: as on the command line. setting: overrides of all runs. methods: overrides of each method.
-    seeds: of each method.
+    name: as on the command line.
+    setting: overrides of all runs.
+    methods: overrides of each method.
+    seeds: the seeds with which each method runs.
     """
 
     name: str
@@ -54,7 +59,7 @@ class GpuStudy:
     seeds: tuple[int, ...] = (0,)
 
     def runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield name and overrides of each run: all methods of a seed, then of the next seed."""
+        """Yield name and overrides of each run: all methods of the first seed, then of the next."""
         for seed in self.seeds:
             for method in self.methods:
                 label = "-".join(word.rpartition("=")[2].replace(".", "_") for word in method)
@@ -85,7 +90,7 @@ STUDIES = (
 
 
 def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
-    """Return the studies of these names in their order; all without a name."""
+    """Return the studies of these names in the order of `STUDIES`; without names, all studies."""
     by_name = {study.name: study for study in STUDIES}
     for name in names:
         if name not in by_name:
@@ -95,7 +100,11 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 
 # --- prepare --------------------------------------------------------------------------------------
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
-    """Write the runs that are not there yet, and the data of each."""
+    """Write the files of runs that are not in the folder yet, and copies of their data.
+
+    overrides: for all runs.
+    names: the names of the studies; empty takes all.
+    """
     for study in chosen_studies(names):
         for name, words in study.runs():
             run_folder = folder / "runs" / name
@@ -130,7 +139,11 @@ def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> No
 
 # --- run ------------------------------------------------------------------------------------------
 def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None:
-    """Make or continue the prepared runs until the time is over."""
+    """Start or continue the prepared runs until the time is over.
+
+    names: the names of the studies; empty takes all.
+    minutes: the time for all runs.
+    """
     deadline = monotonic() + 60 * minutes
     for study in chosen_studies(names):
         for name, _ in study.runs():
@@ -145,7 +158,10 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
 
 
 def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
-    """Make one run; return False if the time is over before its end."""
+    """Start or continue one run; return False if the time is over before its end.
+
+    deadline: the end of the time.
+    """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]
     data = replace(spec.data, dataset_path=folder.resolve() / "data" / spec.data.dataset_path)
@@ -171,7 +187,10 @@ def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
 
 
 def _with_step_mode(spec: RunSpec, concurrency: int) -> RunSpec:
-    """Return a spec that records its steps on a GPU, with as many lanes as usual."""
+    """Return the spec with the usual number of lanes, and on a GPU with recorded steps.
+
+    concurrency: the number of clients in flight.
+    """
     spec = replace(spec, graph=spec.device.startswith("cuda"), lanes=1)
     return replace(spec, lanes=default_lanes(spec, declare_run(spec), concurrency))
 
@@ -184,7 +203,10 @@ def _finish(
     plan: Mapping[str, Any],
     seconds: float,
 ) -> None:
-    """Write configuration, history and summary, with which a run folder is complete."""
+    """Write configuration, history and summary, which complete a run folder.
+
+    seconds: the wall time of the run.
+    """
     config = plan["config"]
     runtime = config["runtime"] | {"lanes": spec.lanes, "graph": spec.graph}
     # JSON is YAML, and needs no library.
@@ -203,7 +225,7 @@ def _finish(
 
 
 def _identity_here(spec: RunSpec) -> dict[str, object]:
-    """Return the facts of this machine in place of those of the machine that prepared the run."""
+    """Return facts about this machine, which replace those about the machine of `prepare`."""
     is_gpu = spec.device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(spec.device) if is_gpu else spec.device,

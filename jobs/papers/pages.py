@@ -1,7 +1,7 @@
-"""Write the pages of `docs/papers`: a paper's tables with our results, made from stored numbers.
+"""Write the pages of `docs/papers`: a paper's tables with our stored results.
 
-`uv run python -m jobs.papers.pages docs/papers` writes them; a test compares them with what it
-would write.
+`uv run python -m jobs.papers.pages docs/papers` writes the pages. A test compares the stored pages
+with what this command would write.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ SPLIT = ("label_entropy", "largest_share", "divergence")  # shown with every res
 
 
 def pages() -> dict[str, str]:
-    """Return every page as Markdown, by the name of its file."""
+    """Return every page as Markdown, by file name."""
     by_paper = {f"{paper}.md": page(paper, stored_runs(paper)) for paper in PAPERS}
     return {"index.md": _index(), **by_paper}
 
 
 def page(paper: str, runs: Sequence[Run]) -> str:
-    """Return the page of a paper with our runs."""
+    """Return the page of a paper as Markdown.
+
+    runs: our results.
+    """
     paper_tables = tables(paper)
     paper_runs = PAPER_RUNS[paper]
     explanations = _explanations(paper)
@@ -93,9 +96,9 @@ def _title(paper_tables: Mapping[str, Table]) -> str:
 
 
 def _explanations(paper: str) -> Any:
-    """Read the explanations of a paper's differences from `known.json`.
+    """Read from `known.json` why our numbers differ from a paper's.
 
-    causes: why a number of ours differs from the paper's, by "table1/row label" or "table1".
+    causes: by "table1/row label" or "table1", the cause of a difference.
     remarks: what a reader of the claims should know.
     """
     return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
@@ -148,7 +151,10 @@ def _table(
 def _results(
     table_name: str, entries: Sequence[Entry], setting: str, causes: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield our results at one setting with the paper's numbers."""
+    """Yield Markdown: our results at one setting next to the paper's numbers.
+
+    causes: see `_explanations`.
+    """
     shown = [entry for entry in entries if entry.values]
     if not shown:
         return
@@ -241,7 +247,7 @@ def _machine(run: Run) -> str:
 
 # --- commands -------------------------------------------------------------------------------------
 def _commands(entries: Sequence[Entry]) -> str:
-    """Return a command for each cell: that of its runs, or one that would compute it."""
+    """Return a command for each cell: the command of its runs, or one that would compute it."""
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:
         command = str(entry.command)

@@ -24,13 +24,13 @@ SIGNIFICANT, UNDECIDED = LIGHT[0], "#9aa1a7"  # colours of intervals
 
 
 def checksum(runs: Sequence[Run], paper: PaperRuns) -> str:
-    """Return a checksum of all numbers that are drawn; "" if there are none."""
+    """Return a checksum of all numbers in a paper's picture; "" if there are none."""
     text = "\n".join(gains(runs, paper))
     return hashlib.sha256(text.encode()).hexdigest() if by_setting(runs, paper) else ""
 
 
 def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
-    """Draw a row of panels for each setting; the file holds the checksum of its numbers."""
+    """Draw a row of panels for each setting. The file's metadata has the numbers' checksum."""
     settings = by_setting(runs, paper)
     heights = [max(2.6, 1.3 + 0.27 * len(setting.others)) for setting in settings]
     about = {"Description": checksum(runs, paper)}
@@ -50,12 +50,12 @@ def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
 
 
 def short_name(method: str) -> str:
-    """Return "method=fedbr method.fedbr.mu=0" as "fedbr, mu=0"."""
+    """Shorten "method=fedbr method.fedbr.mu=0" to "fedbr, mu=0"."""
     return ", ".join(re.sub(r"^method(\.\w+\.|=)", "", text) for text in method.split())
 
 
 def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
-    """Draw a line for each method: its mean gain and the interval."""
+    """Draw a line for each method: its mean gain and the 95 % interval."""
     names = list(setting.others)
     for y, name in enumerate(names):
         gain = setting.gain(setting.others[name], score)

@@ -1,6 +1,7 @@
-"""Map each printed number to the command of our run and to the score that is compared.
+"""Map each printed number to the command of our run, and to the score to compare.
 
-To add a paper, add a `PaperRuns`: a function from a cell to its `Command`, and one to its `Score`.
+To add a paper, add a `PaperRuns`. Its functions map a cell of a table to a `Command` and to a
+`Score`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from raysim.results.history import Row, best_mean, column, last_mean_std
 
 @dataclass(frozen=True)
 class Command:
-    """A run: preset, methods and overrides; `places` are overrides that the user must fill in."""
+    """The command of a run.
+
+    experiment: the preset.
+    methods: the names of the methods; empty is FedAvg.
+    overrides: values by key.
+    places: overrides that the user must complete, such as a folder.
+    """
 
     experiment: str
     methods: tuple[str, ...]
@@ -38,9 +45,11 @@ class Command:
 class Score:
     """A score of a run.
 
-    column: of the history; also used for rounds to a threshold. summary: computes the score from
-    the rows. factor: of the score, such as 100 for percent. spread: the deviation within a single
-    run, printed after its ±. beside: the columns of other scores that are shown, by title.
+    column: the column of the history; also used for rounds to a threshold.
+    summary: function that computes the score from the history and the name of the column.
+    factor: number by which the score is multiplied, such as 100 for percent.
+    spread: function like `summary` for the deviation within a single run; None without one.
+    beside: the columns of other scores that are shown, by title.
     """
 
     column: str
@@ -52,11 +61,16 @@ class Score:
 
 @dataclass(frozen=True)
 class PaperRuns:
-    """A map from a paper's cells to runs and scores.
+    """A map from the cells of a paper's tables to our runs and scores.
 
-    row_prefixes: prefixes of the keys in which a table's rows differ; a run must have the value of
-    its row. notes: remarks on our runs, by table. scored: a text that explains which of our scores
-    is compared. gains: the scores of gains over FedAvg, by title. gained: a text that names them.
+    command: function from a table and a cell to the command of our run.
+    score: function from a table and a cell to the compared score.
+    row_prefixes: prefixes of the keys whose values differ between rows. A run belongs to a row only
+    if it has the row's values.
+    notes: remarks on our runs, by table.
+    scored: a text that explains which of our scores is compared.
+    gains: the scores that are used for gains over FedAvg, by title.
+    gained: a text that names these scores.
     """
 
     command: Callable[[Table, Cell], Command]
@@ -69,17 +83,17 @@ class PaperRuns:
 
 
 def best_five(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of the five best rounds."""
+    """Return the mean of a column's five best values."""
     return best_mean(column(rows, name))
 
 
 def per_job(rows: Sequence[Row], name: str) -> float | None:
-    """Return the sum of a column divided by the number of jobs."""
+    """Return the sum of a column divided by the run's number of jobs."""
     return _per_job(finite_values(column(rows, name)), rows)
 
 
 def total_per_job(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of a cumulative column divided by the number of jobs."""
+    """Return the last value of a cumulative column divided by the run's number of jobs."""
     return _per_job(finite_values(column(rows, name))[-1:], rows)
 
 
@@ -108,7 +122,7 @@ PROBE = 10  # rounds between measurements of local models; not stated in the pap
 
 
 def fedbr_command(table: Table, cell: Cell) -> Command:
-    """Return the command of a cell of FedBR's tables."""
+    """Return the command of our run for a cell of FedBR's tables."""
     variant = dict(cell.variant)
     if variant.pop("added", None):
         # Component 1 with the min step of component 2 is the whole method without the max step.
@@ -144,10 +158,10 @@ FEDBR_BESIDE = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """Return the score of a cell, see `FEDBR_SCORED`.
+    """Return the score for a cell of FedBR's tables; `FEDBR_SCORED` explains it.
 
-    Floats are those that a client receives: the paper's count for FedCM is twice FedAvg's, so it
-    counts one direction.
+    The paper's numbers of floats are compared with those that a client receives: in the paper,
+    FedCM has twice FedAvg's number, so the paper counts one direction.
     """
     if cell.unit == "million parameters":
         return Score("floats_down", total_per_job, 1e-6)
@@ -171,9 +185,9 @@ FEDBSS: dict[str, Callable[[float], dict[str, object]]] = {
 
 
 def fedbss_command(table: Table, cell: Cell) -> Command:
-    """Return the command of a cell of FedBSS's tables.
+    """Return the command of our run for a cell of FedBSS's tables.
 
-    Columns are splits of the data, or shares of wrong labels.
+    The columns of the tables are splits of the data, or shares of wrong labels.
     """
     kind, value = cell.column.split()
     return Command(f"fedbss/{cell.dataset}", cell.methods, FEDBSS[kind](float(value)))
@@ -186,17 +200,20 @@ FEDBSS_SCORED = (
 
 
 def last_ten(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean over the last ten rounds."""
+    """Return the mean of a column over the last ten rounds."""
     return last_mean_std(column(rows, name))[0]
 
 
 def deviation_of_last_ten(rows: Sequence[Row], name: str) -> float | None:
-    """Return the standard deviation over the last ten rounds."""
+    """Return the standard deviation of a column over the last ten rounds."""
     return last_mean_std(column(rows, name))[1]
 
 
 def fedbss_score(table: Table, cell: Cell) -> Score:
-    """Return the mean and the deviation over the last ten rounds, on the central test set."""
+    """Return the score for FedBSS's tables: central accuracy, over the last ten rounds.
+
+    The score is the mean, its spread is the deviation.
+    """
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 
 
@@ -230,7 +247,7 @@ FRAUG_NOTES = {
 
 
 def fraug_command(table: Table, cell: Cell) -> Command:
-    """Return the command of a cell of FRAug's tables."""
+    """Return the command of our run for a cell of FRAug's tables."""
     overrides: dict[str, object] = {
         f"method.fraug.{key}": value
         for key, value in FRAUG_ROWS.get(cell.variant.get("row"), {}).items()
@@ -254,7 +271,7 @@ FRAUG_SCORED = (
 
 
 def fraug_score(table: Table, cell: Cell) -> Score:
-    """Return the score of a cell, see `FRAUG_SCORED`.
+    """Return the score for a cell of FRAug's tables; `FRAUG_SCORED` explains it.
 
     Models with a fine-tuned head are scored once, at the end.
     """
@@ -279,7 +296,10 @@ def last(rows: Sequence[Row], name: str) -> float | None:
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of the column that starts with a name, ignoring case and separators."""
+    """Return the last value of the first column whose name starts with `name`.
+
+    Case and separators are ignored.
+    """
     wanted = _simple(name)
     names = dict.fromkeys(key for row in rows for key in row if _simple(key).startswith(wanted))
     return last(rows, min(names, key=len)) if names else None
@@ -308,7 +328,7 @@ FEDLD_NOTES = {
 
 
 def fedld_command(table: Table, cell: Cell) -> Command:
-    """Return the command of a cell of FedLD's tables."""
+    """Return the command of our run for a cell of FedLD's tables."""
     methods = tuple(part for name in cell.methods for part in FEDLD_NAMES.get(name, (name,)))
     methods = tuple(name for name in methods if cell.variant.get(name.removeprefix("fedld_"), True))
     overrides: dict[str, object] = dict(FEDLD_SPLITS.get(cell.column, {}))
@@ -327,14 +347,17 @@ FEDLD_SCORED = "The last accuracy on the central test set."
 
 
 def fedld_score(table: Table, cell: Cell) -> Score:
-    """Return the last accuracy on the central test set."""
+    """Return the score for FedLD's tables: the last accuracy on the central test set."""
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100
     )
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last central score of the clients' own models, else of the shared model."""
+    """Return the last score on the central test set.
+
+    The score is that of the clients' own models; without these, of the shared model.
+    """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own
 

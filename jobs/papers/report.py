@@ -23,7 +23,7 @@ from raysim.results.stored_runs import load_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables of a paper, or one of them with results."""
+    """Print the list of a paper's tables, or one table with results."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.report", description=__doc__, formatter_class=style

@@ -1,7 +1,7 @@
-"""Store finished runs for the papers' tables, each as a small JSON file with command and results.
+"""Store finished runs for the papers' tables: one small JSON file per run.
 
-`uv run python -m jobs.papers.results RUN...` stores finished runs; `jobs.papers.report` and
-`jobs.papers.pages` read them.
+A file has the run's command and results. `uv run python -m jobs.papers.results RUN...` stores
+finished runs. `jobs.papers.report` and `jobs.papers.pages` read them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PLACES = (
 
 
 def stored_runs(paper: str) -> list[Run]:
-    """Return the stored runs of a paper's presets."""
+    """Return the stored runs of a paper."""
     return [_read(path) for path in sorted((RESULTS / paper).glob("*.json"))]
 
 
@@ -79,9 +79,9 @@ def _read(path: Path) -> Run:
 
 
 def store_run(folder: Path) -> Path:
-    """Write the file of a finished run of a paper's preset and return its path.
+    """Write the JSON file of a finished run and return its path.
 
-    Raise `RefusedError` for any other run.
+    Raise `RefusedError` for an unfinished run, and for a run without a paper's preset.
     """
     run = load_run(folder)
     experiment = chosen_option(run.config, "experiment")
@@ -113,7 +113,7 @@ def store_run(folder: Path) -> Path:
 
 
 def command(config: Mapping[str, object]) -> str:
-    """Return the command of a run: its preset, its methods and the settings that differ."""
+    """Return the command of a run: its preset, its methods, and settings unlike the preset's."""
     choices, methods = config["choices"], config.get("method") or {}
     assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
     overrides = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
@@ -139,7 +139,10 @@ def command(config: Mapping[str, object]) -> str:
 
 
 def _execution(config: Mapping[str, object]) -> list[str]:
-    """Return the execution overrides that change bits, if they differ from the CPU's defaults."""
+    """Return the overrides of the run's execution that change bits.
+
+    Overrides that equal the defaults of a CPU are left out.
+    """
     defaults = {"lanes": 1, "graph": False, "precision": "float32"}
     runtime = config.get("runtime") or {}
     assert isinstance(runtime, Mapping)
@@ -153,7 +156,7 @@ def _execution(config: Mapping[str, object]) -> list[str]:
 
 
 def hardware(device: str = "cpu") -> str:
-    """Describe the hardware of a run: the name of its GPU, or the cores of this machine."""
+    """Describe the hardware of a run: the name of its GPU, or the CPU cores of this machine."""
     if device != "cpu":
         return device
     name = platform.processor() or platform.machine()

@@ -1,4 +1,7 @@
-"""Name the settings at which we ran the papers' methods: a short name and the command behind it."""
+"""Name the settings at which we ran the papers' methods.
+
+A setting has a short name and the command behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ EXECUTION = ("device=", "runtime.", "data.root=")
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting without method and seed.
+    """A setting of runs, without method and seed.
 
-    name: short, unique. title: what it is, in words. overrides: as on the command line, sorted.
-    study: the command that runs its methods on all seeds; "" if there is none.
+    name: a short, unique name.
+    title: a description.
+    overrides: as on the command line, sorted.
+    study: the command that runs the methods at this setting on all seeds; "" if there is none.
     """
 
     name: str
@@ -29,14 +34,18 @@ class Setting:
 
     @property
     def command(self) -> str:
-        """The command of a run, without its method and seed."""
+        """Return the command of a run, without its method and seed."""
         preset = [text for text in self.overrides if text.startswith("experiment=")]
         others = [shlex.quote(text) for text in self.overrides if text not in preset]
         return " ".join(["raysim run", *preset, *others])
 
 
 def _setting(name: str, title: str, overrides: str, study: str) -> Setting:
-    """Return a setting; study: a line of `jobs/studies.sh`, or a whole command."""
+    """Return a setting.
+
+    overrides: in one text, separated by spaces.
+    study: a name in `jobs/studies.sh`, or a whole command.
+    """
     command = study if " " in study else f"bash jobs/studies.sh {study}"
     return Setting(name, title, tuple(sorted(overrides.split())), command)
 
@@ -192,7 +201,7 @@ SETTINGS = (
 
 
 def overrides_of(run: Run) -> tuple[list[str], list[str]]:
-    """Return the overrides of a stored run's method and those of its setting, as in its command."""
+    """Return two lists from a stored run's command: overrides of methods, and of the setting."""
     overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
     methods = [text for text in overrides if text.startswith("method")]
     excluded = ("method", "seed=", *EXECUTION)
@@ -200,7 +209,10 @@ def overrides_of(run: Run) -> tuple[list[str], list[str]]:
 
 
 def setting_of(overrides: Sequence[str]) -> Setting:
-    """Return the setting of these overrides; one without a name is named by a checksum."""
+    """Return the setting that has these overrides.
+
+    If it has no name in `SETTINGS`, a checksum of the overrides names it.
+    """
     key = tuple(sorted(overrides))
     for setting in SETTINGS:
         if setting.overrides == key:
@@ -211,5 +223,5 @@ def setting_of(overrides: Sequence[str]) -> Setting:
 
 
 def find_setting(name: str) -> Setting:
-    """Return the setting of a name; raises KeyError."""
+    """Return the setting of a name; raise KeyError for an unknown name."""
     return {setting.name: setting for setting in SETTINGS}[name]

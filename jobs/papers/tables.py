@@ -1,4 +1,4 @@
-"""Read the published tables from a JSON file for each paper, the only source of its numbers."""
+"""Read the published tables from a JSON file per paper, the only source of their numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed number.
+    """One printed number of a table.
 
-    methods: without FedAvg, which all of them extend. mean: as printed, with all digits.
+    methods: the names of the methods; FedAvg, which all of them extend, is left out.
+    mean: as printed, with all digits.
     """
 
     methods: tuple[str, ...]
@@ -33,7 +34,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The row's printed label, or else its parameters."""
+        """Return the printed label of the row; without one, its parameters."""
         values = {
             key: "+".join(map(str, value)) if isinstance(value, list) else value
             for key, value in self.variant.items()
@@ -43,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: its cells in the order of the paper, their meaning, and open questions as notes."""
+    """A table: its cells in the order of the paper, their meaning, and open questions."""
 
     name: str  # such as "fedbr/table1"
     title: str
@@ -72,9 +73,9 @@ def tables(paper: str) -> dict[str, Table]:
 
 
 def find(name: str) -> Table:
-    """Return the table of a name such as "fedbr/table1".
+    """Return a table by its name, such as "fedbr/table1".
 
-    Raise `RefusedError` with the nearest name for any other.
+    Raise `RefusedError` with the nearest name for an unknown one.
     """
     known = tables(name.partition("/")[0])
     if name not in known:

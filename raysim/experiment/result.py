@@ -344,7 +344,8 @@ class _FinalState:
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
         """Return everything that scores a client's model: worker, task, version and client state.
 
-        client: None scores the shared model. The task has no rows; the caller adds them.
+        The task has no rows; the caller adds them.
+        client: None scores the shared model.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:

@@ -169,7 +169,7 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     """Return the folder of the checkpoint's run, or a new folder that continues from it.
 
-    address: of the checkpoint.
+    address: the checkpoint's address.
     """
     if not is_remote(address):
         address = str(user_path(local_path(address)))

@@ -27,9 +27,10 @@ class RuntimeOptions(RayOptions):
 
     name: workers are in this process, on a local Ray, or on a cluster.
     threads: CPU threads of each worker.
-    lanes: the number of clients that a worker trains at once.
-    graph: True records training steps once and replays them (CUDA graphs). For lanes and graph,
-    None chooses the values that were fastest in our measurements.
+    lanes: the number of clients that a worker trains at once; None chooses the number that was
+    fastest in our measurements.
+    graph: True records training steps once and replays them (CUDA graphs); None chooses what was
+    fastest in our measurements.
     precision: the number format of matrix products in a training step.
     """
 

@@ -200,7 +200,7 @@ def report(
     reached.
     bold: when a value is marked as the best of its column; "clear": if it is ahead of the next by
     more than the deviation of either, "best": always.
-    width: of the figures, in inches.
+    width: the figures' width in inches.
     warn: function that gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder has no run or a choice does not exist.

@@ -620,8 +620,9 @@ def threshold_columns(
     """Return the costs until each setting reaches a score: a row for each score and setting.
 
     Rounds, bytes, virtual and wall seconds are those until the first round that reaches the score:
-    means ± sample deviations over the seeds that reach the score.
-    limit: the number of scores if the view chooses none. Returns [] if no score was reached.
+    means ± sample deviations over the seeds that reach the score. Returns [] if no score was
+    reached.
+    limit: the number of scores if the view chooses none.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

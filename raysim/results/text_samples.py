@@ -35,10 +35,10 @@ def continue_text(
 ) -> str:
     """Return a prompt followed by the text that a model writes after it.
 
+    The text ends at the end of a document, or after `generate.tokens` new tokens.
     model: function from tokens [B, T] to logits of the next tokens [B, C, T].
     length: the largest T that the model accepts.
-    generate: the number of new tokens and the temperature. The text ends at the end of a document,
-    or after `generate.tokens` new tokens.
+    generate: the number of new tokens and the temperature.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
     first = len(written)

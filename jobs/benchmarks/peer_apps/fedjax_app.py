@@ -2,9 +2,9 @@
 
     python fedjax_app.py FOLDER ROUNDS
 
-`jobs.benchmarks.peers` writes FOLDER and starts this file with a Python that has FedJAX. FedJAX runs
-in one process; the environment variable FEDJAX_BACKEND chooses "jit" (one client at a time, all
-threads in an operation) or "pmap" (a client on each of two devices of one thread).
+`jobs.benchmarks.peers` writes FOLDER and starts this file with a Python that has FedJAX. FedJAX
+runs in one process. The environment variable FEDJAX_BACKEND chooses "jit" (one client at a time; an
+operation uses all threads) or "pmap" (two devices of one thread, with one client on each).
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ import numpy as np
 
 
 def apply_layer(name: str, values: Any, parameters: list[Any]) -> Any:
-    """Apply a layer of `settings.json` to the inputs of a batch."""
+    """Apply a layer of `settings.json` to a batch of inputs.
+
+    name: the kind of layer.
+    values: the inputs.
+    parameters: the layer's parameters.
+    """
     if name == "flatten":
         return values.reshape(len(values), -1)
     if name == "relu":
@@ -38,7 +43,7 @@ def apply_layer(name: str, values: Any, parameters: list[Any]) -> Any:
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload of a folder for some rounds."""
+    """Train the workload in a folder for `rounds` rounds."""
     settings = json.loads((folder / "settings.json").read_text())
     inputs = np.load(folder / "inputs.npy")
     labels = np.load(folder / "labels.npy")

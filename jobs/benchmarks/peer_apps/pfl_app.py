@@ -34,7 +34,7 @@ LAYERS = {"flatten": nn.Flatten, "relu": nn.ReLU, "pool": lambda: nn.MaxPool2d(2
 
 
 class Network(nn.Module):
-    """A network of `settings.json` with the loss that pfl asks for."""
+    """A network of `settings.json` with the loss, in the form that pfl requires."""
 
     def __init__(self, layers: list[str], parameters: list[Tensor]):
         super().__init__()
@@ -60,12 +60,12 @@ class Network(nn.Module):
         return cross_entropy(self.layers(inputs), labels)
 
     def metrics(self, inputs: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return no metrics: nothing is evaluated."""
+        """Return no metrics, because nothing is evaluated."""
         return {}
 
 
 class Times(TrainingProcessCallback):
-    """A callback that keeps the times at the ends of rounds."""
+    """A callback that stores the times at the ends of rounds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -73,13 +73,13 @@ class Times(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Keep the time; never stop the training."""
+        """Store the time; return that the training goes on."""
         self.times.append(time.monotonic())
         return False, Metrics()
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload of a folder for some rounds."""
+    """Train the workload in a folder for `rounds` rounds."""
     torch.set_num_threads(1)
     settings = json.loads((folder / "settings.json").read_text())
     inputs = torch.from_numpy(np.load(folder / "inputs.npy"))

@@ -1,4 +1,4 @@
-"""The figures of the papers: what they show, at a scale of minutes."""
+"""Redraw figures of the papers from runs that take minutes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def find_figure(name: str) -> PaperFigure:
 
 
 def figures_of(paper: str) -> list[PaperFigure]:
-    """Return the figures of a paper, in its order."""
+    """Return the figures of a paper in the paper's order."""
     return [figure for name, figure in FIGURES.items() if name.startswith(f"{paper}/")]
 
 
 def figures_section(paper: str) -> Iterator[str]:
-    """Yield the figures of a paper as Markdown: what they show, the picture, the command."""
+    """Yield Markdown about each figure of a paper: what it shows, our picture, the command."""
     for figure in figures_of(paper):
         number = figure.name.partition("/")[2]
         yield f"### Figure {number}: {figure.shows}"

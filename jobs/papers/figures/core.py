@@ -1,6 +1,7 @@
-"""A figure of a paper as runs and panels: small runs, the numbers they give, one picture.
+"""Define a figure of a paper: small runs, the numbers from these runs, and one picture.
 
-The numbers are stored as JSON next to the runs' commands, and the picture is drawn from them alone.
+The numbers are stored as JSON together with the commands of the runs. The picture is drawn only
+from the JSON file.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ DIGITS = 4
 class PaperFigure:
     """A figure of a paper.
 
-    name: such as "fedbss/5a". shows: what the paper's figure shows. scale: what is different here.
-    panels: makes the numbers from runs.
+    name: such as "fedbss/5a".
+    shows: a text about what the paper's figure shows.
+    scale: a text about how our runs differ from the paper's.
+    panels: function that makes the numbers of the panels from runs.
     """
 
     name: str
@@ -48,20 +51,21 @@ class PaperFigure:
 
     @property
     def command(self) -> str:
-        """The command that draws it."""
+        """Return the command that draws the figure."""
         return f"uv run python -m jobs.papers.figure {self.name} data.root=DIR"
 
     @property
     def file(self) -> str:
-        """The name of its files, without an ending."""
+        """Return the name of the figure's files without their endings."""
         return self.name.replace("/", "-")
 
 
 @dataclass
 class Runs:
-    """The runs behind a figure; a finished run in the folder is not repeated.
+    """A factory for the runs of a figure. A finished run in the folder is not repeated.
 
-    overrides: of every run, after those of the figure. commands: of the runs, in their order.
+    overrides: overrides of every run; they win over those of the figure.
+    commands: the commands of the runs so far.
     """
 
     folder: Path
@@ -69,7 +73,7 @@ class Runs:
     commands: list[str] = field(default_factory=list)
 
     def run(self, *overrides: str) -> Result:
-        """Return the finished run of these overrides."""
+        """Execute the run with these overrides, unless it has finished; return its result."""
         import raysim
 
         words = [*overrides, *self.overrides]
@@ -95,7 +99,7 @@ def _run(overrides: Sequence[str], conf: str) -> Result:
 
 # --- panels ---------------------------------------------------------------------------------------
 def series(label: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-    """Return a series of points without those whose y is not finite, rounded."""
+    """Return a series of points, rounded, without points whose y is missing or not finite."""
     pairs = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
     return {
         "label": label,
@@ -105,19 +109,23 @@ def series(label: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]
 
 
 def curve(label: str, result: Result, name: str, factor: float = 1.0) -> dict[str, Any]:
-    """Return a column of a run's history over its rounds."""
+    """Return a series: a column of a run's history, multiplied by `factor`, over its rounds."""
     rows = [row for row in result.rows if row.get(name) is not None]
     rounds = [float(row["round"] or 0) for row in rows]
     return series(label, rounds, [factor * float(row[name] or 0) for row in rows])
 
 
 def panel(kind: str, title: str, x: str, y: str, lines: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return a panel of series."""
+    """Return a panel that shows series.
+
+    kind: "lines", "bars" or "points".
+    x, y: the labels of the axes.
+    """
     return {"kind": kind, "title": title, "x": x, "y": y, "series": list(lines)}
 
 
 def image_panel(title: str, images: np.ndarray) -> Panel:
-    """Return a panel of grey images [n, height, width], scaled to 0..255 together."""
+    """Return a panel of grey images [n, height, width], scaled together to 0..255."""
     low, high = float(images.min()), float(images.max())
     scaled = np.rint(255 * (images - low) / ((high - low) or 1.0)).astype(int)
     return {"kind": "images", "title": title, "images": scaled.tolist()}
@@ -146,7 +154,7 @@ def points_by_class(points: np.ndarray, labels: np.ndarray) -> list[dict[str, An
 
 # --- the picture ----------------------------------------------------------------------------------
 def draw(figure: PaperFigure, panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels; the file holds the checksum of their numbers."""
+    """Draw the panels. The picture's metadata has the checksum of the drawn numbers."""
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     size = (max(6.0, 4.6 * columns), 0.8 + 3.4 * rows)
@@ -204,7 +212,7 @@ def _draw_images(ax: Axes, images: np.ndarray) -> None:
 
 # --- numbers --------------------------------------------------------------------------------------
 def write_numbers(figure: PaperFigure, panels: Sequence[Panel], runs: Runs, folder: Path) -> Path:
-    """Write the numbers and the commands of a figure and return the file."""
+    """Write the numbers of a figure and the commands of its runs; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.file}.json"
     commands = list(dict.fromkeys(runs.commands))

@@ -57,13 +57,17 @@ def probes(result: Result) -> list[Probe]:
 
 
 def run_with_probes(runs: Runs, *overrides: str, rounds: int = ROUNDS) -> Result:
-    """Return a run that probes its local models in its last round."""
+    """Return a run that probes its local models in the last of `rounds` rounds."""
     words = [word.format(rounds=rounds) for word in PROBED]
     return runs.run(*SMALL, f"rounds={rounds}", *words, *overrides)
 
 
 def feature_panels(models: Mapping[str, np.ndarray], labels: np.ndarray) -> list[Panel]:
-    """Return a t-SNE of each model's features, by class."""
+    """Return a panel for each model: a t-SNE of its features, by class.
+
+    models: by title, the features [m, F].
+    labels: the labels of the m rows.
+    """
     return [
         panel("points", title, "", "", points_by_class(embed(features), labels))
         for title, features in models.items()
@@ -71,12 +75,12 @@ def feature_panels(models: Mapping[str, np.ndarray], labels: np.ndarray) -> list
 
 
 def _most_uneven(local: Sequence[Probe]) -> Probe:
-    """Return the probe of the client with the fewest classes."""
+    """Return the probe of the client that has the fewest classes."""
     return min(local, key=lambda probe: (int(probe.seen.sum()), probe.client))
 
 
 def features(runs: Runs) -> Sequence[Panel]:
-    """Return features of a central, a local and the global model."""
+    """Return panels with the features of a central model, a local model and the global model."""
     federated = probes(run_with_probes(runs, "method=fedavg"))
     central = probes(run_with_probes(runs, "method=centralized"))[0]
     local = _most_uneven(federated)
@@ -93,7 +97,11 @@ def features(runs: Runs) -> Sequence[Panel]:
 
 
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
-    """Return the mean output on samples of classes that a client lacks; or its classes."""
+    """Return a panel about the client that has the fewest classes.
+
+    is_local: True shows its model's mean output on samples of classes that the client lacks; False
+    shows the shares of its classes.
+    """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))
     classes = range(len(probe.seen))
@@ -115,7 +123,10 @@ def _class_counts(result: Result, client: int) -> np.ndarray:
 
 # --- ablations ------------------------------------------------------------------------------------
 def ablation(runs: Runs, words: Mapping[str, tuple[str, ...]]) -> Sequence[Panel]:
-    """Return the central accuracy of FedBR with each of several settings, and of FedAvg."""
+    """Return a panel with the central accuracy of FedAvg and of FedBR in several settings.
+
+    words: by label, the overrides of each setting.
+    """
     lines = [curve("FedAvg", runs.run(*SMALL, "method=fedavg"), "accuracy_global", 100)]
     for label, overrides in words.items():
         result = runs.run(*SMALL, "method=fedbr", *overrides)
@@ -138,7 +149,7 @@ LABELS = {
 
 # --- pseudo-data ----------------------------------------------------------------------------------
 def pseudo_data(runs: Runs) -> Sequence[Panel]:
-    """Return samples of a client, and means of 2 and of 10 samples."""
+    """Return panels of images: samples of a client, means of 2, and means of 10 samples."""
     result = runs.run(*SMALL, "method=fedavg")
     data = result.experiment.spec.data
     rows = data.partition.train.rows(0)
@@ -156,10 +167,11 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 
 # --- other starts ---------------------------------------------------------------------------------
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
-    """Return features and outputs of a local model after one round from a pre-trained model.
+    """Return features and outputs of a local model after one round from a given model.
 
-    epochs: rounds of centralized training before; 0 starts from the federated model. The round
-    starts with init=FILE, and `overrides` may redraw parts of it.
+    epochs: the number of rounds of centralized training that made the given model; 0 takes the
+    final model of a federated run.
+    overrides: overrides of this round; they may redraw parts of the given model.
     """
     if epochs:
         words = ["method=centralized", f"rounds={epochs}", "local.steps=null", "local.epochs=1"]

@@ -30,7 +30,13 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 
 
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
-    """Return panels of a column with all samples, the half of low and the half of high loss."""
+    """Return panels of a column over rounds, for training on all samples and on half of them.
+
+    The halves are the samples with the lowest and with the highest loss.
+    column: with {} in place of the method's name.
+    factor: by which values are multiplied.
+    y: the label of the axis.
+    """
     panels = []
     for title, setting in (("Dirichlet 0.1", SMALL), ("50 % wrong labels", NOISY)):
         methods = (
@@ -48,7 +54,7 @@ def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
 
 
 def loss_and_uncertainty(runs: Runs) -> Sequence[Panel]:
-    """Return loss against uncertainty of the samples of one client."""
+    """Return panels of loss against uncertainty: a point for each sample of one client."""
     panels = []
     for title, setting in (("Dirichlet 0.1", SMALL), ("50 % wrong labels", NOISY)):
         result = runs.run(*setting, "method=fedbss", f"method.fedbss.warmup_rounds={WARMUP}")
@@ -65,14 +71,20 @@ def loss_and_uncertainty(runs: Runs) -> Sequence[Panel]:
 
 
 def _trained_last(result: object) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the client whose samples were ranked last, of the first thirty, and its state."""
+    """Return the client, of the first thirty, whose samples were ranked last, and its state.
+
+    FedBSS ranks a client's samples when the client trains.
+    """
     states = {client: result.client_state(client) for client in range(30)}  # type: ignore[attr-defined]
     client = max(states, key=lambda client: int(states[client]["fedbss.version"][0]))
     return client, states[client]
 
 
 def split_points(runs: Runs) -> Sequence[Panel]:
-    """Return the split point of five clients over the rounds."""
+    """Return a panel with the split point of five clients over the rounds.
+
+    The split point is the share of a client's samples that FedBSS treats as unbiased.
+    """
     result = runs.run(*SMALL, "method=split_points", "schedule.cohort=5", "partition.clients=5")
     lines = [
         curve(f"client {client}", result, f"split_points.client_{client}") for client in range(5)
@@ -81,7 +93,7 @@ def split_points(runs: Runs) -> Sequence[Panel]:
 
 
 def feature_skew(runs: Runs) -> Sequence[Panel]:
-    """Return the accuracy on each domain."""
+    """Return a panel with the final accuracy of each method on each domain."""
     setting = (
         "experiment=fraug/digits",
         "data.domains=[mnist,mnist_m,usps,digits]",
@@ -108,7 +120,7 @@ def feature_skew(runs: Runs) -> Sequence[Panel]:
 
 
 def warmups(runs: Runs) -> Sequence[Panel]:
-    """Return the accuracy for four lengths of the warm-up."""
+    """Return a panel with the accuracy over rounds for four lengths of FedBSS's warm-up."""
     lines = []
     for of_paper in (0, 25, 50, 100):
         rounds = of_paper * 40 // 200
@@ -119,7 +131,7 @@ def warmups(runs: Runs) -> Sequence[Panel]:
 
 
 def strategies(runs: Runs) -> Sequence[Panel]:
-    """Return the accuracy for the ways to add biased samples."""
+    """Return panels with the accuracy over rounds for FedBSS's ways to add biased samples."""
     panels = []
     for title, setting in (("Dirichlet 0.1", SMALL), ("50 % wrong labels", NOISY)):
         lines = []

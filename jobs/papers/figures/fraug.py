@@ -1,4 +1,4 @@
-"""Figure 2 of FRAug: accuracy against the share of local data."""
+"""Redraw Figure 2 of FRAug: accuracy against the share of local data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SMALL = (
 
 
 def shares(runs: Runs) -> Sequence[Panel]:
-    """Return the accuracy in each client's round of best validation for each share."""
+    """Return the accuracy for each share of local data.
+
+    Each client counts with its accuracy in the round of its best validation score.
+    """
     lines = []
     for label, method in METHODS.items():
         values = []

@@ -1,4 +1,4 @@
-"""Methods that only figures of the papers need."""
+"""Define methods that only figures of the papers need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class LossHalf(Method):
-    """Train on half of each client's samples: those with the lowest or the highest loss.
+    """A method that trains on half of each client's samples: lowest or highest loss.
 
-    The losses are those of the received model. half: "low" or "high". warmup_rounds: versions
-    before the selection begins. It reports the distance that the client's parameters moved.
+    The losses are those of the received model. The method reports how far the client's parameters
+    moved (Euclidean distance).
+    half: "low" or "high".
+    warmup_rounds: the number of aggregations before the selection of samples begins.
     """
 
     name = "loss_half"
@@ -31,12 +33,12 @@ class LossHalf(Method):
         self.warmup_rounds = int(at_least("method.loss_half.warmup_rounds", warmup_rounds, 0))
 
     def setup(self, run: Setup) -> None:
-        """Require classes; select half of the samples."""
+        """Declare that the method needs classes, and that it selects samples."""
         run.needs("classes")
         run.select(self._select)
 
     def begin(self, job: LocalJob) -> None:
-        """Order the client's samples by their loss."""
+        """Order the client's samples by their losses."""
         if job.version < self.warmup_rounds:
             return
         job.model.eval()
@@ -62,7 +64,7 @@ class LossHalf(Method):
 
 
 class Moved(Method):
-    """Change nothing; report how far each client's parameters moved."""
+    """A method that changes nothing, and reports how far each client's parameters moved."""
 
     name = "moved"
 
@@ -73,9 +75,10 @@ class Moved(Method):
 
 
 class SplitPoints(FedBSS):
-    """FedBSS that also reports the split point of each client, in a column of its own.
+    """A FedBSS that also reports each client's split point, in one column per client.
 
-    clients: how many clients report; the others have too many columns.
+    The split point is the share of the client's samples that FedBSS treats as unbiased.
+    clients: the first `clients` clients report; more columns would be too many.
     """
 
     name = "split_points"
@@ -85,7 +88,7 @@ class SplitPoints(FedBSS):
         self.clients = clients
 
     def end(self, job: LocalJob) -> None:
-        """Report the share of the client's samples up to the split point."""
+        """Report the split point of the client."""
         if job.client >= self.clients or job.version < self.warmup_rounds:
             return
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]

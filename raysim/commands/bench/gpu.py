@@ -109,7 +109,7 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 class GpuWorkload:
     """A speed measurement: clients of equal size that train one epoch.
 
-    shape: of a picture: channels, height, width.
+    shape: channels, height and width of a picture.
     clients: the number of clients.
     cohort: the number of clients in a round.
     samples: the number of samples of each client.
@@ -629,7 +629,7 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Measure the parts; write results.json and page.md after each. Return all results.
 
-    folder: of the two files.
+    folder: the folder of the two files.
     say: function that gets a line for each part.
     Raise `ValueError` for a part or a device that does not exist.
     """

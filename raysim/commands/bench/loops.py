@@ -329,7 +329,7 @@ def measure_workload(
 ) -> LoopResult:
     """Alternate blocks of rounds of raysim and of the bare loops. Ray must be running.
 
-    name: of the workload.
+    name: the workload's name.
     root: see `source_of`.
     blocks: the number of blocks.
     show: function that gets a line for each block.

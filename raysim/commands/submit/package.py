@@ -195,7 +195,8 @@ def with_plugins(
     """Add the installed packages that the command uses to --allow and to --with.
 
     The nodes of a cluster do not have these packages installed; they find them in the job's folder.
-    extra: the files and folders of --with. Return the new command and the new files and folders.
+    Return the new command, and the new files and folders of --with.
+    extra: the files and folders of --with.
     """
     packed = list(extra)
     words = list(command.words)

@@ -246,7 +246,7 @@ class TrialRecords:
     ) -> None:
         """Send all tracked rows. If the server does not answer, they are sent later.
 
-        summary, files, status: of the sweep.
+        summary, files, status: the summary, files and status of the sweep.
         """
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":

@@ -38,7 +38,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
 
     place: a folder that contains runs, or a server's address.
-    port: of the page on this machine.
+    port: the page's port on this machine.
     opens_browser: True opens the page in the browser.
     Raise `RefusedError` if there is nothing to show.
     """

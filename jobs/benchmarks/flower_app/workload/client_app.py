@@ -1,4 +1,4 @@
-"""The clients: one epoch of SGD on their own samples."""
+"""Train the benchmark's clients in Flower: one epoch of SGD on each client's samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server: FedAvg for ROUNDS rounds. It writes the times at their ends to the file TIMES."""
+"""Run FedAvg in Flower for ROUNDS rounds; write the times at their ends to the file TIMES.
+
+ROUNDS and TIMES are environment variables.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train for some rounds, without evaluation on clients."""
+    """Train for ROUNDS rounds, without evaluation on clients."""
     file = Path(os.environ["TIMES"])
     times: list[float] = []
 

@@ -1,7 +1,7 @@
-"""The workloads W1 and W2 of `raysim bench` on synthetic samples, for a Flower app.
+"""Define the workloads W1 and W2 of `raysim bench` for a Flower app, on synthetic samples.
 
-The environment variable WORKLOAD chooses one, because Flower's `run_simulation` passes no run
-config to an app.
+The environment variable WORKLOAD chooses one of them, because Flower's `run_simulation` passes no
+run config to an app.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ NAME = os.environ.get("WORKLOAD", "W2")
 
 @dataclass(frozen=True)
 class Workload:
-    """clients: in total. samples: of each client. cohort: clients of a round. batch: of a step."""
+    """The sizes of a workload.
+
+    clients: the number of all clients.
+    samples: the number of samples of each client.
+    cohort: the number of clients in a round.
+    batch: the number of samples in a step.
+    """
 
     clients: int
     samples: int
@@ -33,7 +39,10 @@ WORKLOAD = WORKLOADS[NAME]
 
 
 def build_model() -> nn.Module:
-    """Return the network: W1 has a CNN of 1.7 million parameters, W2 a small MLP."""
+    """Return the network of the workload.
+
+    W1 has a CNN of 1.7 million parameters, W2 a small MLP.
+    """
     if NAME == "W2":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     convolutions = [
@@ -50,14 +59,17 @@ def build_model() -> nn.Module:
 
 @lru_cache(maxsize=1000)
 def client_samples(client: int) -> tuple[Tensor, Tensor]:
-    """Return inputs [n, 1, 28, 28] and labels int64 [n] of a client; a process makes them once."""
+    """Return inputs [n, 1, 28, 28] and labels int64 [n] of a client.
+
+    A process computes them once for each client.
+    """
     generator = torch.Generator().manual_seed(client)
     inputs = torch.randn(WORKLOAD.samples, 1, 28, 28, generator=generator)
     return inputs, torch.randint(10, (WORKLOAD.samples,), generator=generator)
 
 
 def train(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Train one epoch with SGD; return the mean loss of its samples."""
+    """Train one epoch with SGD; return the mean loss over the samples."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     total = 0.0
     for rows in torch.randperm(len(labels)).split(WORKLOAD.batch):

@@ -14,8 +14,9 @@ from raysim.primitives.checks import in_range
 class MyLearner(Learner):
     """A learner that predicts the class whose mean image is nearest.
 
+    The server averages the means that clients return.
     share: how far a job moves each mean towards the mean of the client's own images of the class,
-    from 0 to 1. The server averages the means that clients return.
+    from 0 to 1.
     """
 
     name = "mypackage"
