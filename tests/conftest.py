@@ -51,10 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use Ray as slow, and run tests with the shared Ray last.
-
-    `--dist loadgroup` gives these tests to one process, and the other tests of a file too.
-    """
+    """Mark tests that use Ray as slow, and those with the shared Ray as `shared_ray`, to run last."""
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
@@ -62,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("ray" if uses(item, "ray_session") else file))
+        if uses(item, "ray_session"):
+            item.add_marker(pytest.mark.shared_ray)
     # Tests with a Ray of their own come first, so that only one Ray exists at a time.
     items.sort(key=lambda item: uses(item, "ray_session"))
 
