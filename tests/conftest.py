@@ -51,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use Ray as slow, and those with the shared Ray as `shared_ray`, to run last."""
+    """Mark tests that use Ray as slow; mark those with the shared Ray, and run them last."""
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
