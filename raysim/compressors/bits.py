@@ -1,4 +1,7 @@
-"""Pack numbers into 32-bit words: digits of a fixed number of bits, and sorted positions."""
+"""Pack numbers into words of 32 bits.
+
+The numbers are digits with a fixed number of bits, or sorted positions.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from raysim.vectors.blocks import compile_function
 
 
 def words_of_bits(bits: int) -> int:
-    """Return the number of words that hold so many bits."""
+    """Return the number of words that `bits` bits need."""
     return -(-bits // WORD_BITS)
 
 
 def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Write digits of `width` bits one after another, the lowest bit first."""
+    """Write digits of `width` bits into `words` one after another, the lowest bit first."""
     pending, filled, place = np.uint64(0), 0, 0
     for digit in digits:
         pending |= np.uint64(digit) << np.uint64(filled)
@@ -29,7 +32,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _pack_whole(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Do what `_pack` does, in less time, for a width that divides 32."""
+    """Do the same as `_pack`, in less time; `width` must divide 32."""
     room = 32 // width
     for place in range(len(digits) // room):
         word = np.uint32(0)
@@ -43,7 +46,7 @@ def _pack_whole(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
-    """Read the digits that `_pack` wrote."""
+    """Fill `digits` with the digits that `_pack` wrote into `words`."""
     mask = np.uint64((1 << width) - 1)
     pending, filled, place = np.uint64(0), 0, 0
     for index in range(len(digits)):
@@ -57,7 +60,7 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unpack_whole(words: np.ndarray, width: int, digits: np.ndarray) -> None:
-    """Do what `_unpack` does, in less time, for a width that divides 32."""
+    """Do the same as `_unpack`, in less time; `width` must divide 32."""
     room = 32 // width
     mask = np.uint32((1 << width) - 1)
     for place in range(len(digits) // room):
@@ -71,7 +74,11 @@ def _unpack_whole(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def pack(digits: np.ndarray, width: int) -> np.ndarray:
-    """Return digits [n] below 2^width as words of 32 bits: uint32 [ceil(n width / 32)]."""
+    """Pack digits into words; return uint32 [ceil(n width / 32)].
+
+    digits: [n], each below 2^width.
+    width: the bits of a digit.
+    """
     words = np.zeros(words_of_bits(len(digits) * width), np.uint32)
     if len(words):
         rule = _pack if WORD_BITS % width else _pack_whole
@@ -80,7 +87,7 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
 
 
 def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
-    """Return `count` digits that `pack` packed."""
+    """Return the digits that `pack` packed, [count], with the type `dtype`."""
     digits: np.ndarray = np.zeros(count, dtype)
     if count and width:
         rule = _unpack if WORD_BITS % width else _unpack_whole
@@ -90,23 +97,24 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return how many low bits of each position are stored as they are."""
+    """Return how many low bits of each position are stored unchanged; see `pack_places`."""
     return max(0, (length // count).bit_length() - 1)
 
 
 def words_of_places(count: int, length: int) -> int:
-    """Return the size of `pack_places`, in words."""
+    """Return the number of words in the result of `pack_places`, for `count` positions."""
     low = _low_bits(count, length)
     return words_of_bits(count * low) + words_of_bits(count + ((length - 1) >> low))
 
 
 def pack_places(places: np.ndarray, length: int) -> np.ndarray:
-    """Return ascending positions below `length`, packed into words of 32 bits.
+    """Pack ascending positions below `length` into words; return uint32 [words].
 
-    A position takes about 2 + log2(length / count) bits. This is the code of Elias (1974) and Fano
-    (1971): the low bits of each position are stored unchanged, and the i-th position p sets bit
-    (p >> low) + i of a second string. The size depends on `length` and the number of positions
-    only.
+    A position needs about 2 + log2(length / count) bits, where count is the number of positions.
+    This is the code of Elias (1974) and Fano (1971): the low bits of each position are stored
+    unchanged. A second string of bits stores the high bits: the i-th position p sets the bit (p >>
+    low) + i, where low is the number of low bits. The size depends only on `length` and the number
+    of positions.
     """
     count, low = len(places), _low_bits(len(places), length)
     lowest = pack(places & ((1 << low) - 1), low)

@@ -59,7 +59,12 @@ def _multiply(basis: np.ndarray, query: np.ndarray, matrix: np.ndarray) -> None:
 
 
 class _Piece(NamedTuple):
-    """A part of the vector: a matrix, or entries that travel unchanged if rank is 0."""
+    """A part of the vector: a matrix, or entries that are sent unchanged.
+
+    start, stop: the positions of the part in the vector.
+    rows, columns: the size of the matrix.
+    rank: the rank of the message; 0 for entries that are sent unchanged.
+    """
 
     start: int
     stop: int
@@ -69,9 +74,9 @@ class _Piece(NamedTuple):
 
 
 class PowerSGD(Compressor):
-    """Low-rank messages by one step of power iteration.
+    """A compressor that sends matrices of low rank, from one step of power iteration.
 
-    rank: r.
+    rank: the rank r of the messages.
     """
 
     name = "powersgd"
@@ -94,7 +99,7 @@ class PowerSGD(Compressor):
             yield _Piece(entry.start, entry.stop, rows, columns, rank)
 
     def words(self, layout: Layout) -> int:
-        """Return the size of P and Q of all matrices, and of what travels unchanged."""
+        """Return the size of a message: P and Q of all matrices, and all entries sent unchanged."""
         total = 0
         for piece in self._pieces(layout):
             factors = piece.rank * (piece.rows + piece.columns)
@@ -102,13 +107,13 @@ class PowerSGD(Compressor):
         return total
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the first Q of all matrices, one after another: normal numbers."""
+        """Return the first Q of all matrices, one after another; the entries are normal numbers."""
         count = sum(piece.rank * piece.columns for piece in self._pieces(layout))
         numbers = stream(0, "powersgd").standard_normal(count, dtype=np.float32)
         return torch.from_numpy(numbers)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return P and Q of each matrix, and the other entries, in the order of the layout."""
+        """Return P and Q of each matrix, and the entries sent unchanged, in the layout's order."""
         parts: list[Tensor] = []
         used = 0
         for piece in self._pieces(layout):
@@ -128,7 +133,7 @@ class PowerSGD(Compressor):
         return torch.cat(parts).numpy().view(np.uint32)
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with P Q' of each matrix, and the other entries."""
+        """Fill `out` with P Q' of each matrix, and with the entries sent unchanged."""
         for piece, basis, query in self._parts(message, layout):
             entries = out[piece.start : piece.stop]
             if piece.rank:
@@ -139,14 +144,17 @@ class PowerSGD(Compressor):
                 entries.copy_(basis)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return Q of all matrices, from which the next message starts."""
+        """Return the Q of all matrices, with which the sender's next message starts."""
         queries = [query for piece, _, query in self._parts(message, layout) if piece.rank]
         return torch.cat([torch.empty(0), *(query.reshape(-1) for query in queries)])
 
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield P and Q of each matrix, or the entries and nothing."""
+        """Yield each part of a message, with its P and Q.
+
+        For entries that are sent unchanged yield the entries and an empty tensor.
+        """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0
         for piece in self._pieces(layout):

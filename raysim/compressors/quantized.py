@@ -41,10 +41,14 @@ def _round_randomly(
     key: int,
     digits: np.ndarray,
 ) -> None:
-    """Write level + levels for each entry, with the level floor(levels |v| / scale + u), signed.
+    """Write a digit for each entry: its randomly rounded level with its sign, plus `levels`.
 
-    The numbers u follow from key and position, by a 32-bit hash. All numbers have 32 bits, so that
-    several entries are computed at once.
+    The level of an entry v is floor(levels |v| / scale + u). The random numbers u follow from the
+    key and the position, by a 32-bit hash. All numbers have 32 bits, so that several entries are
+    computed at once.
+    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    scales: float32 [buckets].
+    digits: [entries], which is filled.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
     golden = np.uint32(0x9E3779B9)
@@ -72,7 +76,10 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Write (digit - levels) scale / levels for each entry."""
+    """Fill `out` with (digit - levels) scale / levels for each digit.
+
+    starts, scales: see `_round_randomly`.
+    """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
         unit = scales[bucket] / np.float32(levels)
@@ -83,9 +90,12 @@ def _restore(
 
 
 def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Write sum, sum of squares and largest absolute value of each bucket.
+    """Write the sum, the sum of squares and the largest absolute value of each bucket.
 
-    Four sums at a time, because each addition waits for the one before.
+    Four partial sums are computed at the same time, because an addition must wait for the previous
+    addition to the same sum.
+    starts: see `_round_randomly`.
+    sums: float64 [buckets, 3], which is filled.
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
@@ -107,19 +117,23 @@ def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> Non
 
 
 def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return sum, squares and largest absolute value of each bucket, float64 [buckets, 3]."""
+    """Return sum, sum of squares and largest absolute value of each bucket.
+
+    The result is float64 [buckets, 3].
+    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    """
     sums = np.empty((len(starts) - 1, 3))
     compile_function(_sum_powers)(values, starts, sums)
     return sums
 
 
 class _Quantizer(Compressor):
-    """A compressor that sends a scale for each bucket and a level for each entry."""
+    """A compressor that sends a scale for each bucket of entries and a level for each entry."""
 
     levels: int
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where buckets begin, and the end of the last one: int64 [buckets + 1]."""
+        """Return where buckets begin, and where the last one ends: int64 [buckets + 1]."""
         raise NotImplementedError
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -128,11 +142,11 @@ class _Quantizer(Compressor):
 
     @property
     def width(self) -> int:
-        """The bits of an entry: for its level and its sign."""
+        """The number of bits for an entry: its level and its sign."""
         return (2 * self.levels).bit_length()
 
     def words(self, layout: Layout) -> int:
-        """Return the size of the scales and the levels."""
+        """Return the size of a message: the scales and the levels."""
         return len(self.starts(layout)) - 1 + words_of_bits(self.width * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
@@ -154,10 +168,11 @@ class _Quantizer(Compressor):
 
 
 class QSGD(_Quantizer):
-    """Random rounding to s levels of the norm.
+    """A compressor that rounds entries randomly to s levels of the norm.
 
-    levels: s.
-    bucket: consecutive entries that share a norm; None: all of them, as FedPAQ does.
+    levels: the number of levels s.
+    bucket: the number of consecutive entries that share a norm. None uses one bucket for all
+    entries, as FedPAQ does.
     """
 
     name = "qsgd"
@@ -177,7 +192,7 @@ class QSGD(_Quantizer):
             at_least("compression.bucket", bucket, 1)
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where buckets begin, and the end of the last one."""
+        """Return where buckets begin, and where the last one ends: int64 [buckets + 1]."""
         size = self.bucket or max(1, layout.trained)
         return np.append(np.arange(0, layout.trained, size), layout.trained)
 
@@ -187,9 +202,10 @@ class QSGD(_Quantizer):
         return np.asarray(norms, np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s) for buckets of b entries.
+        """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s).
 
-        This is the bound of Lemma 3.1 in the paper.
+        Here b is the number of entries in a bucket, and s the number of levels. This is the bound
+        of Lemma 3.1 in the paper.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -197,10 +213,10 @@ class QSGD(_Quantizer):
 
 
 class TernGrad(_Quantizer):
-    """Random rounding to -s, 0 and s.
+    """A compressor that rounds entries randomly to -s, 0 or s.
 
-    clip: entries are first clipped to this many standard deviations of their tensor; 0: they are
-    not.
+    clip: before the rounding, entries are clipped to this number of standard deviations of their
+    tensor; 0 does not clip.
     """
 
     name = "terngrad"
@@ -212,12 +228,12 @@ class TernGrad(_Quantizer):
         self.clip = at_least("compression.clip", clip, 0.0)
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where tensors begin, and the end of the last one."""
+        """Return where tensors begin, and where the last one ends: int64 [tensors + 1]."""
         entries = [entry.start for entry in layout.entries if entry.stop <= layout.trained]
         return np.array([*entries, layout.trained], np.int64)
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the largest absolute value of each tensor after clipping."""
+        """Return the largest absolute value of each tensor, after clipping."""
         totals, squares, largest = sum_powers(values, starts).T
         if not self.clip:
             return np.asarray(largest, np.float32)
@@ -228,9 +244,10 @@ class TernGrad(_Quantizer):
         return np.asarray(np.minimum(largest, bounds), np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2 for the largest tensor of b.
+        """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2.
 
-        The second moment of C(v) is max|v| sum|v|, at most (1 + sqrt(b)) / 2 times |v|^2.
+        Here b is the number of entries of the largest tensor. The second moment of C(v) is max|v|
+        sum|v|, which is at most (1 + sqrt(b)) / 2 times |v|^2.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

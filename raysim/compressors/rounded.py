@@ -25,7 +25,7 @@ LARGEST_HALF = float(torch.finfo(torch.float16).max)
 
 
 def _count_beyond(values: np.ndarray, bound: float) -> int:
-    """Return how many values are larger than the bound, or smaller than its negative."""
+    """Return how many values have an absolute value above `bound`."""
     count = 0
     for index in range(len(values)):
         count += abs(values[index]) > np.float32(bound)
@@ -33,42 +33,47 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
 
 
 def _as_words(values: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor as words, with zeros at the end to fill the last one."""
+    """Return the bytes of a tensor as words of 32 bits; zeros fill the last word."""
     raw = values.view(torch.uint8).numpy()
     missing = -len(raw) % (WORD_BITS // 8)
     return np.pad(raw, (0, missing)).view(np.uint32) if missing else raw.view(np.uint32)
 
 
 def _from_words(words: np.ndarray, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `count` numbers from the words of `_as_words`."""
+    """Return the first `count` numbers in words that `_as_words` returned."""
     raw = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
     return raw[: count * dtype.itemsize].view(dtype)
 
 
 class Float16(Compressor):
-    """Floats of 16 bits."""
+    """A compressor that sends floats of 16 bits."""
 
     name = "float16"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of 16 bits for each entry."""
+        """Return the size of a message: 16 bits for each entry."""
         return words_of_bits(16 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the rounded entries."""
+        """Return the entries, rounded to 16 bits."""
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
         return _as_words(values.half())
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries."""
+        """Fill `out` with the entries of the message."""
         out.copy_(_from_words(message, len(out), torch.float16))
 
 
 def _scale_blocks(
     values: np.ndarray, block: int, largest: float, scales: np.ndarray, scaled: np.ndarray
 ) -> None:
-    """Write the scale of each block, and the values divided by it."""
+    """Write the scale of each block, and the values divided by their block's scale.
+
+    block: the number of entries in a block.
+    largest: the largest absolute value after the division.
+    scales, scaled: are filled.
+    """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
         to = scaled[place * block : (place + 1) * block]
@@ -85,7 +90,12 @@ def _scale_blocks(
 def _quantize_blocks(
     values: np.ndarray, block: int, largest: float, scales: np.ndarray, numbers: np.ndarray
 ) -> None:
-    """Write the scale of each block, and the integers nearest to the values divided by it."""
+    """Write the scale of each block, and the values divided by it, rounded to integers.
+
+    block: the number of entries in a block.
+    largest: the largest absolute value after the division.
+    scales, numbers: are filled.
+    """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
         to = numbers[place * block : (place + 1) * block]
@@ -102,7 +112,12 @@ def _quantize_blocks(
 def _restore_blocks(
     codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the number of each code, from a table of 256, times the scale of its block."""
+    """Fill `out`: decode each code and multiply the number by the scale of its block.
+
+    codes: uint8 [entries].
+    block: the number of entries in a block.
+    table: float32 [256], the number of each code.
+    """
     for place in range(len(scales)):
         part = codes[place * block : (place + 1) * block]
         to = out[place * block : (place + 1) * block]
@@ -112,9 +127,9 @@ def _restore_blocks(
 
 
 class Blocks(Compressor):
-    """Numbers of 8 bits in blocks, with the scale of each block as a float of 32 bits.
+    """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    block: entries that share a scale.
+    block: the number of entries that share a scale, which is a float of 32 bits.
     """
 
     largest = 1.0
@@ -129,17 +144,17 @@ class Blocks(Compressor):
         return -(-layout.trained // self.block)
 
     def words(self, layout: Layout) -> int:
-        """Return the size of the scales and of 8 bits for each entry."""
+        """Return the size of a message: the scales, and 8 bits for each entry."""
         return self.blocks(layout) + words_of_bits(8 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the scales, then the numbers."""
+        """Return the scales, then the numbers of 8 bits."""
         scales = np.empty(self.blocks(layout), np.float32)
         numbers = self.to_numbers(values.numpy(), scales)
         return np.concatenate([scales.view(np.uint32), _as_words(numbers)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the numbers times the scale of their block."""
+        """Fill `out` with the numbers, each multiplied by the scale of its block."""
         blocks = self.blocks(layout)
         codes = message[blocks:].view(np.uint8)[: len(out)]
         table = torch.arange(256, dtype=torch.uint8).view(self.dtype).float().numpy()
@@ -147,26 +162,26 @@ class Blocks(Compressor):
         compile_function(_restore_blocks)(codes, self.block, table, scales, out.numpy())
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill the scales, and return the numbers of 8 bits nearest to the scaled values."""
+        """Fill `scales`, and return the values divided by them as numbers of 8 bits."""
         raise NotImplementedError
 
 
 class Int8(Blocks):
-    """Integers of 8 bits in blocks."""
+    """A compressor that sends integers of 8 bits, and a scale for each block of entries."""
 
     name = "int8"
     paper = "Dettmers et al., ICLR 2022"
     largest = 127.0
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Round to the nearest integer."""
+        """Fill `scales`, and return the divided values, rounded to integers."""
         numbers = np.empty(len(values), np.int8)
         compile_function(_quantize_blocks)(values, self.block, self.largest, scales, numbers)
         return torch.from_numpy(numbers)
 
 
 class Fp8(Blocks):
-    """Floats of 8 bits (E4M3) in blocks."""
+    """A compressor that sends floats of 8 bits (E4M3), and a scale for each block of entries."""
 
     name = "fp8"
     paper = "Micikevicius et al., 2022"
@@ -174,7 +189,7 @@ class Fp8(Blocks):
     dtype = torch.float8_e4m3fn
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Round to the nearest float."""
+        """Fill `scales`, and return the divided values, rounded to floats of 8 bits."""
         scaled = np.empty_like(values)
         compile_function(_scale_blocks)(values, self.block, self.largest, scales, scaled)
         return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

@@ -7,8 +7,8 @@ scale:
 
     C(v) = size sign(v), or (|v|_1 / d) sign(v) if size is None
 
-In both directions with a fixed size this is majority vote: clients send signs, and each parameter
-moves by `size` in the direction that most of them voted for.
+With a fixed `size`, and compression in both directions, this is majority vote: clients send signs,
+and each parameter moves by `size` in the direction for which most clients voted.
 
 Choices where the papers are silent
 - sign(0) is 1.
@@ -29,7 +29,7 @@ from raysim.vectors.layout import Layout
 
 
 def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
-    """Set the bit of each entry that is not negative."""
+    """Fill `words`: set a bit for each value that is at least 0."""
     for word in range(len(words)):
         bits = np.uint32(0)
         first = 32 * word
@@ -39,7 +39,7 @@ def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
 
 
 def _unpack_signs(words: np.ndarray, scale: float, out: np.ndarray) -> None:
-    """Write scale or -scale for each bit."""
+    """Fill `out` with `scale` for each bit that is set, and with -`scale` for all other bits."""
     for word in range(len(words)):
         bits = words[word]
         first = 32 * word
@@ -48,10 +48,10 @@ def _unpack_signs(words: np.ndarray, scale: float, out: np.ndarray) -> None:
 
 
 class SignSGD(Compressor):
-    """One bit for each entry.
+    """A compressor that sends one bit, the sign, for each entry.
 
-    size: the absolute value of a decoded entry; None: the mean absolute value, which travels with
-    the signs. Error feedback needs None.
+    size: the absolute value of each decoded entry. None uses the mean absolute value of the
+    entries, which is sent with the signs. Error feedback needs None.
     """
 
     name = "signsgd"
@@ -74,11 +74,11 @@ class SignSGD(Compressor):
                 )
 
     def words(self, layout: Layout) -> int:
-        """Return the size of the signs, and of a scale unless it is fixed."""
+        """Return the size of a message: the signs, and the mean if `size` is None."""
         return words_of_bits(layout.trained) + (self.size is None)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the scale, unless it is fixed, then the signs."""
+        """Return the mean, if `size` is None, then the signs."""
         signs = np.empty(words_of_bits(len(values)), np.uint32)
         compile_function(_pack_signs)(values.numpy(), signs)
         if self.size is not None:
@@ -87,7 +87,7 @@ class SignSGD(Compressor):
         return np.concatenate([np.array([float(mean)], np.float32).view(np.uint32), signs])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the scale and the signs."""
+        """Fill `out` with the signs, each multiplied by the mean or by `size`."""
         scale, signs = np.float32(self.size or 0), message
         if self.size is None:
             scale, signs = message[:1].view(np.float32)[0], message[1:]

@@ -33,7 +33,10 @@ SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
 
 
 def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of entries with |v| >= threshold; return how many there are."""
+    """Write the positions of entries v with |v| >= threshold; return their number.
+
+    If there are more positions than `places` has room for, return that room plus 1.
+    """
     count, room = 0, len(places)
     for place in range(len(values)):
         if abs(values[place]) >= threshold:
@@ -45,9 +48,9 @@ def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
 
 
 def largest_places(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of the `count` entries of largest absolute value, ascending.
+    """Return the positions of the `count` entries with the largest absolute values.
 
-    Of equal entries the first ones are taken.
+    The positions are ascending. Of equal entries the first ones are taken.
     values: float32 [d].
     """
     candidates = _candidates(values, count)
@@ -63,9 +66,10 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
-    """Return positions that contain the `count` largest, ascending; None means all positions.
+    """Return positions that include those of the `count` largest entries; None means all.
 
-    A threshold from a sample leaves few candidates, in one pass over a long vector.
+    The positions are ascending. A threshold is estimated from a sample of the entries. Then one
+    pass over the long vector finds few candidates.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:
@@ -80,9 +84,9 @@ def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
 
 
 class _Sparse(Compressor):
-    """A compressor that sends a share of the entries.
+    """A compressor that sends some of the entries.
 
-    share: from above 0 to 1.
+    share: the share of the entries that are sent, above 0 and at most 1.
     """
 
     def __init__(
@@ -97,24 +101,27 @@ class _Sparse(Compressor):
 
 
 class TopK(_Sparse):
-    """The entries of the largest absolute values, with their positions."""
+    """A compressor that sends the entries with the largest absolute values.
+
+    Their positions are sent as well.
+    """
 
     name = "topk"
     paper = "Aji and Heafield, EMNLP 2017"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of k floats and their positions."""
+        """Return the size of a message: k floats and their positions."""
         count = self.count(layout)
         return count + words_of_places(count, layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the entries, then their positions."""
+        """Return the k largest entries, then their positions."""
         array = values.numpy()
         places = largest_places(array, self.count(layout))
         return np.concatenate([array[places].view(np.uint32), pack_places(places, len(array))])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries, and 0 elsewhere."""
+        """Fill `out` with the entries of the message at their positions, and with 0 elsewhere."""
         count = self.count(layout)
         places = unpack_places(message[count:], count, layout.trained)
         out.zero_()
@@ -122,13 +129,16 @@ class TopK(_Sparse):
 
 
 class RandK(_Sparse):
-    """Random entries; the receiver draws their positions from the seed in the message."""
+    """A compressor that sends random entries.
+
+    The message contains a seed, from which the receiver draws the same positions.
+    """
 
     name = "randk"
     paper = "Stich et al., NeurIPS 2018"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of k floats and a seed."""
+        """Return the size of a message: a seed and k floats."""
         return self.count(layout) + 2
 
     def _places(self, seed: np.ndarray, layout: Layout) -> np.ndarray:
@@ -136,18 +146,18 @@ class RandK(_Sparse):
         return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the seed, then the entries."""
+        """Return the seed, then the k entries."""
         seed = np.array([key], np.uint64).view(np.uint32)
         entries = values.numpy()[self._places(seed, layout)]
         return np.concatenate([seed, entries.view(np.uint32)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries times d / k, and 0 elsewhere."""
+        """Fill `out` with the entries times d / k at their positions, and with 0 elsewhere."""
         count = self.count(layout)
         out.zero_()
         entries = message[2:].view(np.float32) * np.float32(layout.trained / count)
         out.numpy()[self._places(message[:2], layout)] = entries
 
     def contraction(self, layout: Layout) -> float:
-        """Return k / d: the entries without the factor that makes them unbiased."""
+        """Return k / d, which cancels the factor d / k of `decode` under error feedback."""
         return self.count(layout) / layout.trained

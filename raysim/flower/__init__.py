@@ -1,4 +1,4 @@
-"""Flower apps on raysim: a learner, a Grid on virtual time, and a drop-in `start_simulation`."""
+"""Flower apps on raysim: a learner, a Grid on virtual time, and a new `start_simulation`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["start_simulation"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `start_simulation` when it is used, because it needs the package flwr."""
+    """Import `start_simulation` only when it is used, because it needs the package flwr."""
     if name == "start_simulation":
         from raysim.flower.simulation import start_simulation
 

@@ -1,4 +1,4 @@
-"""Let a ClientApp answer a message for a client, with seeded generators and clear errors."""
+"""Let a ClientApp answer a message to a client, with seeded generators and clear errors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from raysim.training.own_training import seeded_generators
 
 
 class AppError(RuntimeError):
-    """The error of a ClientApp that did not answer a message; the text has the app's own line."""
+    """The error of a ClientApp that did not answer a message.
+
+    The text contains the line of the app that failed.
+    """
 
 
 @dataclass(frozen=True)
 class AppRunner:
-    """A ClientApp with what its clients know.
+    """A ClientApp, with the facts that its clients receive.
 
     clients: the number of clients.
-    run_config: the run config.
-    seed: of the run.
-    folder: the app's folder.
+    run_config: Flower's run config.
+    seed: the seed of the run.
+    folder: the app's folder, to find its lines in errors; None if unknown.
     """
 
     app: LoadedClientApp
@@ -39,7 +42,11 @@ class AppRunner:
     folder: Path | None = None
 
     def context(self, node: int, state: RecordDict) -> Context:
-        """Return the context of a node with the client's state."""
+        """Return Flower's context for a client.
+
+        node: the node id of the client.
+        state: the records that the client keeps.
+        """
         node_config = {"partition-id": client_number(node), "num-partitions": self.clients}
         return Context(
             run_id=RUN_ID,
@@ -52,11 +59,13 @@ class AppRunner:
     def answer(
         self, message: GridMessage, number: int, state: RecordDict
     ) -> tuple[RecordDict, RecordDict]:
-        """Return the content of the client's reply and its new state.
+        """Return the content of the client's reply, and the records that the client keeps.
 
-        number: how many messages the client received before. The global generators of `random`,
-        NumPy and torch are seeded from the seed, the client and this number.
-        Raises AppError if the app raises an error, exits or returns anything but a message with
+        The global generators of `random`, NumPy and torch are seeded from the run's seed, the
+        client and `number`.
+        number: how many messages the client has received before.
+        state: the records that the client has kept so far.
+        Raises AppError if the app raises an error, exits, or does not return a message with
         content.
         """
         node = message.metadata.dst_node_id
@@ -78,7 +87,7 @@ class AppRunner:
 
     @contextlib.contextmanager
     def _app_errors(self) -> Iterator[None]:
-        """Raise AppError for errors of the app. What the app prints goes to stderr."""
+        """Turn errors of the app into AppError, and print the app's output to stderr."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield

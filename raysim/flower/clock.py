@@ -1,4 +1,4 @@
-"""When a message reaches a client and its reply the server, on the virtual clock."""
+"""Compute on the virtual clock when the reply to a message arrives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from raysim.simulation.fleet import Devices, Fleet
 
 @dataclass(frozen=True)
 class Arrival:
-    """The time of a reply in virtual seconds.
+    """The arrival of a reply.
 
-    lost: why the reply is an error, or "".
+    time: virtual seconds.
+    lost: why an error arrives instead of a reply; "" if the reply arrives.
     """
 
     time: float
@@ -26,7 +27,9 @@ class Arrival:
 class VirtualClock:
     """The virtual clock of a Grid.
 
-    samples: the number of samples that a message for training takes; other messages take none.
+    clients: the number of clients.
+    samples: the samples that a client trains on for a message for training; for any other message
+    it trains on none.
     """
 
     def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):
@@ -36,7 +39,7 @@ class VirtualClock:
         self._messages: Counter[int] = Counter()  # to each client
 
     def next_number(self, client: int) -> int:
-        """Return how many messages the client received before, and count this one."""
+        """Return how many messages the client has received before; count one more."""
         number = self._messages[client]
         self._messages[client] += 1
         return number
@@ -44,11 +47,12 @@ class VirtualClock:
     def arrival(
         self, client: int, number: int, is_training: bool, array_bytes: int, ttl: float
     ) -> Arrival:
-        """Return when the reply to a message that is sent now arrives.
+        """Return the arrival of the reply to a message that is sent now.
 
-        array_bytes: the size of the arrays that are sent; a reply to a message for training is as
-        large.
-        ttl: virtual seconds after which the message expires.
+        number: how many messages the client has received before.
+        array_bytes: the bytes of the arrays in the message. A reply to a message for training is
+        assumed to be as large; any other reply has size 0.
+        ttl: the virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES
         samples = float(self.samples) if is_training else 0.0
@@ -70,7 +74,7 @@ class VirtualClock:
         return available
 
     def wait_for_change(self) -> None:
-        """Advance the clock to the next moment at which a client's availability changes."""
+        """Advance the clock to the next time at which a client's availability changes."""
         presence = self._devices.presence
         if presence is None:
             return

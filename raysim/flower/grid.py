@@ -26,10 +26,11 @@ _CHUNKS_PER_WORKER = 4
 
 @dataclass(frozen=True)
 class MessageRecord:
-    """What became of a message: the row of a table.
+    """A row of the table of messages: what became of a message.
 
     dispatched, arrived: virtual seconds.
     fate: "answered", "lost" or "failed".
+    error: why the message was lost or failed; "" if it was answered.
     numbers: the metrics of the reply.
     """
 
@@ -46,9 +47,9 @@ class MessageRecord:
 
 @dataclass
 class _Pending:
-    """A message in flight.
+    """A message that is sent and whose reply is not delivered.
 
-    answer: None until a worker has answered it.
+    answer: None until a worker has answered the message.
     """
 
     request: Request
@@ -59,20 +60,21 @@ class _Pending:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The place in the order of virtual time."""
+        """The key by which messages are sorted in the order of virtual time."""
         return self.arrival.time, self.request.client, self.request.number
 
 
 class VirtualGrid(SimpleGrid):
     """A Grid whose nodes are simulated clients.
 
-    Messages are sent at the present virtual time, and replies arrive when the fleet says so. A call
-    that waits for replies advances the clock. `timeout` and a message's `ttl` are virtual seconds.
-
+    Messages are sent at the current virtual time. The fleet decides when their replies arrive. A
+    call that waits for replies advances the clock. `timeout`, and the `ttl` of a message, are
+    virtual seconds.
     runtime: calls the workers.
     clock: the virtual clock.
-    replies: those of an earlier process of this run.
-    on_message: gets the record of each delivered reply.
+    replies: the stored replies of this run, if an earlier process has begun it; None starts without
+    any.
+    on_message: function that gets the record of each delivered reply.
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class VirtualGrid(SimpleGrid):
 
     # --- nodes --------------------------------------------------------------------------------
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are available at the present virtual time.
+        """Return the ids of the nodes that are available at the current virtual time.
 
-        An app that asks again and again without sending a message waits for clients; then the clock
-        advances to the next change. Threads that Flower starts get the last answer.
+        If the app calls this repeatedly without sending a message, it waits for clients; then the
+        clock is advanced to the next change of availability. A thread that Flower started gets the
+        result of the ServerApp's last call.
         """
         if not self.is_owner():
             return list(self._nodes) or self._available_nodes()
@@ -122,7 +125,10 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages -----------------------------------------------------------------------------
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages at the present virtual time; return their ids."""
+        """Send messages at the current virtual time; return their ids.
+
+        Raises ValueError for a node id that does not exist.
+        """
         with self._lock:
             return [pending.message.metadata.message_id for pending in self._push(messages)]
 
@@ -149,7 +155,7 @@ class VirtualGrid(SimpleGrid):
         return sent
 
     def on_content(self, content: RecordDict) -> None:
-        """Look at the records of a new message; a subclass may."""
+        """Do nothing; a subclass may look here at the content of each new message."""
 
     def _dispatch(self, message: Message, client: int, content: RecordDict) -> _Pending:
         metadata = message.metadata
@@ -173,9 +179,9 @@ class VirtualGrid(SimpleGrid):
         return _Pending(request, app_message, self.clock.now, arrival)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have arrived; if there is none, wait for the next one.
+        """Return the replies that have arrived; if there are none, wait for the next one.
 
-        Replies are in the order of virtual time; an id is answered once.
+        The replies are in the order of virtual time. The reply to a message is returned only once.
         """
         with self._lock:
             waiting = [self._pending[key] for key in dict.fromkeys(message_ids) if self._has(key)]
@@ -193,9 +199,9 @@ class VirtualGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages and wait for the replies, which are in the order of virtual time.
+        """Send messages, wait for the replies, and return these in the order of virtual time.
 
-        timeout: virtual seconds; replies that arrive later are not returned. None waits for all.
+        timeout: virtual seconds. Replies that arrive later are not returned; None waits for all.
         """
         if not self.is_owner():
             return self._send_from_thread(messages)
@@ -220,23 +226,23 @@ class VirtualGrid(SimpleGrid):
             return self._deliver(in_time)
 
     def _drop(self, pending: _Pending) -> None:
-        """Forget a message whose reply arrives after the timeout; it is never answered."""
+        """Forget a message whose reply would arrive after the timeout; no worker answers it."""
         del self._pending[pending.request.message_id]
         self._record(pending, "lost", "the reply arrives after the timeout", {})
 
     # --- messages of several threads ----------------------------------------------------------
     def begin_batch(self) -> None:
-        """Begin a batch, unless one is open: the clock stands still until its end."""
+        """Begin a batch of messages, unless one has begun; until its end the clock stands still."""
         with self._lock:
             if self._batch_end is None:
                 self._batch_end = self.clock.now
                 self._batch_times.clear()
 
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """Advance the clock to the last arrival in the batch.
+        """End a batch: advance the clock to the last arrival in it.
 
-        Return the time of each node's last reply and the client, by the node's id. Raises
-        ReplayError if a message of the batch differed from the stored run.
+        Return for each node id when the node's last reply arrived, and the number of its client.
+        Raises ReplayError if a message of the batch differed from the stored run.
         """
         with self._lock:
             if self._batch_end is not None:
@@ -247,7 +253,10 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send the messages of one of several threads; wait for a free worker."""
+        """Send the messages of one of several threads, and return the replies.
+
+        For each message, wait for a free worker.
+        """
         with self._lock:
             sent = self._push(messages)
             unanswered = self._prepare(sent)
@@ -283,7 +292,10 @@ class VirtualGrid(SimpleGrid):
 
     # --- answers ------------------------------------------------------------------------------
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
-        """Set the states of messages and the answers that are stored; return the other messages."""
+        """Give stored answers to messages that have one; return the messages that need a worker.
+
+        Raises ReplayError if a message differs from the stored run.
+        """
         unanswered = []
         for one in pending:
             if one.arrival.lost or one.answer is not None:
@@ -302,7 +314,7 @@ class VirtualGrid(SimpleGrid):
         return unanswered
 
     def _answer(self, pending: Sequence[_Pending]) -> None:
-        """Let the workers answer all messages that have no answer yet."""
+        """Let the workers answer all messages that need an answer."""
         unanswered = self._prepare(pending)
         unanswered.sort(key=lambda one: (one.request.number, one.request.client))
         while unanswered:
@@ -315,7 +327,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.forget_digests()
 
     def _answer_round(self, pending: Sequence[_Pending]) -> None:
-        """Let the workers answer one message of each of several clients."""
+        """Let the workers answer messages, at most one for each client."""
         workers = self.runtime.workers
         size = max(1, len(pending) // (workers * _CHUNKS_PER_WORKER))
         if self.runtime.is_in_process:
@@ -348,7 +360,7 @@ class VirtualGrid(SimpleGrid):
                 self._keep(one, answer)
 
     def _call(self, worker: int, requests: Sequence[Request]) -> list[Answer]:
-        """Let one worker answer messages; a worker that dies is replaced."""
+        """Let one worker answer messages; if it dies, replace it and try again."""
         for attempt in range(MAX_ATTEMPTS):
             with self._lock:
                 current = [self._request_with_state(request) for request in requests]
@@ -370,7 +382,7 @@ class VirtualGrid(SimpleGrid):
         return self._request_with_state(pending.request)
 
     def _request_with_state(self, request: Request) -> Request:
-        """Return the request with the present state of its client."""
+        """Return the request with the current state of its client."""
         state = self._states.get(request.client, b"")
         return replace(request, state=state) if state else request
 
@@ -381,7 +393,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.add(pending.request, answer)
 
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
-        """Return the replies, and forget their messages."""
+        """Return the replies to messages, and remove the messages from the pending ones."""
         delivered: list[Message] = []
         for one in pending:
             self._pending.pop(one.request.message_id, None)
@@ -420,7 +432,7 @@ class VirtualGrid(SimpleGrid):
 
 
 def _own_message(message: Message, request: Request) -> GridMessage:
-    """Return the message with the ids and times that raysim gives it."""
+    """Return a copy of the app's message with raysim's ids and times."""
     sent = message.metadata
     metadata = Metadata(
         run_id=RUN_ID,

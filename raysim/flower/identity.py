@@ -1,7 +1,8 @@
-"""Let this process make Flower messages.
+"""Give this process the identity that it needs to make Flower messages.
 
-The constructor of `Message` needs an identity that Flower gives to the processes that it starts.
-The only public object that sets it is a `ServerApp` with a `Server`, so one without clients is run.
+The constructor of `Message` needs an identity. Flower gives one to the processes that it starts.
+The only public object that sets the identity is a `ServerApp` with a `Server`; therefore such an
+app is run once, without clients.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from raysim.flower.simple_grid import SimpleGrid
 
 
 class _IdleServer(Server):
-    """A server that asks no client for anything."""
+    """A server that sends no messages."""
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Return an empty history.
+        """Return an empty history and 0 seconds.
 
         num_rounds, timeout: are not used.
         """
@@ -31,7 +32,7 @@ class _IdleServer(Server):
 
 @contextlib.contextmanager
 def silent_flower() -> Iterator[None]:
-    """Show only errors of Flower's log meanwhile."""
+    """While the context lasts, hide all messages of Flower's log except errors."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -43,7 +44,7 @@ def silent_flower() -> Iterator[None]:
 
 @functools.cache
 def set_identity() -> None:
-    """Run a ServerApp without clients, once in a process; Flower's log is silent meanwhile."""
+    """Set this process's identity by running a ServerApp without clients; only once."""
     app = ServerApp(server_fn=_components)
     context = Context(
         run_id=RUN_ID,

@@ -1,7 +1,7 @@
-"""Find a Flower app's initial parameters and what its ServerApp sends with them.
+"""Get a Flower app's initial parameters, and the config that its ServerApp sends.
 
-A ServerApp makes the initial parameters inside of its main function. raysim calls it with a Grid
-that stops it at the first message for training; this message contains the parameters.
+A ServerApp makes the initial parameters inside its main function. raysim calls this function with a
+Grid that stops it at the first message for training; that message contains the parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ GET_PARAMETERS = "get_parameters"
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The parameters of version 0 by name, and the config of the first message."""
+    """The initial parameters of a Flower app.
+
+    arrays: the parameters of version 0, by name.
+    config: the config in the first message for training.
+    """
 
     arrays: dict[str, np.ndarray]
     config: dict[str, Any] = field(default_factory=dict)
@@ -45,11 +49,14 @@ class InitialModel:
 def make_initial(
     runner: AppRunner, function: str, server_app: str, client_app: str
 ) -> InitialModel:
-    """Return the initial parameters from a function, a ServerApp, or the clients themselves.
+    """Return the initial parameters, from a function, a ServerApp or a client.
 
-    function, server_app: references, or "". The global generators are seeded from the runner's
-    seed.
-    Raise `RefusedError` if nothing provides the parameters.
+    The first of these that is set is used. The global random generators are seeded from the
+    runner's seed.
+    function: "module:function" that returns the parameters, or "".
+    server_app: "module:object" of a ServerApp, or "".
+    client_app: "module:object" of the ClientApp, for errors.
+    Raises `RefusedError` if nothing provides the parameters.
     """
     folder = runner.folder or Path.cwd()
     with seeded_generators(runner.seed, torch.device("cpu")):
@@ -76,11 +83,11 @@ def make_initial(
 
 
 class _FirstMessage(BaseException):
-    """Ends a ServerApp at its first message for training; not an error."""
+    """The exception that stops a ServerApp at its first message for training."""
 
 
 class _FirstMessageGrid(SimpleGrid):
-    """A Grid that keeps the first message for training and then ends the ServerApp."""
+    """A Grid that keeps the first message for training, and then stops the ServerApp."""
 
     def __init__(self, runner: AppRunner):
         super().__init__()
@@ -94,7 +101,7 @@ class _FirstMessageGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Let a client answer messages that come before training; stop at the first for training.
+        """Let clients answer the messages before the first one for training; stop at that one.
 
         timeout: is not used.
         """
@@ -112,7 +119,7 @@ class _FirstMessageGrid(SimpleGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Stop at the first message."""
+        """Stop at the first message for training; see `send_and_receive`."""
         self.send_and_receive(messages)
         return []
 
@@ -120,7 +127,8 @@ class _FirstMessageGrid(SimpleGrid):
 def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialModel:
     """Return the parameters and the config in a ServerApp's first message for training.
 
-    Raise `RefusedError` if the app ends or fails before.
+    reference: "module:object" of the ServerApp.
+    Raises `RefusedError` if the app ends or fails before this message.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, key)
@@ -178,12 +186,15 @@ def _config_of(content: RecordDict) -> dict[str, Any]:
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
-    """Return the arrays of a record by name."""
+    """Return the arrays of a record, by name."""
     return {name: array.numpy() for name, array in record.items()}
 
 
 def from_client(runner: AppRunner) -> InitialModel:
-    """Return what `get_parameters` of client 0 returns. Raises AppError if there is none."""
+    """Return the parameters that client 0 returns from `get_parameters`.
+
+    Raises AppError if the client does not return any.
+    """
     content = RecordDict({"getparametersins.config": ConfigRecord()})
     message = instruction(0, content, GET_PARAMETERS, "initial")
     returned, _ = runner.answer(message, 0, RecordDict())
@@ -192,9 +203,11 @@ def from_client(runner: AppRunner) -> InitialModel:
 
 
 def from_object(made: Any, key: str) -> InitialModel:
-    """Return the parameters of an object: a module, a mapping or a list of arrays, a record.
+    """Return the parameters in an object that a user's function returned.
 
-    Raise `RefusedError` for another object.
+    made: a module, arrays by name, a list of arrays, or an ArrayRecord.
+    key: the setting of the function, for errors.
+    Raises `RefusedError` for any other object.
     """
     if hasattr(made, "state_dict"):
         made = made.state_dict()

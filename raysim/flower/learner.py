@@ -4,11 +4,11 @@ Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research F
 arXiv:2007.14390), version 1.42, public names only.
 
 Choices
-- The server's rule is that of raysim: the app's ServerApp is used only to get the initial
-  parameters and the config of its first message. `raysim flower run` runs ServerApps.
-- The app loads its own data. raysim's data and partition say how many clients and samples there
-  are, for virtual time and for the weights of updates.
-- The state of an app's Context is the client's state: it changes only if the job is aggregated.
+- raysim's rule combines the updates. The app's ServerApp is used only to get the initial parameters
+  and the config of its first message. To run a ServerApp, use `raysim flower run`.
+- The app loads its own data. raysim's data and partition decide the number of clients, and the
+  number of samples for virtual time and for the weights of updates.
+- The state in an app's Context is the client's state: it changes only if the job is aggregated.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ KEY = "learner.app"
 
 
 class FlowerLearner(Learner):
-    """A learner that sends messages to a Flower ClientApp.
+    """A learner that lets a Flower ClientApp train, by sending it messages.
 
-    app: "module:object" of a ClientApp, a client_fn or a class of clients; "" takes that of the
-    project's pyproject.toml.
+    app: "module:object" of a ClientApp, a client_fn or a class of clients; "" uses the one that the
+    project's pyproject.toml names.
     folder: the project's folder; None is the current folder.
     run_config: overrides of the project's run config.
-    train_config, evaluate_config: values in the config of each message.
-    parameters: "module:function" that makes the initial parameters; "" takes those of the project's
-    ServerApp or of `get_parameters`.
-    Raise `RefusedError` for an app that cannot be used.
+    train_config: values in the config of each message for training.
+    evaluate_config: values in the config of each message for evaluation.
+    parameters: "module:function" that returns the initial parameters; "" gets them from the
+    project's ServerApp or from `get_parameters`.
+
+    Raises `RefusedError` for an app that cannot be used.
     """
 
     name = "flower"
@@ -87,15 +89,15 @@ class FlowerLearner(Learner):
         return read_project(self._root)
 
     def _load(self) -> LoadedClientApp:
-        """Return the app of this process."""
+        """Return the app, which is loaded once in each process."""
         return load_client_app(self._reference, self._root, KEY)
 
     # --- the model ----------------------------------------------------------------------------
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the app's initial parameters, arrays by name.
+        """Return the app's initial parameters: arrays by name.
 
-        They are made once and travel to the workers with the learner. Raise `RefusedError` if
-        nothing provides them.
+        They are made once, and are sent to the workers as a part of this learner. Raises
+        `RefusedError` if nothing provides the parameters.
         """
         from raysim.flower.initial import make_initial
 
@@ -109,21 +111,29 @@ class FlowerLearner(Learner):
         return dict(made.arrays)
 
     def setup(self, run: Setup) -> None:
-        """Train with the app, and keep the records of each client's context."""
+        """Declare that clients train with the app.
+
+        The records of an app's context are client state.
+        """
         super().setup(run)
         run.client_state("context", _no_records)
 
     def runner(self, clients: int, seed: int) -> AppRunner:
-        """Return the object that lets the app answer messages."""
+        """Return the object through which the app answers messages.
+
+        clients: the number of clients.
+        seed: the seed of the run.
+        """
         from raysim.flower.client import AppRunner
 
         return AppRunner(self._load(), clients, self._resolved_config, seed, self._root)
 
     # --- a job --------------------------------------------------------------------------------
     def fit_client(self, job: LocalJob) -> LocalResult:
-        """Send the received parameters in a message for training; store those of the reply.
+        """Send the client a message for training; store the parameters of its reply in the job.
 
-        Raises AppError if the app fails, and ValueError if its arrays have other names or shapes.
+        Raises AppError if the app fails. Raises ValueError if the arrays of the reply have other
+        names or shapes than those sent.
         """
         from raysim.flower.local_work import train
 
@@ -146,10 +156,10 @@ class FlowerLearner(Learner):
         return trained.result
 
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
-        """Send the parameters to a client in a message for evaluation; return the reply's numbers.
+        """Send a client a message for evaluation; return the numbers in its reply.
 
-        Sets of samples without a client have no numbers, and so have all sets if the app has no
-        function for evaluation.
+        Return no numbers for a set of samples without a client, and none if the app has no function
+        for evaluation.
         """
         from raysim.flower.local_work import evaluate
 

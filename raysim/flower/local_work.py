@@ -1,4 +1,4 @@
-"""Send a client its message of a raysim job, and read the reply."""
+"""Send a client the message for a job of raysim, and read the reply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ LEGACY_ROUNDS = ("server_round", "current_round", "round")  # names that apps ch
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client's reply contains: arrays by name, the packed state, and the numbers."""
+    """What the reply to a message for training contains.
+
+    arrays: the trained parameters, by name.
+    state: the packed records that the client keeps.
+    result: the loss and the metrics of the reply.
+    """
 
     arrays: dict[str, np.ndarray]
     state: bytes
@@ -43,11 +48,13 @@ def train(
     version: int,
     state: bytes,
 ) -> Trained:
-    """Send parameters and a config in a message for training; return what the app replies.
+    """Send a client a message for training; return what its reply contains.
 
-    number: how many messages for training the client received before.
+    arrays: the received parameters, by name.
+    config: the values in the message's config.
+    number: how many messages for training the client has received before.
     version: how many aggregations were made before.
-    state: the client's packed records, or b"".
+    state: the packed records that the client has kept so far; b"" for none.
     Raises AppError if the app fails.
     """
     content = model_records(
@@ -75,10 +82,11 @@ def evaluate(
     client: int,
     state: bytes,
 ) -> dict[str, float]:
-    """Send parameters in a message for evaluation; return the numbers of the reply.
+    """Send a client a message for evaluation; return the numbers in its reply, by name.
 
-    The number of examples is left out. A number that is called like an accuracy is also
-    "accuracy", and one that is called like a loss also "loss". The client's state does not change.
+    The number of examples is left out. A number with a usual name of an accuracy, or of a loss, is
+    returned a second time as "accuracy" or "loss". The client's state does not change.
+    state: the packed records that the client keeps; b"" for none.
     Raises AppError if the app fails.
     """
     content = model_records(arrays, config, "evaluate", runner.app.uses_client_fn)
@@ -95,7 +103,7 @@ def evaluate(
 
 
 def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return the config with the number of the round, from 1."""
+    """Return the config with the number of the round, which starts at 1."""
     values = {**config, ROUND: version + 1}
     for name in LEGACY_ROUNDS:
         if name in config:
@@ -104,15 +112,15 @@ def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def read_state(data: bytes) -> RecordDict:
-    """Return the records of a client's state.
+    """Unpack the records that a client keeps.
 
-    data: b"" for a client without records.
+    data: the packed records; b"" for none.
     """
     return unpack_records(data) if data else RecordDict()
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """Return the numbers of all metrics in a reply, by name."""
+    """Return the numbers in all metrics of a reply, by name."""
     numbers: dict[str, float] = {}
     for name, record in content.items():
         if name.endswith(".status") or name in content.array_records:

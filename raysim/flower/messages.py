@@ -1,4 +1,4 @@
-"""Flower messages whose metadata raysim sets, and the records that a client's message contains."""
+"""Flower messages with metadata of raysim, and the content of messages to clients."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def client_number(node: int) -> int:
 
 
 class GridMessage(Message):
-    """A message with metadata of raysim's own.
+    """A message whose metadata raysim sets.
 
-    The constructor of `Message` takes the identity of a process that Flower started. This class
-    replaces the properties of `Message` instead.
+    The constructor of `Message` uses the identity of a process that Flower has started. This class
+    overrides the properties of `Message`, and so needs no such identity.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GridMessage(Message):
 
     @property
     def content(self) -> RecordDict:
-        """The records of the message. Raises ValueError for a message with an error."""
+        """The records of the message. Raises ValueError if the message has an error instead."""
         content: RecordDict | None = self.__dict__["own_content"]
         if content is None:
             raise ValueError("the message has an error and no content. Call has_content() first.")
@@ -70,7 +70,7 @@ class GridMessage(Message):
 
     @property
     def error(self) -> Error:
-        """The error of the message. Raises ValueError for a message with content."""
+        """The error of the message. Raises ValueError if the message has content instead."""
         error: Error | None = self.__dict__["own_error"]
         if error is None:
             raise ValueError("the message has content and no error. Call has_error() first.")
@@ -100,9 +100,10 @@ def instruction(
     created_at: float = 0.0,
     ttl: float = DEFAULT_TTL,
 ) -> GridMessage:
-    """Return a message of the server to a client.
+    """Return a message from the server to a client.
 
-    created_at, ttl: virtual seconds.
+    created_at: the virtual time of the message, in seconds.
+    ttl: the virtual seconds after which it expires.
     """
     metadata = Metadata(
         run_id=RUN_ID,
@@ -121,9 +122,9 @@ def instruction(
 def reply(
     to: Message, created_at: float, content: RecordDict | None = None, error: Error | None = None
 ) -> GridMessage:
-    """Return the reply to an instruction.
+    """Return the reply to a message; it has either `content` or `error`.
 
-    created_at: the virtual time of its arrival.
+    created_at: the virtual time at which the reply arrives, in seconds.
     """
     request = to.metadata
     metadata = Metadata(
@@ -146,9 +147,10 @@ def model_records(
     message_type: str,
     uses_client_fn: bool,
 ) -> RecordDict:
-    """Return the content of a message with model parameters and a config.
+    """Return the content of a message to a client: model parameters and a config.
 
-    uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower uses other names.
+    uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower uses other names of
+    records.
     """
     values = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
     names = (ARRAYS, CONFIG)

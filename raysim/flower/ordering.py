@@ -1,9 +1,9 @@
-"""Give the results of older strategies an order that does not depend on threads.
+"""Sort the results that older Flower strategies aggregate, so that threads change nothing.
 
-A `flwr.server.Server` asks its clients in threads and collects the results in the order of a set,
-so that sums of floats would differ from run to run. It asks the Grid for nodes before each round.
-raysim then replaces, in the object of the server's strategy, the two functions that aggregate
-results: they sort the results by virtual time first.
+A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
+Therefore sums of floats would differ from run to run. Before each round the server asks the Grid
+for nodes. At this moment raysim replaces the two functions of the server's strategy that aggregate
+results. The new functions sort the results by virtual time, and then call the old ones.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MARK = "raysim_grid"
 
 
 class OrderedGrid(VirtualGrid):
-    """A Grid that orders the results of the strategy of a `Server`."""
+    """A Grid that sorts the results of a `Server` before the server's strategy gets them."""
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the available nodes. A call of a `Server` begins a batch of messages."""
+        """Return the ids of the available nodes; if a `Server` calls this, begin a batch."""
         if self.is_owner():
             server = calling_server()
             if server is not None:
@@ -34,7 +34,7 @@ class OrderedGrid(VirtualGrid):
 
 
 def calling_server() -> Server | None:
-    """Return the `Server` whose function is being called, or None."""
+    """Return the `Server` that is among the callers of this function; None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -45,7 +45,10 @@ def calling_server() -> Server | None:
 
 
 def order_results(strategy: Any, grid: VirtualGrid) -> None:
-    """Let a strategy sort results before it aggregates them; do nothing the second time."""
+    """Let a strategy sort results before it aggregates them.
+
+    A second call with the same strategy and Grid changes nothing.
+    """
     if getattr(strategy, _MARK, None) is grid:
         return
     setattr(strategy, _MARK, grid)

@@ -1,4 +1,4 @@
-"""Find a Flower app: its project folder, its settings in pyproject.toml, and its objects."""
+"""Read a Flower project: its pyproject.toml, and the objects of its app."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 @dataclass(frozen=True)
 class Project:
-    """The part of a Flower project's pyproject.toml that decides a run.
+    """The settings in a Flower project's pyproject.toml that decide a run.
 
     folder: the project's folder.
-    client_app, server_app: "module:object", or "" if the file has none.
-    config: the run config, by keys with dots.
-    clients: the number of simulated clients, or None.
+    client_app, server_app: "module:object", or "" if the file names none.
+    config: the run config; names of nested values are joined by dots.
+    clients: the number of simulated clients; None if the file does not give it.
     """
 
     folder: Path
@@ -42,10 +42,11 @@ class Project:
     clients: int | None = None
 
     def run_config(self, overrides: Mapping[str, Any], key: str) -> UserConfig:
-        """Return the run config with overrides.
+        """Return the run config with changed values.
 
-        key: the setting that has the overrides.
-        Raise `RefusedError` for a key that the file lacks.
+        overrides: the new values.
+        key: the setting that contains the overrides, for errors.
+        Raises `RefusedError` for a name that the project's run config does not have.
         """
         changed = flatten(overrides, key)
         for name in changed:
@@ -61,7 +62,10 @@ class Project:
 
 
 def read_project(folder: str | Path) -> Project:
-    """Read the project in a folder. Without a pyproject.toml, only the folder is known."""
+    """Read the project in a folder; without a pyproject.toml all settings are empty.
+
+    Raises `RefusedError` if there is no such folder, or if the file is no valid TOML.
+    """
     root = Path(folder).expanduser().resolve()
     if not root.is_dir():
         raise RefusedError(f"{folder}: there is no such folder. Give the folder of a Flower app.")
@@ -85,17 +89,21 @@ def read_project(folder: str | Path) -> Project:
 
 
 def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
-    """Return the clients of the default federation, which older projects contain."""
+    """Return the number of clients in the default federation; None if it is not given.
+
+    Only the pyproject.toml of older projects has federations.
+    """
     federation = federations.get(federations.get("default", ""), {})
     clients = federation.get("options", {}).get("num-supernodes")
     return None if clients is None else int(clients)
 
 
 def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
-    """Return nested values with their keys joined by dots.
+    """Return nested values as one dictionary; the names are joined by dots.
 
-    key: what an error names.
-    Raise `RefusedError` for a value that Flower's run config cannot hold.
+    key: the setting that contains the values, for errors.
+    prefix: the beginning of all names.
+    Raises `RefusedError` for a value that Flower's run config cannot hold.
     """
     flat: UserConfig = {}
     for name, value in values.items():
@@ -114,10 +122,12 @@ def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig
 
 # --- objects --------------------------------------------------------------------------------------
 def load_object(reference: str, folder: Path, key: str) -> Any:
-    """Import "module:object" with the folder on the path of imports.
+    """Import an object of the app.
 
-    key: the setting that contains the reference.
-    Raise `RefusedError` if it cannot be imported.
+    reference: "module:object".
+    folder: the folder that contains the module; it is added to `sys.path`.
+    key: the setting that contains the reference, for errors.
+    Raises `RefusedError` if the object cannot be imported.
     """
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
@@ -136,7 +146,12 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
 
 
 def import_module(name: str, folder: Path, setting: str) -> ModuleType:
-    """Import a module of the app; report an error with the app's own line."""
+    """Import a module of the app.
+
+    folder: the folder that contains the module; it is added to `sys.path`.
+    setting: the setting and its value, for errors.
+    Raises `RefusedError`, which contains the line of the app that failed.
+    """
     import_optional("flwr", setting)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -153,10 +168,11 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 
 
 def users_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return " (file, line N: code)" of the innermost line of the app, or "" if there is none.
+    """Describe the line of the app in which an error was raised: " (file, line N: code)".
 
-    folder: the app's folder. Without lines in it, the innermost line outside of raysim and of
-    installed packages is taken.
+    Return "" if there is none.
+    folder: the app's folder. If no line is in this folder, the innermost line outside of raysim and
+    of installed packages is used.
     """
     frames = [
         frame
@@ -181,8 +197,8 @@ def _is_foreign(file: Path) -> bool:
 class LoadedClientApp:
     """A ClientApp, and what it can do.
 
-    uses_client_fn: True if messages reach a `Client` or `NumPyClient`.
-    can_train, can_evaluate: False if the function for it is missing.
+    uses_client_fn: True if a `Client` or `NumPyClient` gets the messages.
+    can_train, can_evaluate: False if the app has no function for it.
     """
 
     app: Callable[[Any, Any], Any]
@@ -193,15 +209,18 @@ class LoadedClientApp:
 
 @functools.lru_cache
 def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
-    """Import a ClientApp, a client_fn, or a class of clients; once in each process."""
+    """Import a ClientApp, a client_fn or a class of clients, once in each process.
+
+    reference, folder, key: see `load_object`.
+    """
     return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
 
 
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
-    """Return a ClientApp from a ClientApp, a client_fn, or a class of clients.
+    """Make a ClientApp from a ClientApp, a client_fn or a class of clients.
 
-    setting: what an error names.
-    Raise `RefusedError` for another object.
+    setting: the setting and its value, for errors.
+    Raises `RefusedError` for any other object.
     """
     from flwr.client import Client, NumPyClient
     from flwr.clientapp import ClientApp
@@ -224,10 +243,10 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a client_fn without its optional arguments, which Flower does not accept.
+    """Return a client_fn without optional arguments, which Flower does not accept.
 
-    setting: what an error names.
-    Raise `RefusedError` if more than one argument is required.
+    setting: the setting and its value, for errors.
+    Raises `RefusedError` if the client_fn needs more than one argument.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:
@@ -249,7 +268,10 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
 
 
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
-    """Return a client_fn that makes a client of the class, with or without the context."""
+    """Return a client_fn that makes a client of a class.
+
+    The client_fn passes the context to the class if the class needs one argument.
+    """
     from flwr.client import NumPyClient
 
     parameters = inspect.signature(client_class).parameters.values()
@@ -273,9 +295,11 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app has a function of this kind.
+    """Return True if an app already has a function of a kind.
 
-    Flower refuses a second one. A missing one is filled with a function that raises.
+    This is found out by registering another function: Flower refuses a second one. If there was
+    none, the registered function stays; it raises an error when it is called.
+    register: `app.train` or `app.evaluate`.
     """
     try:
         register()(_missing)

@@ -1,7 +1,7 @@
 """Convert the content of Flower messages to bytes and back.
 
-Replies are stored on disk and client states in checkpoints. Nothing is pickled: the bytes are a
-header in JSON, and after it the data of arrays and other bytes.
+The bytes are used to store replies on disk, and client states in checkpoints. No pickle is used:
+first comes a header in JSON, then the data of all arrays and byte strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 
 
 class _BytesWriter:
-    """A list of byte strings; each gets a number."""
+    """A list of byte strings, which are numbered from 0."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -29,7 +29,7 @@ class _BytesWriter:
 
 
 def pack_records(content: RecordDict) -> bytes:
-    """Return all records as bytes, in their order."""
+    """Convert all records to bytes; their order is kept."""
     writer = _BytesWriter()
     records: list[list[Any]] = []
     for name, record in content.items():
@@ -49,7 +49,7 @@ def pack_records(content: RecordDict) -> bytes:
 
 
 def unpack_records(data: bytes) -> RecordDict:
-    """Return the records that `pack_records` converted."""
+    """Return the records that `pack_records` converted to these bytes."""
     start = _HEADER_SIZE_BYTES + int.from_bytes(data[:_HEADER_SIZE_BYTES], "little")
     header = json.loads(data[_HEADER_SIZE_BYTES:start])
     parts = []
@@ -70,7 +70,10 @@ def unpack_records(data: bytes) -> RecordDict:
 
 
 def _pack_value(value: Any, writer: _BytesWriter) -> Any:
-    """Return a value in JSON's types; bytes become {"bytes": number}."""
+    """Return a value that JSON can express; a byte string becomes {"bytes": number}.
+
+    writer: stores byte strings under these numbers.
+    """
     if isinstance(value, bytes):
         return {"bytes": writer.add(value)}
     if isinstance(value, list):
@@ -89,7 +92,7 @@ def _unpack_value(value: Any, parts: list[bytes]) -> Any:
 
 
 def count_array_bytes(content: RecordDict) -> int:
-    """Return the size of all arrays, without the headers that Flower adds to each."""
+    """Return the bytes of all arrays, without the headers that Flower adds to arrays."""
     total = 0
     for record in content.array_records.values():
         for array in record.values():

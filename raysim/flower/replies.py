@@ -1,8 +1,8 @@
-"""Stored replies: a run that was killed answers the same messages from its file.
+"""Store replies, so that a run that was killed can continue from its file.
 
-A ServerApp is a program of the user, and raysim cannot save its variables. To continue a run, the
-ServerApp starts again with the same seed and sends the same messages; the stored replies answer
-them until the point at which the run was killed.
+A ServerApp is a program of the user, whose variables raysim cannot save. To continue a run, the
+ServerApp starts again with the same seed, and therefore sends the same messages. The stored replies
+answer these messages, up to the point at which the run was killed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LENGTHS = struct.Struct("<IQQI")  # bytes of the key, of the content, of the st
 
 
 class ReplayError(RuntimeError):
-    """The error of a ServerApp that sends other messages than the stored run."""
+    """The error of a ServerApp that does not send the same messages as the stored run."""
 
 
 class StoredReplies:
-    """The replies of a run, in memory or in a file.
+    """The stored replies of a run, in a file.
 
-    path: the file; None stores nothing. A damaged end of the file, from a run that was killed, is
-    removed.
+    If the file has an incomplete entry at its end, because a run was killed, the entry is removed.
+    path: the file; None stores nothing.
     """
 
     def __init__(self, path: Path | None = None):
@@ -50,7 +50,7 @@ class StoredReplies:
         return len(self._places)
 
     def _read(self, path: Path) -> None:
-        """Find all complete entries; cut off an incomplete one."""
+        """Find all complete entries of the file; remove an incomplete one at the end."""
         end = 0
         with path.open("rb") as file:
             while True:
@@ -71,7 +71,7 @@ class StoredReplies:
             file.truncate(end)
 
     def find(self, request: Request) -> Answer | None:
-        """Return the stored answer to a message, or None.
+        """Return the stored answer to a message; None if there is none.
 
         Raises ReplayError if the stored message has other content.
         """
@@ -91,7 +91,7 @@ class StoredReplies:
         return Answer(content, self._file.read(state_size), error)
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Store an answer. The file has it when this function returns."""
+        """Store the answer to a message; it is in the file when this function returns."""
         if self._file is None:
             return
         digest = self._digest(request)
@@ -111,11 +111,14 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the digests of the last messages, whose content may change from now on."""
+        """Forget the digests of all messages, because their content may change from now on."""
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:
-        """Return a digest of a message's type and content; equal content is read once."""
+        """Return a digest of a message's type and content.
+
+        For messages that share their content the digest of the content is computed once.
+        """
         stored = self._digests.get(id(request.content))
         if stored is None:
             data = pack_records(request.content)

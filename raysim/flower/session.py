@@ -1,4 +1,4 @@
-"""Run a Flower app, its ServerApp included, on virtual time, and store what its messages did."""
+"""Run a Flower app with its ServerApp on virtual time, and store the results."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ ROUND_COLUMNS = ("type", "round", "dispatched", "arrived", "answered", "failed",
 class AppRun:
     """The settings of a run of a Flower app.
 
-    client_app, server_app: "module:object", or objects.
+    client_app: "module:object" of a ClientApp, or a loaded one.
+    server_app: the loaded ServerApp.
     folder: the project's folder.
     clients: the number of simulated clients.
-    samples: how many samples a message for training takes on the virtual clock.
+    samples: the samples that a client trains on for each message for training, on the virtual
+    clock.
+    device: the device of each worker.
     out: the run's folder; None stores nothing.
     resumes: True continues the run in `out`.
     """
@@ -77,7 +80,7 @@ class AppRun:
         at_least("samples", self.samples, 0)
 
     def spec(self) -> AppSpec:
-        """Return what a worker is made from."""
+        """Return what each worker needs to start."""
         return AppSpec(
             self.client_app,
             self.folder,
@@ -88,7 +91,7 @@ class AppRun:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the numbers of the run, for its folder."""
+        """Return the settings that decide the results, to recognise the run in a folder."""
         app = self.client_app if isinstance(self.client_app, str) else "an object from Python"
         return {
             "app": app,
@@ -107,9 +110,10 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each delivered reply.
-    rounds: the weighted means of the replies' numbers, for each group of messages that were sent at
-    one time.
-    summary: the numbers of the run.
+    rounds: a row for each group of messages that were sent at the same time. It has the weighted
+    means of the numbers in their replies.
+    summary: the results of the whole run, by name.
+    out: the run's folder; None if nothing is stored.
     """
 
     messages: pd.DataFrame
@@ -119,12 +123,11 @@ class AppResult:
 
 
 def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
-    """Run a ServerApp until it returns.
+    """Run a ServerApp until it returns; return the result.
 
-    say: gets texts for the user.
-
-    Raise `RefusedError` for a folder that holds another run, and RunStoppedError if the ServerApp
-    fails.
+    say: function that gets texts for the user.
+    Raises `RefusedError` if the folder contains another run.
+    Raises RunStoppedError if the ServerApp fails.
     """
     records: list[MessageRecord] = []
     digest = _ModelDigest()
@@ -143,7 +146,10 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
 
 
 def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
-    """Call the ServerApp with seeded generators; report its own line if it fails."""
+    """Call the ServerApp with seeded random generators.
+
+    Raises RunStoppedError, which contains the line of the app that failed.
+    """
     context = Context(
         run_id=RUN_ID,
         node_id=SERVER_NODE_ID,
@@ -175,7 +181,10 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
 
 @contextlib.contextmanager
 def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
-    """Yield the workers: one in this process, or actors on Ray."""
+    """Yield the runtime of the workers: one worker in this process, or actors on Ray.
+
+    say: function that gets texts for the user.
+    """
     if run.runtime.name == "inprocess":
         yield InProcess(AppWorker(run.spec()))
         return
@@ -190,7 +199,11 @@ def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
 # --- the folder -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredReplies]:
-    """Yield the stored replies of the run's folder; raise `RefusedError` if it has another run."""
+    """Lock the run's folder, and yield the replies that it stores.
+
+    say: function that gets texts for the user.
+    Raises `RefusedError` if the folder contains another run.
+    """
     if run.out is None:
         yield StoredReplies()
         return
@@ -230,13 +243,13 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 
 # --- results --------------------------------------------------------------------------------------
 class _ModelDigest:
-    """The digest of the last parameters that the ServerApp sent."""
+    """The SHA-256 of the last parameters that the ServerApp sent."""
 
     def __init__(self) -> None:
         self.record: ArrayRecord | None = None
 
     def hexdigest(self) -> str:
-        """Return the SHA-256 of the arrays, or "" if none were sent."""
+        """Return the SHA-256 as a text; "" if no parameters were sent."""
         if self.record is None:
             return ""
         digest = hashlib.sha256()
@@ -246,14 +259,14 @@ class _ModelDigest:
 
 
 class _DigestingGrid(OrderedGrid):
-    """A Grid that remembers the last parameters that were sent."""
+    """A Grid that keeps the last parameters that were sent."""
 
     def __init__(self, *arguments: Any):
         *usual, self._digest = arguments
         super().__init__(*usual)
 
     def on_content(self, content: RecordDict) -> None:
-        """Remember the arrays of a message."""
+        """Keep the arrays of a message as the last parameters."""
         for record in content.array_records.values():
             self._digest.record = record
 
@@ -292,7 +305,10 @@ def _summarise(
 
 
 def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
-    """Return the weighted means of the numbers of messages that were sent at one time."""
+    """Return a row for each group of messages that were sent at the same time.
+
+    A row has the weighted means of the numbers in the replies.
+    """
     groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
     for record in records:
         groups[record.dispatched, record.type].append(record)
@@ -315,7 +331,10 @@ def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
 
 
 def _means(members: list[MessageRecord]) -> dict[str, float]:
-    """Return the means of numbers, weighted by the number of examples if replies have it."""
+    """Return the mean of each number over some replies.
+
+    If a reply has a number of examples, that is its weight; otherwise its weight is 1.
+    """
     totals: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     for member in members:
@@ -335,5 +354,5 @@ def _store(out: Path, result: AppResult) -> None:
 
 
 def warn_on_stderr(text: str) -> None:
-    """Print a text to stderr, so that what the app prints stays alone on stdout."""
+    """Print a text to stderr, so that stdout contains only what the app prints."""
     print(text, file=sys.stderr)

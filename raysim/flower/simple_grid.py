@@ -1,4 +1,4 @@
-"""The part of a Grid that does not depend on how messages are answered."""
+"""The functions of a Grid that do not depend on how messages are answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from raysim.flower.messages import RUN_ID
 
 
 class SimpleGrid(Grid):
-    """A Grid of one run. A subclass says which nodes there are and what messages return."""
+    """A Grid of one run, without nodes.
+
+    A subclass overrides which nodes there are and what messages return.
+    """
 
     def __init__(self) -> None:
         self._run: Any = SimpleNamespace(run_id=RUN_ID, override_config={}, fab_id="")
@@ -24,7 +27,7 @@ class SimpleGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """The run; its `run_id` is that of all messages."""
+        """The description of the run; all messages have its `run_id`."""
         return self._run
 
     def create_message(
@@ -35,23 +38,23 @@ class SimpleGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Return a new message to a node."""
+        """Return a new message to a node, which is not sent yet."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the nodes that are available."""
+        """Return the ids of the available nodes: none."""
         return []
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Refuse messages."""
+        """Raise NotImplementedError; a subclass must override this function."""
         raise NotImplementedError(f"{type(self).__name__} needs a function 'push_messages'")
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Refuse to return replies."""
+        """Raise NotImplementedError; a subclass must override this function."""
         raise NotImplementedError(f"{type(self).__name__} needs a function 'pull_messages'")
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Refuse messages."""
+        """Raise NotImplementedError; a subclass must override this function."""
         raise NotImplementedError(f"{type(self).__name__} needs a function 'send_and_receive'")

@@ -1,4 +1,4 @@
-"""A drop-in for Flower's old `start_simulation`, on raysim's workers and virtual clock."""
+"""Replace Flower's old `start_simulation`, on raysim's workers and virtual clock."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def start_simulation(
 ) -> History:
     """Run rounds of federated learning with simulated clients; return Flower's history.
 
-    Clients have the cids "0" to "N-1", as in Flower before version 1.9.
-
-    The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`.
-    client_resources: {"num_cpus": C, "num_gpus": G} for each worker. ray_init_args,
-    keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used, because raysim
-    starts its own workers.
+    The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`. Clients
+    have the cids "0" to "N-1", as in Flower before version 1.9.
+    client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
+    ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used,
+    because raysim starts its own workers.
 
     seed: decides all draws of `random`, NumPy and torch.
-    samples: how many samples a training takes on the virtual clock.
-    fleet: the devices; None is `Ideal()`.
-    runtime: "local" for Ray, or "inprocess".
+    samples: the samples that a client trains on for each message for training, on the virtual
+    clock.
+    fleet: the devices of the clients; None is `Ideal()`.
+    runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: the number of workers; None starts as many as fit.
-    out: the run's folder.
+    out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
 
-    Raise `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
+    Raises `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
     """
     if clients_ids is not None:
         raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")
@@ -92,14 +92,17 @@ def start_simulation(
     usual_register = manager.register
 
     def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Fit as the server does, and keep the history; older servers return nothing else."""
+        """Call the server's own `fit`, and keep the history; return the history and the seconds.
+
+        The `fit` of an older server returns only the history; then the seconds are 0.
+        """
         returned = usual_fit(num_rounds=num_rounds, timeout=timeout)
         history, seconds = (returned, 0.0) if isinstance(returned, History) else returned
         histories.append(history)
         return history, seconds
 
     def register(client: ClientProxy) -> bool:
-        """Register a client under its number."""
+        """Register a client under its number instead of its node id."""
         client.cid = str(client_number(int(client.cid)))
         return bool(usual_register(client))
 
@@ -133,6 +136,6 @@ def start_simulation(
 
 
 def _main_folder() -> Path:
-    """Return the folder of the program, whose lines an error shows."""
+    """Return the folder of the user's program, to find its lines in errors."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return Path(file).resolve().parent if file else Path.cwd()

@@ -1,4 +1,4 @@
-"""A worker that lets a Flower app's clients answer messages."""
+"""A worker in which the clients of a Flower app answer messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from raysim.training.determinism import make_deterministic
 
 @dataclass(frozen=True)
 class AppSpec:
-    """All that a worker for an app is made from; it can be pickled.
+    """What a worker of an app needs to start; it can be pickled.
 
-    app: "module:object", or an app that is loaded already.
+    app: "module:object" of a ClientApp, or a loaded one.
     folder: the project's folder.
     clients: the number of clients.
-    seed: of the run.
-    threads: of torch in each worker.
+    run_config: Flower's run config.
+    seed: the seed of the run.
+    threads: the threads of torch in each worker.
+    key: the setting of the app, for errors.
     """
 
     app: str | LoadedClientApp
@@ -36,7 +38,7 @@ class AppSpec:
     key: str = "clientapp"
 
     def runner(self) -> AppRunner:
-        """Load the app in this process."""
+        """Load the app in this process; return the object through which it answers messages."""
         app = self.app
         if isinstance(app, str):
             app = load_client_app(app, self.folder, self.key)
@@ -45,11 +47,13 @@ class AppSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """A message that a client shall answer.
+    """A message for a client to answer.
 
-    number: how many messages the client received before.
-    state: the client's packed records, or b"".
+    number: how many messages the client has received before.
+    state: the packed records that the client has kept so far; b"" for none.
     content: the records of the message.
+    created_at: the virtual time at which the message was sent, in seconds.
+    ttl: the virtual seconds after which it expires.
     """
 
     client: int
@@ -65,7 +69,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's reply: packed content and state, or the text of an error."""
+    """A client's answer: a reply, or an error.
+
+    content: the packed records of the reply.
+    state: the packed records that the client keeps.
+    error: the text of the error; "" for a reply.
+    """
 
     content: bytes = b""
     state: bytes = b""
@@ -73,18 +82,18 @@ class Answer:
 
 
 class AppWorker:
-    """A worker that lets the clients of an app answer messages, one after another."""
+    """A worker in which clients of an app answer messages, one after another."""
 
     def __init__(self, spec: AppSpec):
         make_deterministic(spec.threads)
         self.runner = spec.runner()
 
     def ready(self) -> bool:
-        """Return True once the app is loaded."""
+        """Return True; a call waits until the app is loaded."""
         return True
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return the answer to each message. An app that fails answers with an error."""
+        """Return an answer for each message; if the app fails, it is an error."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Answer:
@@ -107,7 +116,10 @@ class AppWorker:
 
 
 def copy_records(content: RecordDict) -> RecordDict:
-    """Return new records with the same arrays, because an app may remove entries from them."""
+    """Return a copy of records that shares their arrays.
+
+    It is made because an app may remove entries from the records that it gets.
+    """
     copied = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):

@@ -1,4 +1,4 @@
-"""Ready learners: the options of the group `learner`."""
+"""Learners that raysim provides: the options of the group `learner`."""
 
 from raysim.learners.hf_trainer import HFTrainer
 from raysim.learners.lightning_trainer import LightningTrainer

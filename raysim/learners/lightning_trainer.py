@@ -1,7 +1,7 @@
 """Local training by the `Trainer` of Lightning.
 
-The run's model stays what `model` says; each job trains it as a `LightningModule` with a new
-`lightning.Trainer`. Derive a class and override `module` to train with a module of your own.
+The run's model is the one that `model` sets. Each job trains this model as a `LightningModule` with
+a new `lightning.Trainer`. To train with your own module, derive a class and override `module`.
 
 Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer; the aggregation is that of the
 run.
@@ -39,7 +39,8 @@ class LightningTrainer(Method):
     """A method that trains each client with a `lightning.Trainer`.
 
     options: arguments of `lightning.Trainer`, such as accumulate_grad_batches.
-    Raises ValueError for unknown arguments and if the package is missing.
+
+    Raises ValueError if an argument is unknown or the package is missing.
     """
 
     name = "lightning"
@@ -58,7 +59,10 @@ class LightningTrainer(Method):
             ) from None
 
     def setup(self, run: Setup) -> None:
-        """Train clients with `train_client`."""
+        """Declare that clients train with `train_client`.
+
+        Raises ValueError if `local.optimizer` is none of `OPTIMIZERS`.
+        """
         run.require(
             run.local.optimizer in OPTIMIZERS,
             f"local.optimizer={run.local.optimizer}: learner=lightning has "
@@ -67,7 +71,10 @@ class LightningTrainer(Method):
         run.train(self.train_client)
 
     def module(self, job: LocalJob) -> Any:
-        """Return a `LightningModule` that trains `job.model`; its parameters are sent back."""
+        """Return a `LightningModule` that trains `job.model`.
+
+        Only the parameters of `job.model` are sent to the server.
+        """
         return _default_module(job)
 
     def train_client(self, job: LocalJob) -> LocalResult:
@@ -96,7 +103,7 @@ class LightningTrainer(Method):
 
 
 def _default_module(job: LocalJob) -> Any:
-    """Return a module with the run's loss and optimizer."""
+    """Return a `LightningModule` with the run's loss and optimizer."""
     import lightning
 
     local, loss_function = job.local, job.task.objective.loss
@@ -122,7 +129,7 @@ def _default_module(job: LocalJob) -> Any:
 
 
 def _quiet() -> dict[str, Any]:
-    """Return the arguments that keep the Trainer from writing and printing."""
+    """Return the arguments with which the Trainer writes no files and prints nothing."""
     return {
         "logger": False,
         "enable_checkpointing": False,
@@ -134,7 +141,7 @@ def _quiet() -> dict[str, Any]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Hide Lightning's hints on devices and loaders, which would appear for each job."""
+    """Hide Lightning's hints on devices and data loaders, which would appear for each job."""
     loggers = [logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

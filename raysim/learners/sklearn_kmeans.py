@@ -1,4 +1,4 @@
-"""k-means over clients: each client moves the centers, the server averages them by counts.
+"""k-means over clients: each client moves the centers, the server averages the centers.
 
 A client starts scikit-learn's `MiniBatchKMeans` from the received centers and sends its centers
 with the number of its samples in each cluster. The server takes the mean of the clients' centers,
@@ -41,10 +41,10 @@ class SklearnKMeans(Learner):
     """A learner that finds clusters with scikit-learn's `MiniBatchKMeans`.
 
     clusters: the number of clusters.
-    epochs: passes of `partial_fit` over the client's samples in a job; 0 makes a step of Lloyd's
-    algorithm.
-    spread: the deviation of the initial centers.
-    Raises ValueError for values out of range.
+    epochs: the passes over the client's samples in a job; 0 makes one step of Lloyd's algorithm.
+    spread: the standard deviation of the initial centers.
+
+    Raises ValueError for a value out of range.
     """
 
     name = "sklearn_kmeans"
@@ -60,14 +60,14 @@ class SklearnKMeans(Learner):
         above("learner.spread", self.spread, 0.0)
 
     def initial(self, task: Task, rng: np.random.Generator) -> bytes:
-        """Return random centers with counts of 0."""
+        """Return random centers, with the count 0 for each."""
         centers = rng.normal(0.0, self.spread, (self.clusters, int(np.prod(task.shape))))
         return self._to_bytes(centers, np.zeros(self.clusters))
 
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Move the centers; return them with the counts of the client's samples."""
+        """Move the centers; return them with the number of the client's samples in each cluster."""
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)
         moved = self._train(received, rows, job.local.batch, job.stream("estimator"))
@@ -82,7 +82,7 @@ class SklearnKMeans(Learner):
         return self._to_bytes(moved, counts), result
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Return the means of the clients' centers, weighted by counts."""
+        """Return the mean of the clients' centers, weighted by the counts."""
         received, _ = self.centers(parameters)
         sums, totals = np.zeros_like(received), np.zeros(self.clusters)
         for update in updates:
@@ -95,7 +95,7 @@ class SklearnKMeans(Learner):
         return self._to_bytes(received, totals)
 
     def evaluate(self, parameters: bytes, data: EvaluationData) -> Mapping[str, float]:
-        """Return inertia and purity."""
+        """Return the scores "inertia_error" and "purity"."""
         inputs, labels = data.arrays()
         distances = _distances(inputs.reshape(len(inputs), -1), self.centers(parameters)[0])
         nearest = distances.argmin(axis=1)
@@ -107,7 +107,7 @@ class SklearnKMeans(Learner):
         return {"inertia_error": inertia, "purity": in_majority / len(labels)}
 
     def centers(self, parameters: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Return the centers [clusters, features] and the counts [clusters] of parameters."""
+        """Return the centers [clusters, features] and the counts [clusters] in `parameters`."""
         table = np.frombuffer(parameters, np.float64).reshape(self.clusters, -1)
         return table[:, 1:].copy(), table[:, 0].copy()
 
@@ -132,6 +132,6 @@ class SklearnKMeans(Learner):
 
 
 def _distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Return the squared distances [n, k] of rows [n, d] to points [k, d]."""
+    """Return the squared distance of each row [n, d] to each point [k, d], float [n, k]."""
     squares = (rows**2).sum(axis=1)[:, None] + (points**2).sum(axis=1)[None]
     return np.asarray(np.maximum(squares - 2 * rows @ points.T, 0.0))

@@ -41,9 +41,10 @@ EXAMPLES = ("SGDClassifier", "LogisticRegression", "Perceptron", "SGDRegressor",
 
 
 def import_estimator(name: str) -> Any:
-    """Return a class of scikit-learn, by its name in `sklearn.linear_model` or by its full path.
+    """Import a class of scikit-learn.
 
-    Raises ValueError if there is no such class.
+    name: a class of `sklearn.linear_model`, or the full path of another class.
+    Raises ValueError if there is no such class in scikit-learn.
     """
     module_name, _, class_name = name.rpartition(".")
     try:
@@ -67,7 +68,8 @@ class SklearnLinear(Learner):
     estimator: a class of `sklearn.linear_model`, or the full path of another class of scikit-learn
     that has `coef_` and `intercept_` after training.
     options: the arguments of the class.
-    Raises ValueError for another estimator, and for arguments that it does not have.
+
+    Raises ValueError for any other estimator, and for an argument that the class does not have.
     """
 
     name = "sklearn_linear"
@@ -100,7 +102,10 @@ class SklearnLinear(Learner):
         return bool(is_classifier(self._make(0)))
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return zeros: coef_ [rows, features] and intercept_ [rows]."""
+        """Return zeros by name: "coef" [rows, features] and "intercept" [rows].
+
+        Raises ValueError if the estimator does not fit the kind of task.
+        """
         kind = "classification" if self.is_classifier else "regression"
         if task.kind != kind or (kind == "regression" and task.num_classes != 1):
             raise ValueError(
@@ -114,7 +119,7 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Call `partial_fit` once for each epoch, or `fit` once."""
+        """Train by `partial_fit`, once for each epoch; without such a function train by `fit`."""
         model = self._make(int(job.stream("estimator").integers(2**31 - 1)))
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         coef, intercept = parameters["coef"], parameters["intercept"]
@@ -137,7 +142,7 @@ class SklearnLinear(Learner):
         return trained, LocalResult(samples=len(rows) * epochs)
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return decision values as logits [n, C], or predictions [n, 1] of a regression."""
+        """Return decision values as logits [n, classes], or for a regression values [n, 1]."""
         rows = inputs.reshape(len(inputs), -1)
         values = rows @ parameters["coef"].T + parameters["intercept"]
         if values.shape[1] > 1 or not self.is_classifier:
@@ -153,7 +158,7 @@ class SklearnLinear(Learner):
 
 
 def _fit(model: Any, rows: np.ndarray, targets: np.ndarray) -> None:
-    """Call `fit` without scikit-learn's warnings that a few iterations are not enough."""
+    """Call `model.fit`; hide scikit-learn's warnings that it has not converged."""
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
@@ -169,9 +174,10 @@ def _fit_present(
     coef: np.ndarray,
     intercept: np.ndarray,
 ) -> int:
-    """Train by `fit` and write the result into `coef` and `intercept`; return the passes made.
+    """Train by `fit`, and write the result into `coef` and `intercept`.
 
-    present: the classes of the client's samples, ascending; for a regression one row.
+    Return the number of passes over the samples.
+    present: the classes of the client's samples, ascending; one entry for a regression.
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

@@ -1,8 +1,8 @@
-"""Gradient boosting over clients: each client adds trees, the server joins them.
+"""Gradient boosting over clients: each client adds trees, the server joins all trees.
 
-A client receives the ensemble, continues boosting on its samples and returns the new trees. The
-server appends the trees of all clients and multiplies their leaves by the weight, so that a
-round adds the mean of what the clients add.
+A client receives the ensemble of trees, continues boosting on its samples and returns the new
+trees. The server appends the trees of all clients. It multiplies the leaves of each client's trees
+by the weight of the client, so that a round adds the mean of the clients' predictions.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
 The aggregation by bagging is that of the XGBoost examples of Flower and NVFlare.
@@ -44,11 +44,12 @@ NODE_BYTES = 90  # of a node in a model that XGBoost saves as JSON, measured on 
 class XGBoostBagging(Learner):
     """A learner that trains boosted trees with XGBoost.
 
-    trees: trees for each class that a job adds.
-    depth: largest depth of a tree.
-    rate: shrinkage of the leaves (XGBoost's eta).
-    options: more parameters of XGBoost, such as subsample.
-    Raises ValueError for values out of range and if the package is missing.
+    trees: the number of trees that a job adds for each class.
+    depth: the largest depth of a tree.
+    rate: the factor by which each leaf is multiplied (XGBoost's eta).
+    options: other parameters of XGBoost, such as subsample.
+
+    Raises ValueError if a value is out of range or the package is missing.
     """
 
     name = "xgboost"
@@ -66,7 +67,10 @@ class XGBoostBagging(Learner):
         import_optional("xgboost", "learner=xgboost")
 
     def initial(self, task: Task, rng: np.random.Generator) -> bytes:
-        """Return an ensemble without trees, as XGBoost's JSON."""
+        """Return an ensemble without trees, as XGBoost's JSON.
+
+        Raises ValueError if the task has several targets.
+        """
         import xgboost
 
         if task.kind == "multilabel" or (task.kind == "regression" and task.num_classes > 1):
@@ -79,7 +83,7 @@ class XGBoostBagging(Learner):
         return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return the planned size of the trees of a job, if all of them are full."""
+        """Return the planned size in bytes of the trees of a job, as if every tree were full."""
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)
         return self.trees * classes * nodes * NODE_BYTES
@@ -87,7 +91,7 @@ class XGBoostBagging(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Continue boosting; return only the new trees."""
+        """Continue boosting on the client's samples; return only the new trees."""
         import xgboost
 
         seed = int(job.stream("trees").integers(2**31 - 1))
@@ -102,7 +106,7 @@ class XGBoostBagging(Learner):
         return _save(booster[first:]), LocalResult(samples=len(rows) * self.trees, steps=self.trees)
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Append the trees of all clients, with their leaves multiplied by the weights."""
+        """Append the trees of all clients, with leaves multiplied by the weight of the update."""
         ensemble = json.loads(parameters)
         model = _model(ensemble)
         for update in updates:
@@ -118,7 +122,7 @@ class XGBoostBagging(Learner):
         return json.dumps(ensemble, separators=(",", ":")).encode()
 
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
-        """Return margins as logits [n, C], or predictions [n, 1] of a regression."""
+        """Return margins as logits [n, classes], or for a regression values [n, 1]."""
         import xgboost
 
         booster = xgboost.Booster({"nthread": 1})
@@ -147,13 +151,16 @@ def _save(booster: Any) -> bytes:
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of XGBoost's JSON that holds the trees."""
+    """Return the part of XGBoost's JSON that contains the trees."""
     model: dict[str, Any] = saved["learner"]["gradient_booster"]["model"]
     return model
 
 
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
-    """Multiply the leaves of a tree; a leaf's value is in the place of its split condition."""
+    """Multiply the leaves of a tree by `factor`, in place.
+
+    XGBoost stores the value of a leaf in the place of a split condition.
+    """
     for node, child in enumerate(tree["left_children"]):
         if child == -1:
             tree["split_conditions"][node] *= factor
