@@ -36,7 +36,7 @@ class VirtualClock:
         self.now = 0.0
         self.clients, self.samples = clients, samples
         self._devices: Devices = fleet.devices(seed, clients, _no_flops)
-        self._messages: Counter[int] = Counter()  # to each client
+        self._messages: Counter[int] = Counter()  # by client: the messages to it so far
 
     def next_number(self, client: int) -> int:
         """Return how many messages the client has received before; count one more."""

@@ -20,7 +20,7 @@ from raysim.simulation.runtime import Runtime, WorkerDiedError
 
 APP_ERROR, LOST_ERROR = 2, 3  # codes of Flower: the app raised an error, the reply is unavailable
 QUICK_CALLS = 2  # calls of get_node_ids between messages, before the clock waits for a client
-MAX_ATTEMPTS = 3  # workers that may die with the same messages
+MAX_ATTEMPTS = 3  # an error is raised after this many workers died with the same messages
 _CHUNKS_PER_WORKER = 4
 
 
@@ -90,14 +90,15 @@ class VirtualGrid(SimpleGrid):
         self._on_message = on_message
         self._pending: dict[str, _Pending] = {}
         self._states: dict[int, bytes] = {}
-        self._asked_for_nodes = 0  # since the last message
+        self._asked_for_nodes = 0  # calls of get_node_ids since the last message
         self._nodes: list[int] = []
         self._owner = threading.get_ident()
         self._lock = threading.RLock()
         self._free_workers = list(range(runtime.workers))
         self._is_free = threading.Condition()
         self._batch_end: float | None = None  # latest arrival in an open batch
-        self._batch_times: dict[int, tuple[float, int]] = {}  # by node
+        # By node id: time of its last reply, and its client.
+        self._batch_times: dict[int, tuple[float, int]] = {}
         self.replay_error: ReplayError | None = None
 
     def is_owner(self) -> bool:

@@ -83,7 +83,7 @@ class FlowerLearner(Learner):
                 f"{KEY}={self._reference}: the app has no function for training. "
                 "Add one with @app.train()."
             )
-        self._made: dict[tuple[int, int], InitialModel] = {}  # by clients and seed
+        self._made: dict[tuple[int, int], InitialModel] = {}  # by number of clients and seed
 
     def _project(self) -> Project:
         return read_project(self._root)

@@ -36,7 +36,8 @@ class StoredReplies:
     def __init__(self, path: Path | None = None):
         self._path = path
         self._places: dict[tuple[int, int], tuple[str, int, int, int, str]] = {}
-        self._digests: dict[int, tuple[RecordDict, str]] = {}  # by identity, of one batch
+        # By identity of the content, of one batch.
+        self._digests: dict[int, tuple[RecordDict, str]] = {}
         self._file: BinaryIO | None = None
         self.replayed = 0
         if path is not None:

@@ -37,7 +37,7 @@ from raysim.api.local_training import LocalResult
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.extras import import_optional
 
-NODE_BYTES = 90  # of a node in a model that XGBoost saves as JSON, measured on depth 4
+NODE_BYTES = 90  # bytes of a node in XGBoost's JSON, measured with trees of depth 4
 
 
 @dataclass(frozen=True, repr=False)

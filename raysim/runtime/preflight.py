@@ -22,9 +22,9 @@ from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import Faults, RunSpec, StateBudget
 from raysim.training.worker import Worker
 
-# Largest part of a GPU's memory that a process takes besides tensors: CUDA's context and libraries.
+# A process needs at most this much of a GPU's memory for CUDA's context and libraries.
 MAX_CONTEXT_BYTES = 2**30
-USABLE_SHARE = 0.95  # of a GPU's memory; allocators leave gaps
+USABLE_SHARE = 0.95  # share of a GPU's memory that can be used, because allocators leave gaps
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from raysim.api.messages import Job
 from raysim.vectors.tree_sum import halves
 
-# Of the busiest worker, because of sums on workers or of clients that stay where their state is.
+# The busiest worker may get this many times the work of an ideal balance. The balance is not ideal,
+# because groups are kept whole for sums, and clients stay on the worker that has their state.
 MAX_SLOWDOWN = 1.1
-MAX_SPLITS = 16  # of groups, for each worker, before jobs are assigned one by one
+MAX_SPLITS = 16  # splits of groups per worker; after these, jobs are assigned one by one
 
 
 class StateHome(NamedTuple):
@@ -73,7 +74,7 @@ def assign_units(
                 other for other in range(len(loads)) if nodes[other] == nodes[home.worker]
             ]
             neighbour = min(neighbours, key=loads.__getitem__)
-            # No call may wait for a state that another worker still has to make.
+            # Otherwise a call would wait for a state that another worker still has to make.
             if home.is_pending or loads[home.worker] + work <= fair_load:
                 worker = home.worker
             elif loads[neighbour] + work <= fair_load:

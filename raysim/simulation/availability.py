@@ -19,10 +19,10 @@ from raysim.primitives.streams import stream
 
 HOUR = 3600.0
 DAY = 24 * HOUR
-# Clients in one NumPy operation, so that its temporary arrays stay small.
+# The number of clients in one NumPy operation, so that its temporary arrays stay small.
 _MANY = 1 << 16
-_MAX_CHANGES = 32  # of one client, sorted at once
-_MAX_STEPS = 1 << 14  # stored steps of a `MarkovAvailability`, some MB
+_MAX_CHANGES = 32  # changes of one client that are sorted at once
+_MAX_STEPS = 1 << 14  # stored steps of a `MarkovAvailability`; they need some MB
 
 
 class Change(NamedTuple):
@@ -89,7 +89,7 @@ class Availability(ABC):
         times is sorted at once. Therefore one change costs the same for any number of clients.
         clients: ascending.
         """
-        times = np.empty(len(clients))  # float64 [clients] of the next change
+        times = np.empty(len(clients))  # float64 [clients], the time of each client's next change
         for place in _blocks(len(clients)):
             block = clients[place]
             times[place] = self.next_changes(block, np.full(len(block), now))
@@ -215,7 +215,7 @@ class _StepDraw(NamedTuple):
 
     start: int
     factor: int
-    inverse: int  # of `factor`: the client at place k is start + k * inverse
+    inverse: int  # inverse of `factor`: the client at place k is start + k * inverse
     comes: int  # clients at lower places are available from now on
     goes: int  # clients at this place or a higher one are not available from now on
 
@@ -474,7 +474,7 @@ class Intervals(Availability):
         times = np.full(len(clients), math.inf)
         is_inside = places < last
         times[is_inside] = begin[is_inside] + self._bounds[places[is_inside]]
-        # The others change at the end of the period or in the next one.
+        # All other clients change at the end of their period or in the next period.
         later = np.flatnonzero(~is_inside & (first < last) & (end < math.inf))
         starts_available = self._bounds[first[later]] == 0
         changes_at_end = starts_available != (last[later] - first[later]) % 2

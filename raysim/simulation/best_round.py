@@ -49,7 +49,8 @@ class BestRounds:
                 "this checkpoint. Start the run again."
             )
         best = self._arrays["validation"]
-        is_better = ~(validation <= best[clients])  # True for nan: without validation samples
+        # True also for nan, which means no validation samples.
+        is_better = ~(validation <= best[clients])
         best[clients[is_better]] = validation[is_better]
         sizes = np.diff(self._offsets)[clients]
         starts = np.repeat(self._offsets[clients] - (np.cumsum(sizes) - sizes), sizes)

@@ -13,13 +13,14 @@ from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import Notice, ProcessLostError, RunStoppedError, Waiting
 from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Ref, Runtime, WorkerDiedError
 
-MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
-# Deaths of workers of one node within the window, after which the node has one worker less.
+MAX_DEATHS = 3  # a run ends after this many deaths of one worker without an answer in between
+# After this many deaths of workers within the window, a node gets one worker less.
 MAX_NODE_DEATHS = 3
 DEATH_WINDOW_S = 600.0
 # Calls that any worker can carry out, so that another one gets them if a node is lost.
 REPEATABLE = ("ready", "store_constants", "contribute", "train", "train_apart", "evaluate")
-SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
+# After this time without an answer, a run reports which worker it waits for.
+SILENCE_WARNING_S = 10.0
 
 
 @dataclass(eq=False)
@@ -30,10 +31,11 @@ class Call:
     method: str
     args: tuple[object, ...]
     states: Sequence[StateUse] = ()  # client states that the call starts from
-    remote_values: int = 0  # returned values behind the first one that stay on the worker
+    # Number of returned values, after the first one, that stay on the worker.
+    remote_values: int = 0
     ref: Ref = None
     remote_refs: Sequence[Ref] = ()
-    bytes_read: int = 0  # of client states that were read from disk for it
+    bytes_read: int = 0  # bytes of client states that were read from disk for this call
     value: Any = None  # the first returned value
     is_answered: bool = False
 
@@ -61,7 +63,7 @@ class WorkerCalls:
         self._runtime, self._client_states, self._timeout_s = runtime, client_states, timeout_s
         self.workers = runtime.workers
         self.active = list(range(self.workers))
-        self.deaths = 0  # of workers
+        self.deaths = 0  # deaths of workers so far
         self.when_answered: Callable[[Call], None] = lambda call: None
         # Called with a call that another worker has now, and the worker that had it.
         self.when_moved: Callable[[Call, int], None] = lambda call, previous: None
@@ -333,7 +335,8 @@ class WorkerCalls:
     def _move_calls(self, worker: int, remaining: Sequence[int]) -> None:
         """Give the unanswered calls of a worker to the remaining workers."""
         calls, self._unanswered[worker] = self._unanswered[worker], []
-        # A job may start from the state that the one before leaves, so they stay together.
+        # A job may start from the state that the previous job leaves, so all calls go to one
+        # worker.
         stays_together = self._client_states.stateful
         heir = self._least_busy(remaining)
         for call in calls:

@@ -49,10 +49,11 @@ from raysim.simulation.state_log import CLIENT, FILE, MAX_TENSORS, StateIndex, S
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
 _REQUIRED = {_RUN, "server.safetensors", _INDEX}
-FORMAT = 3  # of run.json; a checkpoint with another one cannot be continued
+FORMAT = 3  # format of run.json; a checkpoint with another format cannot be continued
 _LOG_FILE = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
-SERVER_FILE_BYTES = 2**28  # of tensors in a file of the server, about; all of them are read at once
+# About this many bytes of tensors are in one server file; a file is read at once.
+SERVER_FILE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,11 @@ class Checkpoints:
         self.where, self.keep, self._resume = str(where), keep, resume
         self._store: Store | None = None
         self._writer = f"{this_process()} ({secrets.token_hex(8)})"
-        self._manifests: dict[int, Mapping[str, str]] = {}  # of existing checkpoints, by version
-        self.removal_failure = ""  # of the last `write`
+        # By version: the manifest of each existing checkpoint.
+        self._manifests: dict[int, Mapping[str, str]] = {}
+        self.removal_failure = ""  # why the last `write` could not remove older checkpoints
         self._last = -1  # the version that was written last, or that the run continued from
-        # Of that version: checksums of its files in the log, by name; and its index.
+        # For the version `_last`: the checksums of its log files, by name, and its index.
         self._log: dict[str, str] = {}
         self._index = StateIndex()
 
@@ -194,7 +196,7 @@ class Checkpoints:
         log = _without_abandoned(log, index)
         numbers = {"format": FORMAT, **snapshot.numbers}
         if rows:
-            numbers["rows"] = rows[len(rows) // _ROWS * _ROWS :]  # the others are in the log
+            numbers["rows"] = rows[len(rows) // _ROWS * _ROWS :]  # earlier rows are in the log
         files = log | {_RUN: _write_json(place, f"{folder}/{_RUN}", numbers)}
         for part, tensors in enumerate(_split(snapshot.server)):
             name = f"server-{part}.safetensors" if part else "server.safetensors"

@@ -62,7 +62,7 @@ class ClientStates:
         self.runtime, self.layout = runtime, layout
         self.stateful, self.budget, self.folder = stateful, budget, folder
         self._last: dict[int, int] = {}  # by client: its last job, accepted or not
-        # By client: the worker of its last submitted job, and that job.
+        # By client: the worker of its last submitted job, and the number of that job.
         self._places: dict[int, tuple[int, int]] = {}
         self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
         self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
@@ -74,8 +74,8 @@ class ClientStates:
         self._in_memory_bytes = 0  # sum of them
         self._file: SpillFile | None = None
         self._on_disk: dict[int, int] = {}  # by client: bytes of its accepted state on disk
-        self._last_spilled_bytes = 0  # of the state that was written to disk last
-        self._read_bytes = 0  # read from disk for calls that are not answered
+        self._last_spilled_bytes = 0  # size of the state that was written to disk last
+        self._read_bytes = 0  # bytes read from disk for calls that are not answered yet
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:

@@ -144,7 +144,8 @@ class Coordinator:
         send_constants(self.spec, self.replicas, self.runtime, self.calls)
         self._publish()  # a selection may measure losses of this version
         if not is_resumed:
-            # Before anything is written: it raises for an impossible fleet or schedule.
+            # This comes before anything is written, because it raises for an impossible fleet or
+            # schedule.
             self.jobs.plan()
         self.jobs.resume()
         yield Started(list(self.rows))

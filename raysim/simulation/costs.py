@@ -90,7 +90,8 @@ class Costs:
         self._kinds = fleet.kinds.tolist() if len(fleet.costs) > 1 else None
         self._phases = getattr(devices, "phases", None)
         idle_w = np.array([cost.idle_w for cost in fleet.costs])
-        self._idle_w = float(idle_w[fleet.kinds[eligible]].sum())  # of the idle clients now
+        # Power of all clients that are idle now.
+        self._idle_w = float(idle_w[fleet.kinds[eligible]].sum())
         self._idle_since = 0.0
         self._totals = [0.0, 0.0, 0.0, 0.0]  # in the order of `COLUMNS`
 

@@ -31,10 +31,11 @@ from raysim.simulation.job_queue import JobQueue
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
-# Of deltas that one call to a worker may hold back until it returns (256 MiB).
+# One call to a worker returns at most this many floats of updates (256 MiB).
 MAX_CALL_FLOATS = 1 << 26
-MAX_CALLS = 2  # to train, on a worker: it works on one while the other travels
-BUNDLE_S = 0.02  # seconds of work that are worth a message
+# Training calls per worker: it works on one while the message of the other one is sent.
+MAX_CALLS = 2
+BUNDLE_S = 0.02  # a call contains at least this many seconds of work, if enough jobs wait
 
 
 @dataclass(eq=False)
@@ -42,13 +43,14 @@ class TrainCall(Call):
     """A call that lets a worker train jobs."""
 
     jobs: Sequence[Job] = ()
-    groups: Sequence[Group] = ()  # whose deltas the worker sums
-    floats: int = 0  # that it returns, client states apart
-    # By job or group: answered, and not collected yet. Remote sums are still on the worker's node.
+    groups: Sequence[Group] = ()  # the worker sums the updates of each group
+    floats: int = 0  # floats that the call returns, without client states
+    # By job or group: results that are not collected yet. Remote sums are still on the worker's
+    # node.
     updates: dict[int, Update | Failure] = field(default_factory=dict)
     sums: dict[Group, np.ndarray] = field(default_factory=dict)
     remote_sums: dict[Group, RemoteSum] = field(default_factory=dict)
-    is_collected: bool = False  # at least one of its updates is
+    is_collected: bool = False  # True if at least one of its updates is collected
 
     @property
     def clients(self) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ class TrainCall(Call):
         for number, update in self.updates.items():
             if not isinstance(update, Update) or update.delta is None:
                 continue
-            if not update.delta.flags.writeable:  # as all arrays in a store
+            if not update.delta.flags.writeable:  # an array in a store is read-only
                 self.updates[number] = copy.deepcopy(update)
         for group, total in self.sums.items():
             if not total.flags.writeable:
@@ -87,21 +89,23 @@ class Dispatcher:
         self._calls, self._runtime = calls, runtime
         self._client_states, self._versions = client_states, versions
         self._floats = floats
-        # In one call; a sum is one vector.
+        # The most vectors that one call returns; a sum is one vector.
         self._max_vectors = max(1, MAX_CALL_FLOATS // max(1, floats))
         self._queue = JobQueue()
         self._trees = SumTrees()
-        # By job: from its dispatch to a worker until it is collected.
+        # By job: its call, from the time it is sent to a worker until it is collected.
         self._call_of: dict[int, TrainCall] = {}
-        # By worker: samples of its unanswered calls to train.
+        # By worker: the samples in its unanswered training calls.
         self._loads: defaultdict[int, float] = defaultdict(float)
-        # Jobs on workers; the client states that they leave do not exist yet.
+        # Jobs that workers have not answered; the client states that these jobs leave do not exist
+        # yet.
         self._unanswered: set[int] = set()
-        self._trained_samples = 0.0  # of all answered calls
+        self._trained_samples = 0.0  # samples in all answered calls
         # By worker: reported seconds of work, and the recent share of time that its GPU worked.
         self.busy_s: dict[str, float] = {}
         self.device_use: dict[str, float] = {}
-        self.pending_floats = 0  # of the results that are not collected yet, client states apart
+        # Floats of the results that are not collected yet, without client states.
+        self.pending_floats = 0
         calls.when_answered, calls.when_moved = self._receive, self._move
 
     # --- dispatch ---------------------------------------------------------------------------------
@@ -287,7 +291,7 @@ class Dispatcher:
             call.value = None  # its parts are collected one by one
             call.updates = {update.job: update for update in result.updates}
             call.sums = dict(result.sums)
-            # Not before the answer: a call that is repeated returns others.
+            # This waits for the answer, because a repeated call returns other references.
             node = self._runtime.nodes[call.worker]
             for group, ref in zip(call.groups, call.remote_refs, strict=False):
                 call.remote_sums[group] = RemoteSum(group, node, ref)

@@ -39,7 +39,7 @@ from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets", "mean"]
 # A function that returns a published version in the runtime's store. Tasks with one version have
-# the same function. It is called when tasks are sent: versions on disk are read one by one.
+# the same function. It is called when tasks are sent, so that versions on disk are read one by one.
 Source: TypeAlias = Callable[[], Ref]
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -237,7 +237,7 @@ class Evaluator:
         workers = self.calls.active
         for place, source in enumerate(sources):
             if replicas.bytes_on_disk and place >= len(workers):
-                # Versions on disk are read only after those before are scored.
+                # A version on disk is read only after previous versions are scored.
                 self.calls.wait(calls[place - len(workers)][0])
             worker = workers[place % len(workers)]
             calls.append([self.calls.call(worker, "evaluate", central, source())])
@@ -370,7 +370,7 @@ class Evaluator:
         ]
         calls: list[Call] = []
         for wave in zip_longest(*chunks):
-            # States that lie on disk are read only after those of the wave before are back.
+            # States on disk are read only after all calls of the previous wave are answered.
             for call in calls:
                 self.calls.wait(call)
             for chunk in wave:

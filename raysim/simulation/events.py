@@ -73,9 +73,9 @@ class Round:
 
     row: Row
     failures: tuple[Failure, ...]
-    probes: tuple[Probe, ...] = ()  # of this round's local models
-    jobs: tuple[JobRecord, ...] = ()  # that ended in this round
-    scores: ClientScores | None = None  # of a round that scores clients
+    probes: tuple[Probe, ...] = ()  # scores of this round's local models
+    jobs: tuple[JobRecord, ...] = ()  # jobs that ended in this round
+    scores: ClientScores | None = None  # None for a round that does not score clients
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from raysim.simulation.events import RunStoppedError
 from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.selector import SelectionError
 
-# With so many clients in flight for each worker, workers seldom wait for a dispatch.
+# With this many clients in flight for each worker, workers seldom wait for a dispatch.
 CLIENTS_PER_BUSY_WORKER = 8
-# At least so many jobs are planned: in all, and for each client that may be in flight.
+# The least number of planned jobs: in total, and for each client that may be in flight.
 _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 
 

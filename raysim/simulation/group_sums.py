@@ -21,7 +21,7 @@ import numpy as np
 from raysim.simulation.runtime import Ref, Runtime, WorkerDiedError
 from raysim.vectors.tree_sum import covered_ranges, halves
 
-Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order of acceptance
+Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order in which they are aggregated
 
 
 class SumTrees:

@@ -39,14 +39,14 @@ class RowWriter:
     ):
         self.declarations, self._network_columns = declarations, network_columns
         self.calls, self.dispatcher, self.client_states = calls, dispatcher, client_states
-        self.rows: list[Row] = []  # of the reported rounds
+        self.rows: list[Row] = []  # rows of the reported rounds
         self.itemsize = spec.dtype.itemsize
         self.metric, *self.other_metrics = [metric.name for metric in spec.task.metrics]
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
         self._worked: dict[str, float] = {}  # by worker: its seconds of work at the last row
         self._row_at = 0.0  # wall time of this session at the last row
-        self._deaths = 0  # of workers, up to the last row
+        self._deaths = 0  # deaths of workers up to the last row
 
     def start(self) -> None:
         """Start the clock of this session: the time from this start or resume of the run."""

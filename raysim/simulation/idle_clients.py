@@ -15,7 +15,7 @@ import numpy as np
 
 from raysim.simulation.availability import Availability, Change
 
-_FEW = 64  # changes of one moment that are made one by one
+_FEW = 64  # up to this many clients are added or removed one by one
 
 
 class IdleClients:
@@ -34,7 +34,8 @@ class IdleClients:
         self._presence, self._busy = presence, busy
         self._clients = array("q")  # ascending
         self._changes = presence.changes(members, now)
-        # Changes that are read and not made yet; only the last of them may bring clients.
+        # Changes that are read and not applied yet; only in the last one do clients become
+        # available.
         self._ahead: deque[Change] = deque()
         self._finished: list[int] = []  # clients whose jobs ended since `advance` was last called
         self._add(presence.available_clients(members, now))

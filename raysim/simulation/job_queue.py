@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from raysim.api.messages import Job
 
-MAX_PASSED_JOBS = 64  # that a bundle passes over before it is closed
+MAX_PASSED_JOBS = 64  # a bundle is closed after this many jobs that its worker does not accept
 
 
 class JobQueue:

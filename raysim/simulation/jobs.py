@@ -19,20 +19,20 @@ from raysim.simulation.replicas import Replicas
 from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSettings
 
-MAX_PLANNED_AGGREGATIONS = 64  # by which the planner may be ahead of the server
+MAX_PLANNED_AGGREGATIONS = 64  # the planner is at most this far ahead of the server
 
 
 class JobState(enum.StrEnum):
     """The state of a job, from the plan to its end."""
 
     PLANNED = "planned"  # its base version does not exist yet
-    # Its base version exists; it is not known yet whether an aggregation will take it.
+    # Its base version exists. It is not known yet whether its update will be aggregated.
     DISPATCHED = "dispatched"
-    # An aggregation will take it: it waits for a worker, or a worker trains it.
+    # Its update will be aggregated. It waits for a worker, or a worker trains it.
     IN_FLIGHT = "in flight"
     FINISHED = "finished"  # its update has arrived
     AGGREGATED = "aggregated"
-    FAILED = "failed"  # it raised, or its result is not finite
+    FAILED = "failed"  # it raised an error, or its result is not finite
     LOST = "lost"  # its client dropped out
     DISCARDED = "discarded"  # it was too stale, or is not needed
 
@@ -74,7 +74,8 @@ class JobTable:
         self._dispatcher, self._settings = dispatcher, settings
         self._rows: dict[int, JobRow] = {}  # by number of the job
         self._dispatched = 0  # rows in the state `DISPATCHED`
-        self._aggregations: deque[PlannedAggregation] = deque()  # that the server has not made
+        # Planned, and not made by the server yet.
+        self._aggregations: deque[PlannedAggregation] = deque()
 
     @property
     def rows(self) -> Iterable[JobRow]:

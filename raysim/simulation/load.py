@@ -127,7 +127,7 @@ class Loads:
         hooks = frozenset(hook for declared in declarations.methods for hook in declared.hooks)
         clients = int(np.count_nonzero(counts))
         self._run = RunFacts(spec.task, spec.settings.local, layout, clients, hooks)
-        self._plain: dict[int, Load] = {}  # by samples, where no method adds anything
+        self._plain: dict[int, Load] = {}  # by samples: the loads to which no method adds anything
         self._sent_floats = sent_floats
         self._varying = varying_tensors(declarations)
 

@@ -14,7 +14,8 @@ from raysim.simulation.events import Row
 from raysim.simulation.runtime import Ref, Runtime
 
 MAX_KNOWN_VALUES = 100_000  # stored values whose places are remembered
-_PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))  # of arguments, not a Ref
+# Types of arguments that are no references.
+_PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))
 
 
 class CountingRuntime:
@@ -29,11 +30,13 @@ class CountingRuntime:
         self.runtime, self._vector_bytes = runtime, vector_bytes
         self._received: Counter[int] = Counter()  # bytes since the last row, by node
         self._sent: Counter[int] = Counter()
-        # By the hash of a Ref, which would keep its value in memory: the node of a result that
-        # nobody has read, and the size of a stored value with the nodes that have it.
+        # The keys are hashes of references, because a reference would keep its value in memory.
+        # Homes: the node of a result that nobody has read. Stored: the size of a stored value, and
+        # the nodes that have it.
         self._homes: dict[int, int] = {}
         self._stored: OrderedDict[int, tuple[int, set[int]]] = OrderedDict()
-        self._states: dict[int, list[int]] = {}  # by result: the client states next to it
+        # By result: the client states that are returned with it.
+        self._states: dict[int, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)

@@ -38,14 +38,14 @@ from raysim.simulation.schedule import (
 )
 from raysim.simulation.selector import MeasureLosses, SelectionError, Selector
 
-# Draws from the whole population for each requested client, before idle clients are listed. Where
-# clients come and go, EXTRA_DRAWS more, before `IdleClients` tracks the available ones.
+# For each requested client, this many clients are drawn from all before idle clients are listed. If
+# availability changes, EXTRA_DRAWS more are drawn before `IdleClients` tracks the available ones.
 DRAWS_PER_CLIENT, EXTRA_DRAWS = 16, 64
 BLOCK = 8  # numbers that are cheaper to draw at once than one by one
-# Tracking stops when at least one in so many clients of the population is idle and available, and
-# the request can be met.
+# Tracking stops when at least 1 of this many clients is idle and available, and the request can be
+# met.
 PLENTIFUL_SHARE = 8
-MAX_CONSECUTIVE_LOST_JOBS = 10_000  # before a run gives up
+MAX_CONSECUTIVE_LOST_JOBS = 10_000  # jobs lost in a row after which the run stops
 
 
 _NO_EXTRAS: Arrays = {}
@@ -83,13 +83,13 @@ class PlannedAggregation:
     """A planned aggregation, and all events since the previous aggregation."""
 
     version: int = 0  # aggregations of the run before this one
-    site: int = 0  # the place of its site among all sites
+    site: int = 0  # the position of its site among all sites
     site_version: int = 0  # aggregations of its site before this one
     site_down: int = 0  # floats sent to the clients of its site since the start of the run
     site_up: int = 0  # floats sent by the clients of its site since the start of the run
-    meets: bool = False  # True: the replicas of the topology exchange after it
+    meets: bool = False  # True if the replicas exchange with this aggregation
     now: float = 0.0  # virtual seconds of the aggregation
-    # Since the aggregation before.
+    # Jobs since the previous aggregation.
     dispatched: list[Job] = field(default_factory=list)
     aggregated: list[Job] = field(default_factory=list)  # in the order in which they enter the sum
     lost: list[Job] = field(default_factory=list)  # their clients dropped out
@@ -125,7 +125,8 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
     """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
-        # Both branches draw the same numbers; one by one costs a third where the first will do.
+        # Both branches draw the same numbers. One by one costs a third if the first number is
+        # enough.
         if size < BLOCK:
             yield from (int(generator.integers(clients)) for _ in range(size))
         else:
@@ -154,7 +155,7 @@ class Site:
         self.sent, self.since = 0, 0.0  # jobs of this version, and when the first was dispatched
         self.down, self.up = 0, 0  # floats that its clients received and sent
         self.since_meeting = 0  # aggregations since the replicas exchanged
-        self.waits = False  # for the other sites, to exchange
+        self.waits = False  # True while it waits for other sites, to exchange
 
 
 class Planner:
@@ -210,11 +211,11 @@ class Planner:
         for pool, members in enumerate(self._members):
             self._pool_of[members] = pool
         self.now, self.version = 0.0, 0
-        self.cohorts = 0  # drawn so far
+        self.cohorts = 0  # cohorts drawn so far
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
         self.accepted = np.zeros(len(counts), np.int32)  # [clients] aggregated jobs so far
-        self._events: list[tuple[float, int, Job]] = []  # heap by (time, client) of ends of jobs
+        self._events: list[tuple[float, int, Job]] = []  # ends of jobs: a heap by time and client
         self._busy: set[int] = set()
         self._met = 0  # exchanges of the replicas so far
         self._next = PlannedAggregation()
@@ -222,7 +223,7 @@ class Planner:
         self._scarce: set[int] = set()  # pools in which hardly any client is available and idle
         self._idle_clients: dict[int, IdleClients] = {}  # by scarce pool
         self._short: set[int] = set()  # pools that had too few clients at this moment
-        self._keys: dict[str, int] = {}  # of single random numbers, by purpose
+        self._keys: dict[str, int] = {}  # by purpose: the key of single random numbers
         self._selector: Selector | None = (
             None  # None for `Random`, which `_sample` does in less time
         )
@@ -561,7 +562,8 @@ class Planner:
             clients, loss_pass = self._sample(count, pool), None
         else:
             clients, loss_pass = self._select(count, pool, version), selector.loss_pass
-        # Names for what does not change in the loop: attributes take a twentieth of a plan's time.
+        # Local names for what does not change in the loop: attributes would take 5 % of a plan's
+        # time.
         now, number, total_down = self.now, self.dispatched, 0
         participations, load_of, trip = self.participations, self._load, self.devices.trip
         earlier_of, accepted_of = participations.item, self.accepted.item
@@ -580,7 +582,7 @@ class Planner:
                     down = 0  # it has received the model for the pass
                 load = work, down, up
                 finish, arrives = loss_pass.trip(self.devices, client, earlier, now, load)
-            # By position: names would double the time, a large part of what a job costs the plan.
+            # Arguments are given by position. By name this call would take twice as long.
             # State, weight, probe, extras, replica, base and bases are set when the coordinator
             # dispatches the job.
             jobs.append(

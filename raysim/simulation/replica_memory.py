@@ -12,8 +12,9 @@ from raysim.primitives.memory import release_free_memory
 from raysim.simulation.server import Server
 from raysim.simulation.spill import MappedFile
 
-# So many bytes of replicas on disk are read before their pages are removed from memory, and so many
-# are moved before their memory is returned to the system; the budget, if it is larger.
+# After this many bytes of replicas on disk were read, their pages are removed from memory. After
+# this many bytes were moved, their memory is returned to the system. If the budget is larger, it is
+# used instead.
 MIN_STEP_BYTES = 2**26
 
 
@@ -73,7 +74,8 @@ class ReplicaMemory:
         return self._move_idle(is_busy)
 
     def _move_idle(self, is_busy: Callable[[int], bool]) -> set[int]:
-        # Replicas may share a vector, as after a meeting. They move together, and it counts once.
+        # Replicas may share a vector, for example after an exchange. Such replicas move together,
+        # and the vector counts once.
         groups: dict[int, list[int]] = {}
         for replica in self._in_memory:
             groups.setdefault(id(self._servers[replica].vector), []).append(replica)

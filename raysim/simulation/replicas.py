@@ -22,7 +22,7 @@ from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
 from raysim.vectors.tree_sum import add_up, weighted_sum
 
-MEAN_REPLICAS = 64  # that are read at once for a mean if replicas are on disk; a power of 2
+MEAN_REPLICAS = 64  # replicas on disk that are read at once for a mean; a power of 2
 
 Arrival: TypeAlias = Update | Failure
 
@@ -394,7 +394,7 @@ class Replicas:
         return list((samples / samples.sum()).tolist())
 
     def _mean_of(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        if all(vector is vectors[0] for vector in vectors):  # as after a meeting
+        if all(vector is vectors[0] for vector in vectors):  # for example after an exchange
             return vectors[0], self.first.counters
         counters = np.max([server.counters.numpy() for server in self.servers], axis=0)
         return self._weighted_mean(vectors), torch.from_numpy(counters)
@@ -405,7 +405,8 @@ class Replicas:
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:
             return weighted_sum(arrays, weights)
-        # Few are in memory at once. Each sum is one part of the tree, so the bits are the same.
+        # Few replicas are in memory at once. Each sum is one part of the tree, so the bits are the
+        # same.
         sums: dict[range, np.ndarray] = {}
         for start in range(0, len(arrays), MEAN_REPLICAS):
             part = range(start, min(start + MEAN_REPLICAS, len(arrays)))

@@ -22,7 +22,7 @@ class PendingRound:
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...]
-    jobs: tuple[JobRecord, ...]  # that ended in this round
+    jobs: tuple[JobRecord, ...]  # jobs that ended in this round
     scorings: list[Scoring] = field(default_factory=list)
     # The vector and the counters of the model that is scored; None: this round is not scored.
     scored: tuple[Tensor, Tensor] | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-START_TIMEOUT_S = 300.0  # for a worker to start; before, its first answer is not late
+# A worker has this additional time for its first answer, because it must start.
+START_TIMEOUT_S = 300.0
 
-Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
+Ref: TypeAlias = Any  # a reference to a value that may not exist yet
 
 
 class WorkerDiedError(RuntimeError):

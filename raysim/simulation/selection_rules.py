@@ -166,7 +166,7 @@ class FedCS(Selection):
         """
         is_left = np.ones(len(ready), bool)
         chosen: list[int] = []
-        end = 0.0  # of the last upload
+        end = 0.0  # virtual time at which the last upload ends
         while is_left.any() and len(chosen) < count:
             prolongs = np.where(is_left, sending + np.maximum(ready - end, 0.0), np.inf)
             place = int(np.argmin(prolongs))

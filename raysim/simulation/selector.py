@@ -17,7 +17,8 @@ from raysim.simulation.availability import Availability, Change
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Devices, DevicesWithPhases, Trip
 
-# Measures the losses of clients with the current model: clients, and the most samples of each.
+# A function that returns clients' losses of the current model, given the clients and the most
+# samples of each.
 MeasureLosses = Callable[[Sequence[int], int | None], Floats]
 
 
@@ -146,7 +147,7 @@ class Selector:
         self._idle: IdleMask | None = None  # made at the first decision
         self._seconds: Floats | None = None  # [clients], made when a rule reads it
         self.measure: MeasureLosses | None = None  # None in a forecast
-        self.loss_pass: LossPass | None = None  # of the last decision
+        self.loss_pass: LossPass | None = None  # the pass of the last decision; None if it had none
         self.offered = 0  # clients that the rule could choose from at the last decision
 
     @property

@@ -87,9 +87,10 @@ class Server:
         self.format_client = format_client
         self.vector, self.counters = vector, counters
         self.set_clients(counts, unseen)
-        self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
+        # Server state by "method.name"; checkpoints contain all of it.
+        self.state: dict[str, Tensor] = {}
         self.version = 0
-        self.has_moved = False  # True: the vector changed since this version, in an exchange
+        self.has_moved = False  # True if an exchange has changed the vector since this version
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
         self._views = {
             declared.method: ServerView(self, declared.method) for declared in declarations.methods

@@ -83,7 +83,7 @@ def take(run: RunState) -> Snapshot:
     }
     if planner.received is not None:
         arrays["received"] = planner.received
-    replica_of: dict[str, int] = {}  # by name of a vector
+    replica_of: dict[str, int] = {}  # by name of a vector: its replica
     for replica, server in enumerate(replicas.servers):
         prefix = _prefix(replica)
         arrays |= {
@@ -192,7 +192,7 @@ def state_sha256(replicas: Replicas, client_states: ClientStates) -> str:
     digest = hashlib.sha256()
     for client in sorted(
         client_states.accepted_jobs, key=lambda client: f"{client}/"
-    ):  # one at a time: some lie on disk
+    ):  # one at a time, because some are on disk
         for key, array in sorted(to_flat_arrays(client_states.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for replica in range(len(replicas.servers)):

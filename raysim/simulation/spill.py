@@ -18,7 +18,8 @@ from typing import IO
 import numpy as np
 
 _ALIGNMENT_BYTES = 64
-SEGMENT_BYTES = 2**28  # of a file that are mapped at once; a longer array has a segment of its own
+# Bytes of a file that are mapped at once; a longer array gets its own segment.
+SEGMENT_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class MappedFile:
         self._segments: list[mmap.mmap] = []
         self._addresses: list[range] = []  # of each segment
         self._starts: list[int] = []  # of each segment in the file
-        self._end = self._limit = 0  # of the space that was ever used, and of the last segment
+        self._end = self._limit = 0  # ends of the space that was ever used, and of the last segment
         # By bytes: segments and offsets of the space that is free again.
         self._free: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._read = 0  # bytes since pages were removed
+        self._read = 0  # bytes read since pages were last removed
         self.used = 0  # bytes of the arrays in the file
 
     def move(self, array: np.ndarray) -> np.ndarray:

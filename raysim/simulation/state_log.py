@@ -18,11 +18,11 @@ import numpy as np
 
 from raysim.api.messages import Arrays
 
-# Bytes of states in a file, about: so much is mapped, or fetched from a remote store, at once.
+# A file has about this many bytes of states; it is mapped, or fetched from a URL, as a whole.
 FILE_BYTES = 2**26
-# Tensors in a file: a file's header may have 100 MB, and a tensor takes some 150 bytes of it.
+# The most tensors in a file. Its header may have 100 MB, and a tensor takes about 150 bytes of it.
 MAX_TENSORS = 100_000
-# More than so many files with less live bytes each are merged.
+# If more than this many files have less than this many live bytes each, they are merged.
 SMALL_FILE_BYTES, MAX_SMALL_FILES = 2**20, 256
 
 CLIENT, JOB, FILE, SIZE = range(4)  # columns of `StateIndex.states`

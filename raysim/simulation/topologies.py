@@ -320,7 +320,8 @@ class Gossip(Topology):
                 if self.weights == "metropolis":
                     degree = max(degree, len(neighbours[other]))
                 row[other] = 1 / (1 + degree)
-            # Of equal neighbours, the client has the same weight as they, to the last bit.
+            # If all neighbours have equal weights, the client gets this weight, too, to the last
+            # bit.
             is_equal = len(set(row.values())) == 1 and len(row) + 1 == round(1 / min(row.values()))
             row[client] = min(row.values()) if is_equal else 1 - math.fsum(row.values())
             rows.append(row)

@@ -43,7 +43,8 @@ NUMBERS = ("period", "down", "up")
 RATES = ("speed", "flops")  # a file has one of them
 HELP = "See the head of raysim/simulation/trace.py, which describes the file."
 _ROWS = 1 << 16  # read at once
-_BUFFER_BYTES = 1 << 18  # of each column, read at once: a row group may be the whole file
+# Bytes of a column that are read at once; a row group may be the whole file.
+_BUFFER_BYTES = 1 << 18
 
 
 class RecordedDevices(NamedTuple):

@@ -19,12 +19,12 @@ class Versions(Mapping[int, PublishedVersion]):
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        self._refs: dict[int, Ref] = {}  # where workers find them
+        self._refs: dict[int, Ref] = {}  # by version: the reference with which workers read it
         # By replica: function that makes its current version.
         self._makers: dict[int, Callable[[], PublishedVersion]] = {}
         self._on_disk: set[int] = set()  # current versions of replicas on disk
         self._current: dict[int, int] = {}  # by replica: its current version
-        # By version: the replicas whose current one it is.
+        # By version: the replicas that have it as their current version.
         self._replicas: defaultdict[int, set[int]] = defaultdict(set)
         self._holders: Counter[int] = Counter()  # by version: jobs that start from it
         self._read: dict[int, PublishedVersion] = {}

@@ -49,10 +49,10 @@ from raysim.vectors.tree_sum import add_up
 # A small model is cheaper to send with every call than to store once, which takes 0.5 ms.
 MAX_INLINE_BYTES = 1 << 16
 BATCH_S = 0.1  # seconds in which finished rounds are collected for one message to the driver
-REPLACEMENT_TIMEOUT_S = 300  # for a new worker in the place of a dead one
+REPLACEMENT_TIMEOUT_S = 300  # for a worker that replaces a dead one to start
 # Seconds between two checks whether a new worker has room. Ray may learn late that a node is lost.
 ROOM_CHECK_S = 30
-# What is raised for a value that is lost with its process or node.
+# The errors that Ray raises for a value that is lost with its process or node.
 LOSSES = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -292,7 +292,7 @@ class RayRuntime:
         self._node_numbers = {coordinator_node: 0}
         self.nodes = [self._number_of(node) for node in self._node_ids]
         self._released: set[int] = set()
-        self._ended: set[int] = set()  # of the released ones, those that never start again
+        self._ended: set[int] = set()  # released workers that are never started again
         self._watch: NodeWatch | None = None
         self._recruiter: Recruiter | None = None
         self._notices: list[str] = []

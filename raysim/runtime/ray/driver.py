@@ -54,7 +54,7 @@ from raysim.training.run_spec import RunSpec, build_networks
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
-SILENCE_WARNING_S = 60.0  # without any message; then a line is printed
+SILENCE_WARNING_S = 60.0  # after this time without a message, a line is printed
 
 
 # --- the number of workers ------------------------------------------------------------------
@@ -133,7 +133,7 @@ def plan_now(
                 "cluster's memory"
             )
     size = choose_size(options, per_worker, cluster, concurrency)
-    # One worker always starts, so that only more of them are worth a look at the model's size.
+    # One worker always starts, so the model's size is needed only for more workers.
     if options.workers is None and not needs_preflight and size.workers > 1:
         size = _limit_by_memory(size, options, spec, cluster, say)
     if options.workers is None and options.address not in (None, "local"):

@@ -21,7 +21,7 @@ _LOGS = ("gcs_server", "raylet")  # of the processes that every cluster needs
 _ERROR_LINE = re.compile(
     r"^\[[^\]]* [EFC] [^\]]*\]\s*(?:\([^)]*\)\s*)?(?:\S+:\d+:\s*)?(?P<message>.*)$"
 )
-_MAX_LOG_CHARACTERS = 200  # of a log line that an error repeats
+_MAX_LOG_CHARACTERS = 200  # an error repeats at most this many characters of a log line
 
 
 @dataclass(frozen=True)

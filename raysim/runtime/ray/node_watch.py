@@ -23,7 +23,7 @@ from raysim.simulation.runtime import LostNode
 
 PROBE_INTERVAL_S = 3.0
 PROBE_TIMEOUT_S = 3.0
-MAX_PROBES = 32  # at a time
+MAX_PROBES = 32  # nodes that are asked at the same time
 # What a client of HTTP/2 sends first: the preface, and empty settings (RFC 9113, section 3.4). A
 # raylet's server answers, and every other server does so, too, or closes the connection.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

@@ -21,7 +21,7 @@ from raysim.runtime.placement import RayOptions, Resources, Size, limit_by_memor
 from raysim.runtime.ray.node_watch import NODE_LABEL, NodeWatch
 from raysim.training.identity import Identity
 
-# Another run may have taken the room of a new node; then the worker there is given up.
+# A worker that has not started by then is given up: another run may use its node.
 ROOM_TIMEOUT_S = 300.0
 
 
@@ -85,9 +85,9 @@ class Recruiter:
         self._growth, self._watch, self._worker_bytes = growth, watch, worker_bytes
         self._content, self._dataset_path = growth.content, dataset_path
         self._starting: list[_Recruit] = []
-        self._groups: list[PlacementGroup] = []  # of workers on nodes that joined
+        self._groups: list[PlacementGroup] = []  # placement groups of workers on nodes that joined
         nodes = ray.util.placement_group_table(growth.group)["bundles_to_node_id"]
-        # On these nodes a worker starts on what other programs leave free.
+        # On these nodes a worker starts only on resources that other programs do not use.
         self._known_nodes = {node["NodeID"] for node in ray.nodes()} | set(nodes.values())
         self._free_before: Mapping[str, int] = {}  # by node: free places at the last look
         self._full_nodes: set[str] = set()  # nodes on which a worker could not start
@@ -118,13 +118,14 @@ class Recruiter:
                 continue
             count = self._capacity(node["Resources"])
             if name in self._known_nodes:
-                # Another program may be about to take a place that is free for a moment.
+                # A place must be free twice in a row, because another program may be about to use
+                # it.
                 free[name] = self._free_places(node)
                 count = min(free[name], self._free_before.get(name, 0))
             count = min(count, room - len(places))
             if count > 0:
                 self._known_nodes.add(name)
-                free[name] = 0  # the next look may not see yet that they are taken
+                free[name] = 0  # at the next look these places may still seem to be free
             places += [(-1, self._reserve(name)) for _ in range(count)]
         self._free_before = free
         return places
@@ -139,7 +140,7 @@ class Recruiter:
         total = node_capacity(node["Resources"], per_worker)
         if free is None or total is None:  # workers reserve nothing, so all have started
             return 0
-        # What runs there needs memory like a worker.
+        # Each program on the node is assumed to need as much memory as a worker.
         return max(0, min(free, self._capacity(node["Resources"]) - (total - free)))
 
     def _capacity(self, node: Resources) -> int:
