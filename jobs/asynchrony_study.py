@@ -26,7 +26,7 @@ from jobs.study_curves import curves_figure, draw_panel
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "asynchrony.md"
 STORE = PAGE.with_suffix(".json")
 TARGETS = (0.70, 0.75, 0.80)
-RESULTS = 1500  # updates that a run aggregates, except for those that a deadline cuts off
+RESULTS = 1500  # the updates that a run aggregates, if no deadline discards some
 SETTING = [
     *("data=fashion_mnist", "model=mlp", "model.widths=[128]"),
     *("partition=dirichlet", "partition.alpha=0.3", "partition.test_fraction=0.2"),

@@ -37,7 +37,7 @@ SETTING = [
     "fleet.classes.edge_box.share=0", "checkpoint.every=0", "tracking=none", "runtime=inprocess",
     "runtime.threads=1",
 ]  # fmt: skip
-# The most telling ones first.
+# The most informative compressors come first.
 COMPRESSORS: dict[str, list[str]] = {
     "none": ["compression=none"],
     "topk 1 %, ef14": ["compression=topk", "compression.feedback=ef14"],

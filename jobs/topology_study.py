@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "studies" / "topology.md"
 STORE = PAGE.with_suffix(".json")
 SEEDS = range(3)
 CLIENTS, ROUNDS, EDGES = 100, 30, 4
-EVERY = 3  # rounds from one evaluation to the next
+EVERY = 3  # the number of rounds between two evaluations
 FLOAT_MB = 4e-6
 SETTING = [
     "data.pool=2", "model=mlp", "model.widths=[64]", f"partition.clients={CLIENTS}",
@@ -117,7 +117,7 @@ def measured(folder: Path, topology: str) -> dict[str, Any]:
     floats = last["floats_down"] + last["floats_up"]
 
     def total(row: Any) -> float:
-        # What one client sends to another is counted for both.
+        # Bytes from one client to another are counted for both clients.
         of_clients = (row["floats_down"] + row["floats_up"]) / (2 if between_clients else 1)
         return FLOAT_MB * float(of_clients + (row.get("floats_links") or 0))
 

@@ -51,7 +51,7 @@ MLP = [
     "partition=iid", "rounds=4", "local.epochs=null", "local.steps=2", "evaluate.every=100000",
     "tracking=none", "checkpoint.every=0", "runtime=local", "runtime.threads=1",
 ]  # fmt: skip
-FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # of the large layers in float32
+FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # size of the large layers in float32
 
 
 # --- the time of a job --------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def ray_bytes() -> int:
                 continue
             lines = (process / "smaps_rollup").read_text().splitlines()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return total
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("what", choices=("steps", "memory"))
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=3, help="jobs in a block (3)")
+    parser.add_argument("--jobs", type=int, default=3, help="number of jobs in a block (3)")
     given = parser.parse_args()
     if given.what == "steps":
         measure_steps(given.blocks, given.jobs)

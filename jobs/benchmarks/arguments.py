@@ -23,7 +23,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         type=Path,
         default="bench.json",
         metavar="FILE",
-        help="where to write the results (bench.json)",
+        help="file for the results (bench.json)",
     )
     return arguments
 

@@ -47,10 +47,10 @@ from raysim.training.run_spec import RunSettings, RunSpec
 
 CLIENTS = 8  # in a round, for each worker
 FLOATS = (1_210, 1_000_000, 11_000_000)
-# What workers return; True if each node adds up its sums.
+# The ways in which updates return; True if each node adds up the sums of its workers.
 WAYS = {"sums": False, "sums of nodes": True, "updates": False}
 STAGES = ("dispatch", "wait", "add up", "step", "publish")
-_SKIP = 1  # rounds at the start that are not measured
+_SKIP = 1  # the first rounds, which are not measured
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ def main() -> None:
         "--address", help="address of a running Ray cluster; auto: on this machine"
     )
     command_line.add_argument(
-        "--nodes", type=int, help="number of Ray nodes to start in this machine"
+        "--nodes", type=int, help="number of Ray nodes to start on this machine"
     )
     command_line.add_argument("--workers", type=int, help="number of workers (one per CPU)")
     command_line.add_argument(

@@ -31,7 +31,7 @@ from raysim.results.history import write_json
 
 APP = Path(__file__).parent / "flower_app"
 CLIENTS = {"W1": 100, "W2": 1000}
-LIMITS = {"W1": 1.0, "W2": 0.2}  # of raysim's time as a share of the engine's
+LIMITS = {"W1": 1.0, "W2": 0.2}  # of raysim's time, as a share of the engine's time
 PROCESSES = 2
 TIMEOUT_S = 900
 # What `--engine` executes in the app's folder.
@@ -66,7 +66,7 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
         raise RefusedError(
             f"{command[0]}: status {ended.returncode} (124: not done in {TIMEOUT_S} s). See above."
         )
-    # The first is before the first round, in which processes start.
+    # Leave out the first round, in which processes start.
     return statistics.median(later - earlier for earlier, later in pairwise(moments[1:]))
 
 
@@ -98,11 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("workloads", nargs="*", choices=["W1", "W2"], default=["W2", "W1"])
     parser.add_argument(
-        "--engine", required=True, help="Python that has flwr[simulation] and torch"
+        "--engine", required=True, help="Python with the packages flwr[simulation] and torch"
     )
-    parser.add_argument("--rounds", type=int, default=6, help="of each turn (6)")
-    parser.add_argument("--blocks", type=int, default=3, help="turns of each side (3)")
-    parser.add_argument("--out", default="bench.json", help="the results (bench.json)")
+    parser.add_argument("--rounds", type=int, default=6, help="number of rounds in a turn (6)")
+    parser.add_argument("--blocks", type=int, default=3, help="number of turns of each side (3)")
+    parser.add_argument("--out", default="bench.json", help="file for the results (bench.json)")
     options = parser.parse_args()
     engine = str(user_path(options.engine).absolute())
     names = options.workloads

@@ -33,7 +33,7 @@ from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
 
 CLIENTS, SAMPLES, ROUNDS = 200, 60, 3
-LIMIT_MS = 2.0  # of a job, beside the copies
+LIMIT_MS = 2.0  # of a job, without the two copies
 
 
 class Idle(Learner):

@@ -46,7 +46,7 @@ RULES: Mapping[str, Callable[[], Method]] = {
     "groupdro": GroupDRO,
     "inco": InCo,
 }
-RULE_LIMIT = 1.3  # times the weighted mean
+RULE_LIMIT = 1.3  # as a multiple of the time of the weighted mean
 COHORT = 10  # updates of ResNet-18, 11 million floats each
 
 

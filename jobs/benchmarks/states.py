@@ -252,7 +252,7 @@ def main() -> None:
         "--clients",
         type=int,
         default=100_000,
-        help="number of clients of the run within 1 GiB (100000; 0: skip it)",
+        help="number of clients of the run within 1 GiB (100000); 0 skips this run",
     )
     arguments = read(command_line)
     bench(arguments.data, arguments.out, arguments.blocks, arguments.clients, print)

@@ -33,9 +33,9 @@ from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
 from raysim.results.stored_runs import Run
 from raysim.results.tables import MISSING, to_markdown
 
-TRAINED = 0.8  # share of the printed accuracy below which a setting shows nothing
-MOST_SEEDS = 100  # a need of more seeds is not computed
-MEASURED = 5  # the last measurements of a term, whose mean is compared
+TRAINED = 0.8  # share of the printed accuracy that a setting must reach to show a claim
+MOST_SEEDS = 100  # the largest number of seeds that is computed
+MEASURED = 5  # the number of last measurements of a term whose mean is compared
 # Settings of methods that follow from the number of rounds, and do not tell methods apart.
 LENGTHS = ("method.fedbss.warmup_rounds=", "method.fraug.rounds=", "method.fraug.ramp_rounds=")
 VERDICTS = ("supported", "contradicted", "undecided")

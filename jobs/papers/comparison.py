@@ -25,11 +25,11 @@ FREE = (
 )
 # Preset values that the methods decide; a run's configuration has the decided value.
 OPEN = (("weighting", "None"),)
-# Keys that have the number of rounds if they are not set.
+# Keys whose default is the number of rounds.
 ROUNDS = ("local.schedule_rounds", "method.fraug.rounds")
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
-FEDAVG_FINAL = "fedavg_final"  # the threshold that is FedAvg's last accuracy, not a number
-CHANGED = "*"  # after each of our numbers that is not at the paper's setting
+FEDAVG_FINAL = "fedavg_final"  # a threshold: FedAvg's last accuracy
+CHANGED = "*"  # marks our numbers that are not at the paper's setting
 AS_PAPER = "as in the preset"
 SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.heterogeneity
 

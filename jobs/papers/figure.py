@@ -35,10 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.figure", description=__doc__, formatter_class=style
     )
-    parser.add_argument("figure", metavar="FIGURE", nargs="?", help="such as fedbss/5b")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of all runs")
-    parser.add_argument("--out", default="figures", help="folder of runs and files (figures)")
-    parser.add_argument("--store", action="store_true", help="store numbers for the pages")
+    parser.add_argument(
+        "figure", metavar="FIGURE", nargs="?", help="name of a figure, such as fedbss/5b"
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of all runs")
+    parser.add_argument(
+        "--out", default="figures", help="folder of the runs and the figures (figures)"
+    )
+    parser.add_argument(
+        "--store", action="store_true", help="store the numbers and the picture for the pages"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.figure is None:
         print(listing())

@@ -15,10 +15,10 @@ from raysim.results.stored_runs import Run
 from raysim.results.tables import to_markdown
 
 FEDAVG = "method=fedavg"
-TERM_PREFIX = "decomposition."  # of the columns with the terms of FedLD's decomposition
-MEASURED_TERMS = 5  # the last measurements of a term, whose mean is shown
+TERM_PREFIX = "decomposition."  # start of the columns with the terms of FedLD's decomposition
+MEASURED_TERMS = 5  # the number of last measurements of a term whose mean is shown
 RunsBySeed = Mapping[int, Run]  # of one method
-RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key holds the method's options, too
+RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key includes the method's settings
 
 
 @dataclass(frozen=True)

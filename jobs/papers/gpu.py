@@ -67,7 +67,7 @@ class GpuStudy:
 
 
 FEDAVG, FEDBSS, FEDBR = ("method=fedavg",), ("method=fedbss",), ("method=fedbr",)
-# In the order in which they are run.
+# Runs are made in this order.
 STUDIES = (
     GpuStudy("fedbss-skew_0.1", ("experiment=fedbss/fashion_mnist",), (FEDAVG, FEDBSS), (0, 1, 2)),
     GpuStudy(
@@ -209,7 +209,7 @@ def _finish(
     """
     config = plan["config"]
     runtime = config["runtime"] | {"lanes": spec.lanes, "graph": spec.graph}
-    # JSON is YAML, and needs no library.
+    # Every JSON file is also YAML, and JSON needs no further library.
     write_json(config | {"device": spec.device, "runtime": runtime}, run_folder / CONFIG)
     write_history(rows, run_folder / HISTORY)
     summary = {

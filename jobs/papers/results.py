@@ -44,7 +44,7 @@ FACTS = (
     "identity",
     "split",
 )  # of summary.json
-# Groups of settings that say where and how a run was executed, not what it computes.
+# Settings that say where and how a run was executed, not what it computes.
 PLACES = (
     "out",
     "resume",

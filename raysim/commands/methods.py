@@ -72,7 +72,7 @@ def find_methods(
     for option, nodes in options.items():
         for name, node in nodes.items():
             if name != option and name in options:
-                continue  # it has an option of its own as well
+                continue  # the method also has its own option
             entries[name] = _entry(name, option, node, allow)
     if not names:
         return list(entries.values())

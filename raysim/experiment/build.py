@@ -141,7 +141,7 @@ def _compose_node(
         return to_dict(compose(_split_text(config), folders, settings=settings))
     node = to_dict(config)
     settings = dict(settings or {})
-    if settings.get("method") == []:  # objects take the place of its methods
+    if settings.get("method") == []:  # objects replace the methods of the configuration
         del settings["method"]
         node |= {"method": {}, "choices": node["choices"] | {"method": []}}
     if settings:
@@ -227,7 +227,8 @@ def _build_experiment(
     flops = functools.partial(sample_flops, spec)
     fleet.devices(settings.seed, len(data.partition.train.counts), flops)
 
-    if isinstance(topology, Star):  # else the clients of a replica are not known yet
+    # with other topologies, the clients of a replica are not known yet
+    if isinstance(topology, Star):
         check_concurrency(schedule, data.partition.train.counts)
     declarations = declare_run(spec)
     check_base(spec)

@@ -16,7 +16,7 @@ from raysim.primitives.files import regular_file, without_password
 
 Node: TypeAlias = dict[str, Any]
 
-# In `choices`: the keys and groups that the user set. No file holds it.
+# The entry of `choices` with the keys and groups that the user set; files do not store it.
 SET_KEYS = "_set_"
 
 

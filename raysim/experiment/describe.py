@@ -374,7 +374,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
 
 
 def _library_versions() -> dict[str, str]:
-    # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
+    # On a cluster, raysim may be a folder that is not installed, so its version is in its code.
     versions = {"raysim": __version__}
     for name in LIBRARIES:
         try:

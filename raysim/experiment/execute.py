@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESUME_ADVICE = "resume=latest continues from the last checkpoint"
-# Restarts after a lost process without a new checkpoint in between.
+# Restarts after lost processes, if no new checkpoint is written between them.
 MAX_RESTARTS = 3
 
 
@@ -228,7 +228,7 @@ def _run_once(
         with waiting_line(console) as show_wait, errors_as_refusals():
             events = runtime_events(experiment, place, console, show_wait)
             stack.enter_context(closing(events))
-            first_event = next(events)  # only now workers are known to fit
+            first_event = next(events)  # this shows that the workers fit on the machine
             checkpoint = experiment.spec.settings.checkpoint
             for folder in separate_checkpoint_folders(checkpoint, place.folder):
                 stack.enter_context(lock_folder(make_folder(folder)))

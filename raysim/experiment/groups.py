@@ -20,9 +20,9 @@ from raysim.experiment.plugins import (
 from raysim.primitives.errors import RefusedError, nearest, suggest
 from raysim.primitives.files import conf_folder, user_path
 
-# Groups of which a run has any number of options.
+# Groups of which a run can have several options.
 LISTS = ("method", "observer")
-# What such a list is called when it is empty.
+# Names for an empty list of options.
 NONE = {"method": "fedavg"}
 # Groups that every run needs.
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")
@@ -31,7 +31,7 @@ PARTS_FROM_PYTHON = (
     "schedule", "selection", "fleet", "topology", "data", "partition", "model", "learner",
     "compression",
 )  # fmt: skip
-# Options of earlier versions, with what replaces each of them.
+# Options of earlier versions, and the overrides that replace them.
 _MOVED = {("method", "ifca"): "topology=clustered topology.rule=loss"}
 # The group that belongs to searches; no run has it.
 SWEEP = "sweep"
@@ -205,7 +205,7 @@ def _unknown_option(group: str, name: object, options: Mapping[str, Path]) -> st
 
 
 def _is_torchvision_model(group: str, name: str, options: Sequence[str]) -> bool:
-    # A misspelt mlp is answered without importing PyTorch.
+    # Check names here, so that a misspelt option is refused before PyTorch is imported.
     if group != "model" or (nearest(name, options) and not re.search(r"\d", name)):
         return False
     from raysim.models.zoo import is_torchvision_model

@@ -30,8 +30,8 @@ from raysim.primitives.errors import RefusedError, first_line, suggest
 Options: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 Names: TypeAlias = list[str]
 
-_HYDRA_LOCK = threading.Lock()  # Hydra has one state for a process
-# The first line of a file that fills another group than its own.
+_HYDRA_LOCK = threading.Lock()  # Hydra has one state for the whole process
+# The first line of a file whose values belong to another group than the file.
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
@@ -223,7 +223,7 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
         Plugins.instance().register(SearchConfigFiles)
-        application = GlobalHydra.instance().hydra  # that of an application which calls raysim
+        application = GlobalHydra.instance().hydra  # the Hydra of an application that calls raysim
         GlobalHydra.instance().clear()
         ConfigFiles.roots = roots
         try:
@@ -240,7 +240,7 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
     """Return the lists of options that a preset chooses, and all groups that it mentions."""
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()
-    # A preset's own entries replace those of the files that it is made of.
+    # A preset's entries replace those of the files that it includes.
     for _, node in reversed(list(_option_files(groups, "experiment", preset))):
         defaults = _default_options(node)
         mentioned |= {*node, *defaults}

@@ -22,7 +22,7 @@ from raysim.primitives.version import __version__
 T = TypeVar("T")
 
 TARGET = "_target_"
-# How a file says that a value must be given.
+# Marks a value in a file that the user must set.
 MISSING = "???"
 _TYPE_NAMES = {
     bool: "true or false",
@@ -155,7 +155,7 @@ def _plain_data(value: Any) -> Any:
 
 def _type_hints(cls: Callable[..., object]) -> dict[str, Any]:
     if dataclasses.is_dataclass(cls):
-        # Those of the classes that it extends, each in its own module.
+        # Base classes have their annotations in their own modules.
         return get_type_hints(cls)
     return get_type_hints(getattr(cls, "__init__") if isinstance(cls, type) else cls)  # noqa: B009
 

@@ -12,7 +12,7 @@ from raysim.experiment.groups import LISTS, NONE, Groups, join_options, options_
 from raysim.experiment.run_overrides import read_setting
 from raysim.primitives.errors import RefusedError, nearest, suggest
 
-# Keys below which any name may be given.
+# Keys that may have entries of any name.
 FREE_MAPPINGS = (
     "runtime.resources",
     "local.rates",
@@ -23,18 +23,18 @@ FREE_MAPPINGS = (
 )
 # The only keys of runtime that the bits of a run depend on.
 RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")
-# Keys of an earlier version, and what they are called now.
+# Keys of earlier versions, and their new names.
 RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
-# Keys of an earlier version that have nothing in their place, and why.
+# Keys of earlier versions that were removed, and why.
 REMOVED_KEYS = {"summation": "updates are added up in a fixed order on any number of workers"}
-# Setting one empties the other, unless both are set. A checksum belongs to the file of its line.
+# If the user sets one key, the other becomes null. A checksum belongs to the file of its line.
 ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
 
 _LAUNCHER_ADVICE = (
     "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray"
 )
 _SWEEPER_ADVICE = "raysim sweep searches, as sweep.search says: random, grid or optuna"
-# Hydra's own keys, and what serves instead.
+# Keys of Hydra, and what to use instead.
 _HYDRA_ADVICE = {
     "hydra/launcher": _LAUNCHER_ADVICE,
     "hydra.launcher": _LAUNCHER_ADVICE,

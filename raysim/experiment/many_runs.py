@@ -22,7 +22,7 @@ from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-# The end of a column's name that holds the deviation over seeds.
+# The end of the name of a column with deviations over seeds.
 DEVIATION = "_std"
 # Attempts to create a folder whose parents other processes remove.
 MAX_CREATE_ATTEMPTS = 5

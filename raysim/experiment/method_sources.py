@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = "raysim"
 ROOT = Path(__file__).parents[1]
 METHOD = "Method"  # the class that all methods extend
-UNLISTED_HOOKS = ("settings",)  # they only check settings
+UNLISTED_HOOKS = ("settings",)  # these hooks only check settings
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from raysim.experiment.run_overrides import SetValue
 from raysim.models.split import CustomModel, ExternalModel
 from raysim.primitives.errors import RefusedError, suggest
 
-# What the user set below a place, by key.
+# The values that the user set for the object at a place, by key.
 Overrides: TypeAlias = Mapping[str, SetValue]
 
-# Stands in place of the arguments that no file can hold.
+# The key of a node whose object no file can store.
 OBJECT = "_object_"
 # Settings of every network of the user's own.
 CUSTOM_MODEL_KEYS = ("head", "lora")
@@ -439,7 +439,7 @@ def _is_importable(cls: Any) -> bool:
         return False
     try:
         module = importlib.import_module(cls.__module__)
-    except ImportError:  # a module that was made, not found
+    except ImportError:  # a module that a program made has no file
         return False
     return getattr(module, cls.__name__, None) is cls
 

@@ -25,9 +25,9 @@ from hydra.errors import HydraException
 
 from raysim.primitives.errors import RefusedError
 
-# Values that one "low..high" may stand for.
+# The largest number of values of one "low..high".
 MAX_COUNTED_VALUES = 10_000
-# Ray Tune's functions, and how they are written here.
+# Functions of Ray Tune, and how to write them in an override.
 TUNE_FUNCTIONS = {
     "uniform": "'interval(LOW, HIGH)'",
     "loguniform": "'tag(log, interval(LOW, HIGH))'",
@@ -38,9 +38,11 @@ TUNE_FUNCTIONS = {
 _COUNT = re.compile(r"(?<![^=,])(-?\d{1,18})\.\.(-?\d{1,18})(?![^,])")  # 0..4
 _SETTING = re.compile(r"[A-Za-z_][\w.]*=")
 _TUNE_CALL = re.compile(r"([^=]+)=(?:tune\.)?(\w+)\(")
-_CALL = re.compile(r"(?:^|[\[,{:(])\s*[A-Za-z_]\w*\s*\(")  # where a function may stand
-_FOREIGN = re.compile(r"[^\x00-\x7f]|[~#!&;<>^`]")  # never read by the grammar, unless quoted
-_OUTSIDE_CALLS = re.compile(r"(?<!\\)[=()]")  # read by the grammar only as parts of a function
+_CALL = re.compile(r"(?:^|[\[,{:(])\s*[A-Za-z_]\w*\s*\(")  # the start of a function call
+# the grammar refuses these unless they are quoted
+_FOREIGN = re.compile(r"[^\x00-\x7f]|[~#!&;<>^`]")
+# the grammar accepts these only as parts of a function
+_OUTSIDE_CALLS = re.compile(r"(?<!\\)[=()]")
 _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\"a(b\"'"
 
 

@@ -232,7 +232,7 @@ def check_values(node: Node) -> None:
             cls = resolve(part[TARGET], path)
             if issubclass(cls, Method):
                 build_object(cls, part, path)
-            else:  # some constructors look at files
+            else:  # some constructors read files, which may be on another machine
                 arguments(cls, part, path)
 
 

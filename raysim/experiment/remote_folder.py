@@ -44,7 +44,7 @@ class FolderCopy(Observer):
 
     def __init__(self, folder: Path, store: Store, console: Console):
         self.folder, self._store, self._console = folder, store, console
-        # By name: when a file was changed, and its size, as it was sent last.
+        # By name: the time of change and the size of each file when it was last sent.
         self._sent: dict[str, tuple[int, int]] = {}
 
     def fetch(self) -> None:
@@ -56,7 +56,7 @@ class FolderCopy(Observer):
         """Send the files that are new or have changed."""
         for name in filter(is_result_file, LocalStore(self.folder).files()):
             state = self._state(self.folder / name)
-            is_empty = state[1] == 0  # such as the file for stacks
+            is_empty = state[1] == 0  # such as the file for the stacks of threads
             if is_empty or self._sent.get(name) == state:
                 continue
             with self._store.new(name) as draft:

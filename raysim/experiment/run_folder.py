@@ -37,7 +37,7 @@ from raysim.training.run_spec import Checkpoint
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
-# Keys that may change when a run is resumed: no bit of it depends on them.
+# Keys that may change when a run is resumed, because its bits do not depend on them.
 FREE_KEYS = (
     "rounds",
     "out",
@@ -52,7 +52,7 @@ FREE_KEYS = (
     "state.device",
     "data.cache",
     "data.download",
-    "init.file",  # its checksum counts: init.sha256
+    "init.file",  # the checksum init.sha256 must not change
 )
 
 
@@ -149,10 +149,10 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
     config = to_yaml(experiment.config).encode()
     replace_file(place.folder / CONFIG, config)
     checkpoint_folder = experiment.spec.settings.checkpoint.folder
-    if checkpoint_folder:  # so that they can be continued without the run's folder
+    if checkpoint_folder:  # so that the run can continue from its checkpoints without its folder
         with open_store(checkpoint_folder).new(CONFIG) as draft:
             draft.write_bytes(config)
-    # A shorter run that is continued has one.
+    # A finished run that continues with more rounds has a summary already.
     (place.folder / SUMMARY).unlink(missing_ok=True)
 
 

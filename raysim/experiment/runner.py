@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOG_WIDTH = 120  # characters in a line of a log
-LOCK_TIMEOUT_S = 30.0  # for the process of a killed sweep to end and release a run's folder
+LOCK_TIMEOUT_S = 30.0  # until the process of a killed sweep has released a run's folder
 # Starts a run's events in a folder, from a checkpoint's address ("": from round 0).
 StartEvents: TypeAlias = Callable[[Experiment, Path, str], Iterator[Event]]
 
@@ -59,7 +59,7 @@ def record_failure(log: Path) -> Iterator[None]:
         text = str(error).strip()  # with the traceback of a client's error, if there is one
         _append(log, f"raysim: {text}\n")
         raise RunFailedError(first_line(error)) from error
-    except Exception as error:  # the other runs go on
+    except Exception as error:  # the other runs continue
         _append(log, traceback.format_exc())
         raise RunFailedError(f"{type(error).__name__}: {first_line(error)} (see {log})") from error
 

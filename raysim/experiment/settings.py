@@ -62,7 +62,7 @@ class Tracking:
     uri: str | None = None
 
     def __post_init__(self) -> None:
-        expand_uri(self.uri or "")  # an unusable one is refused before anything starts
+        expand_uri(self.uri or "")  # a wrong address is refused before the run starts
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from raysim.simulation.events import ClientScores
 
 SPLIT_FILE, CLIENTS_FILE = "split.parquet", "clients.parquet"
 SCORES_FOLDER = "client_scores.parquet"
-SCORES_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
+SCORES_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 USER = "user"  # the column of the users' names
 
 
@@ -43,7 +43,7 @@ class ClientLabels:
     client: Ints
     label: Ints
     samples: Ints
-    clients: int  # including those without samples
+    clients: int  # the number of clients, including those without samples
     classes: list[str]
 
     @property
@@ -112,7 +112,8 @@ def write_clients(
     network: the models of the server; the file says which one serves a client if there are several.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
-    count = max(len(train), len(tests))  # a pooled run trains one client and scores all
+    # a run with pooled data trains one client and scores all clients
+    count = max(len(train), len(tests))
     columns: dict[str, Any] = {"client": np.arange(count)}
     if data.users is not None:
         columns[USER] = data.users

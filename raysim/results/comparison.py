@@ -254,7 +254,7 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
         ends = [rest.find(f",{other}=") for other in settings]
         end = min((place for place in ends if place >= 0), default=len(rest))
         if not any(place >= 0 for place in ends) and "," in rest and "=" in rest:
-            end = rest.index(",")  # a name that does not exist follows
+            end = rest.index(",")  # the text continues with a name that does not exist
         labels[name] = rest[:end].strip("\"'")
         rest = rest[end + 1 :].lstrip()
     return labels

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 PERCENT = " (%)"  # at the end of a label
 VISIBLE_SHARE = 0.01  # of an axis: smaller differences cannot be seen
-OVERLAP_SHARE = 1 / 3  # of a line on another one, from which it has gaps
-MAX_POINTS = 400  # of a mean curve: more cannot be seen and would make the page large
+OVERLAP_SHARE = 1 / 3  # a line that covers so much of another line gets gaps
+MAX_POINTS = 400  # of a mean curve; more would make the page large, and cannot be seen
 PNG_COMPRESSION = 1  # the usual 6 makes files a fifth smaller and takes a fifth of the drawing
-MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
+MAX_MARKED_POINTS = 12  # a curve with no more points gets a marker at each point
 
 
 class Axis(NamedTuple):
     """A quantity on the horizontal axis of a panel."""
 
-    name: str  # in the name of a figure
+    name: str  # part of the names of figures
     title: str
-    read: Callable[[Row], float]  # its value in a row of the history
+    read: Callable[[Row], float]  # returns x for a row of the history
     unit: str  # "bytes", "seconds" or ""
-    if_unused: str  # shown if no run used anything of it
+    if_unused: str  # text that is shown if all values are 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> No
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    # A run that used nothing of the axis (no virtual time on ideal devices) would be a wall at 0.
+    # Without any value on the axis (ideal devices take no virtual time) a curve would be vertical.
     moving = [curve for curve in curves if any(axis.read(row) for row, _ in curve.points)]
     values = [axis.read(row) for curve in moving for row, _ in curve.points]
     ax.set_xlabel(axis.title)

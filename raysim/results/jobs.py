@@ -22,13 +22,13 @@ from raysim.simulation.events import JobRecord
 JOBS = "jobs.parquet"
 FATES = ("aggregated", "failed", "discarded", "lost", "in flight")
 _FATE_CODES = {fate: code for code, fate in enumerate(FATES)}
-_COSTS = ("energy_wh", "money", "co2_g")  # folders of older runs do not have these columns
+_COSTS = ("energy_wh", "money", "co2_g")  # missing in the folders of older runs
 _TYPE_CODES = {
     **dict.fromkeys(JobRecord._fields, "i"),
     **dict.fromkeys(("start", "finish", *_COSTS), "d"),
     "fate": "b",
 }
-_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
+_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_jobs(folder: Path) -> Jobs | None:
     ends = np.cumsum([0, *(_row_count(path) for path in paths)])
     names = Jobs.__dataclass_fields__
     columns = {name: np.empty(ends[-1], _TYPE_CODES[name]) for name in names}
-    # One file at a time: all of them as tables would need much memory.
+    # Read one file at a time, because all tables together need much memory.
     for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
         table = _read_table(path)
         for name in names:

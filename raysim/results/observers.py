@@ -76,7 +76,8 @@ PROBES = "probes"  # folder with a file for each probed round
 # Keys of the summary that a run has at its end.
 _END_KEYS = ("model_sha256", "state_sha256", "peak_memory_bytes", "best_model")
 PrintLine: TypeAlias = Callable[[str], None]  # prints one line
-ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # shown while it lasts
+# shows a text during a `with` block
+ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -302,7 +303,7 @@ class AbsentClients(Observer):
     clients: the numbers of the clients that have training samples.
     """
 
-    MAX_CLIENTS = 100_000  # with more, looking at each of them would take seconds
+    MAX_CLIENTS = 100_000  # with more clients, the check would take seconds
 
     def __init__(
         self,

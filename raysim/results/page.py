@@ -79,11 +79,11 @@ MAX_TIMELINES, MAX_SPLITS, MAX_ERRORS = 6, 4, 20  # on one page
 LOWEST_USERS = 5  # users with the lowest scores that are named
 MAX_MAP_CLIENTS = 1000  # columns of the picture of a split
 MAX_CURVE_POINTS = 400
-COMPARED_SHARES = np.linspace(0, 1, 51)  # of the clients, where two lines are compared
+COMPARED_SHARES = np.linspace(0, 1, 51)  # the shares of clients at which two lines are compared
 ERROR_LENGTH = 300  # characters of an error that are shown
 CHECKSUM_LENGTH = 12  # digits of a checksum that are shown
 CHECKSUMS = ("model_sha256", "state_sha256")  # keys of a summary
-Shown: TypeAlias = dict[str, Any]  # what the template gets
+Shown: TypeAlias = dict[str, Any]  # values for the template
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def write_report(
         _differences(groups),
         _reproduction(groups),
     ]
-    # The curves come last: they are written to files, once all files of the runs could be read.
+    # Curves come last, because they are written to files: all files of the runs are read by now.
     out_folder = make_folder(Path(out_folder))
     parts = [*before_curves, _curves(groups, out_folder, view), *after_curves]
 

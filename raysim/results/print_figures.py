@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 COLUMN_WIDTH_IN = 3.25  # fits a column of IEEE (3.5 in), ACM (3.33 in) and ICML (3.25 in)
 ASPECT = 0.66  # height / width
 MAX_DIRECT_LABELS = 4  # lines with a label at their end; more lines have a legend
-END_TOLERANCE = 0.03  # of the width of the axes, between the ends of lines with such labels
+END_TOLERANCE = 0.03  # of the axes' width: labels are written if all lines end this close together
 LINE_SPACING = 1.2  # of labels, in sizes of their font
 PNG_DPI = 300
 FORMATS = ("pdf", "svg", "png")
-# No time of writing, so that equal runs give equal files.
+# Leave out the time of writing, so that equal runs give equal files.
 UNDATED: dict[str, Mapping[str, None]] = {
     "pdf": {"CreationDate": None},
     "svg": {"Date": None},

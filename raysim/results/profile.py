@@ -15,8 +15,9 @@ from raysim.results.theme import INK, LIGHT, theme
 from raysim.simulation.events import Profiled
 
 PROFILE, TRACE, PICTURE = "profile.json", "trace.json", "profile.png"
-_MAX_COLUMNS = 5  # processes that a table has room for
-_IDLE_COLOURS = {"messages": "#c9cdd2", "waiting": "#e9ebee"}  # grey, because they are no work
+_MAX_COLUMNS = 5  # a table with more processes shows the mean of the workers
+# grey, because the process does not work
+_IDLE_COLOURS = {"messages": "#c9cdd2", "waiting": "#e9ebee"}
 
 
 def shares(profile: Profiled) -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from raysim.results.history import Row, metric_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-PACE_ROUNDS = 20  # rounds whose median duration gives the time left
+PACE_ROUNDS = 20  # the time left follows from the median of so many rounds
 LOG_INTERVAL_S = 10.0  # between two lines of a log
 MAX_NAMED_CLIENTS = 5
 
@@ -98,12 +98,13 @@ class Progress:
         self.clock = clock
         self.console = console or Console()
         self.metric = "accuracy"
-        self.scores: dict[str, float] = {}  # the last known ones
+        self.scores: dict[str, float] = {}  # the newest known scores
         self.round_seconds: deque[float] = deque(maxlen=PACE_ROUNDS)
         self.round_samples: deque[int] = deque(maxlen=PACE_ROUNDS)
         # Shares of wall time that workers and devices were busy in the last round.
         self.busy: dict[str, float] = {}
-        self._wall_s = 0.0 if done == 0 else None  # cumulative, at the last row
+        # cumulative wall time at the last row; None if unknown
+        self._wall_s = 0.0 if done == 0 else None
         self._last_line = ""
         self._last_line_at = clock()
         self._wait_text = ""

@@ -208,7 +208,8 @@ def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | No
     """
     values = [score(run.summary, key) for run in runs]
     is_threshold = any(key in _flat_numbers(run.summary) for run in runs) and ROUNDS_TO in key
-    if not finite_values(values) and not is_threshold:  # no run may have reached a threshold
+    # a threshold that no run reached still has a column
+    if not finite_values(values) and not is_threshold:
         return None
     lower: frozenset[str] = frozenset()
     names: set[str] = set()
@@ -245,7 +246,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
     better = 0
     if len(set(are_errors)) == 1:
         better = -1 if are_errors[0] else 1
-    # Costs grow with the rounds, so they are compared only after equally many.
+    # Costs grow with the rounds, so runs are compared only after equally many rounds.
     cheaper = -abs(better) if len(set(numbers("rounds"))) == 1 else 0
 
     means = _scaled(numbers("last10_mean"), factor)

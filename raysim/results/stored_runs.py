@@ -129,7 +129,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
             runs.append(path)
         elif path.name != ARTIFACTS:
             skipped.append(str(path))
-    # Without any run, the first path is read for its error, which says what is missing.
+    # If there is no run, read the first path: its error says what is missing.
     loaded = [load_run(path, urls.get(path, "")) for path in runs or paths_found]
     if runs and skipped:
         warn(f"skipped, because no run wrote there: {', '.join(skipped)}")
@@ -269,8 +269,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
     for name in {name for name in names if names.count(name) > 1}:
         twins = [index for index, other in enumerate(names) if other == name]
         differing = differing_settings([runs[index] for index in twins])
-        # A key that only some have follows from an option that is named already, so it is needed
-        # only if nothing else differs.
+        # If only some runs have a key, it follows from an option that is named already. It is
+        # used only if nothing else differs.
         shared = {key: values for key, values in differing.items() if MISSING not in values}
         settings = shared or differing
         for place, index in enumerate(twins):

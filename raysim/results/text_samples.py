@@ -44,7 +44,7 @@ def continue_text(
     first = len(written)
     for _ in range(generate.tokens):
         seen = written[-length:]
-        # the rest of the row is behind the last token, which does not see it
+        # the last token does not depend on the rest of the row
         row = torch.full((1, length), vocabulary.tokens.padding)
         row[0, : len(seen)] = torch.tensor(seen)
         with torch.no_grad():

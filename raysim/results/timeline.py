@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
     from matplotlib.ticker import Locator
 
-_CLIENTS_OF_A_KIND = 12  # in a timeline: the fastest, random ones, the slowest
-_MAX_JOBS_IN_A_ROW = 160  # of the median duration; a bar is then about six pixels wide
+_CLIENTS_OF_A_KIND = 12  # so many of the fastest, of random, and of the slowest clients are drawn
+_MAX_JOBS_IN_A_ROW = 160  # with so many median jobs in a row, a bar is about six pixels wide
 _BINS = 120  # points of a curve over virtual time
 _MAX_AGGREGATION_LINES = 80
 _MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
@@ -129,8 +129,8 @@ def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     clients.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
-    # A lost job is shorter than its client would have needed, so it counts only if there is
-    # no other one.
+    # A lost job ends early, so it does not show how fast the client is. It counts only if the
+    # client has no other job.
     weights = (~jobs.has_fate("lost")).astype(float)
     weights[np.bincount(members, weights)[members] == 0] = 1.0
     worked_s = np.bincount(members, weights * (jobs.finish - jobs.start))
@@ -234,7 +234,8 @@ def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, hig
     def boxes(chosen: np.ndarray) -> list[np.ndarray]:
         left = jobs.start[chosen]
         right = np.minimum(jobs.finish[chosen], high)
-        right = np.maximum(right, left + (high - low) / 600)  # the shortest ones are visible, too
+        # so that the shortest jobs are visible, too
+        right = np.maximum(right, left + (high - low) / 600)
         top, bottom = y[chosen] - 0.38, y[chosen] + 0.38
         corners = ((left, top), (right, top), (right, bottom), (left, bottom))
         return list(np.stack([np.stack([x / size, height], -1) for x, height in corners], 1))

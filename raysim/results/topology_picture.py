@@ -17,10 +17,10 @@ from raysim.results.history import Row, metric_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_CLIENTS = 400  # drawn; with more, points would cover each other
+MAX_CLIENTS = 400  # with more clients, the points would cover each other
 _LINK = "#9aa1a7"
 _FLOAT_MB = 4e-6  # megabytes of one float
-_ARC = 1.3 * math.pi  # that the clients of a replica take up around it
+_ARC = 1.3 * math.pi  # the angle of the arc of clients around a replica
 
 
 def draw_topology(
@@ -151,7 +151,7 @@ def _draw_servers(
         text = f"{network.name} {replica}"
         if network.own_schedules:
             text += f"\n{down:.3g} MB down\n{up:.3g} MB up"
-        # On the link to the cloud, which no client is near.
+        # Write the text on the link to the cloud, because no client is near it.
         box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
         ax.annotate(
             text, 0.58 * place, ha="center", va="center", fontsize=7, color="black", bbox=box

@@ -55,25 +55,26 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "raysim"  # the default name of the experiment
 ARTIFACTS = "mlflow_artifacts"  # folder of the files that belong to runs, next to the database
-RECORD = "tracking.json"  # the MLflow run of a run folder, and what it gets besides rows
-BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
-MODEL = "mlflow_model"  # folder of a model that no server has yet
+RECORD = "tracking.json"  # which MLflow run belongs to the folder, and its values besides rows
+BACKLOG = "tracking_backlog.jsonl"  # rows that were not sent yet
+MODEL = "mlflow_model"  # folder of a model that was not sent yet
 MODEL_DATA = "data/data"  # in this folder: where MLflow puts a folder `data` with a traced program
 # A tag of the experiment, so that its page opens on runs and not on traces of language models.
 EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
 DATABASE = "mlflow.db"
 HISTORY = "history.parquet"
 UI = "ui"  # in a record: `raysim ui` sends the run; otherwise the run's own process does
-# A tag with the record's id, by which a run is found whose record has no id of MLflow yet.
+# A tag with the record's id. It finds the run if the record has no id of MLflow yet.
 ID_TAG = "raysim.id"
-# How long `finish` waits: a first contact imports MLflow (5 s) and makes a database (3 s).
+# How long `finish` waits: the first call imports MLflow (5 s) and makes a database (3 s).
 FINISH_TIMEOUT_S = 30.0
-STORE_INTERVAL_S = 1.0  # a stored run writes its rows at most so often
+STORE_INTERVAL_S = 1.0  # the shortest time between two writes of a stored run
 Record: TypeAlias = dict[str, object]
-END_KEYS = ("summary", "artifacts", "status", "model")  # of a record whose run has ended
-PENDING = "pending"  # the model of a record that MLflow does not have yet
+# keys that a record has once its run has ended
+END_KEYS = ("summary", "artifacts", "status", "model")
+PENDING = "pending"  # value of `model` if the model was not sent yet
 
-# Short limits, because a row that fails is sent again with the next one; no output of MLflow.
+# Short time limits, because an unsent row is sent again with the next row. MLflow prints nothing.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -243,7 +244,7 @@ class Mlflow:
         with self._database_lock():
             self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         self._run, self._last, self._started = "", 0, 0.0
-        self._params: Mapping[str, str] = {}  # those that the run has already
+        self._params: Mapping[str, str] = {}  # parameters that the server has already
         self._has_data = self._has_model = False
 
     def open(self, record: Record, folder: Path) -> str:
@@ -403,7 +404,7 @@ class Mlflow:
     def close(self, record: Record, folder: Path) -> None:
         from mlflow.entities import RunTag
 
-        # Not as metrics: MLflow would draw a bar for each of them above the curves.
+        # They are not logged as metrics, because MLflow would draw a bar for each above the curves.
         flat = flatten(_mapping(record.get("summary")))
         tags = []
         for key, value in flat.items():
@@ -550,7 +551,7 @@ class StoredTracker:
         self._record.setdefault("run_id", None)
         self._record.setdefault("id", uuid.uuid4().hex)
         if parent is not None:
-            # Relative, so that a study can be moved before it is sent.
+            # The path is relative, so that a study can be moved before it is sent.
             self._record["parent"] = os.path.relpath(parent, self._folder)
         if data is not None:
             self._record["data"] = dict(data)
@@ -638,7 +639,8 @@ class StoredTracker:
             with (self._folder / BACKLOG).open("w" if replace else "a") as stream:
                 stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
                 stream.flush()
-                if self._record.get("sent_by") != UI:  # else the history gets the rows, too
+                # otherwise history.parquet gets the rows, too
+                if self._record.get("sent_by") != UI:
                     os.fsync(stream.fileno())
         except OSError as problem:
             self._say(
@@ -675,12 +677,12 @@ class Tracker(StoredTracker):
         self._patience = patience
         self._connect = connect
         self._command = command
-        # Guards everything below, the two files, and what the base class keeps.
+        # Guards all attributes below and in the base class, and the two files.
         self._wake = threading.Condition()
-        self._has_news = False  # there are rows that the thread has not seen
+        self._has_news = False  # True if there are rows that the thread has not seen
         self._is_ending = False
-        self._is_abandoned = False  # the thread hangs and must not touch the files any more
-        self._is_known = False  # the server has this run
+        self._is_abandoned = False  # True if the thread hangs; it must not write files any more
+        self._is_known = False  # True if the server has this run
         self._problem = ""
         self._thread = threading.Thread(target=self._run_thread, name="tracking", daemon=True)
 
@@ -888,7 +890,7 @@ def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: b
     if not has_ended(record):
         return
     server.close(record, folder)
-    if read_record(folder) == record:  # else a process has continued the run in the meantime
+    if read_record(folder) == record:  # if not, another process has continued the run
         write_json({**record, "run_id": run_id, "done": True}, folder / RECORD)
         (folder / BACKLOG).unlink(missing_ok=True)
 

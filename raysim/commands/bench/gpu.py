@@ -64,7 +64,7 @@ from raysim.training.profile import gpu_utilization
 from raysim.training.run_spec import Faults, Precision, RunSettings, RunSpec, build_networks
 from raysim.training.worker import Worker
 
-NEVER = 10**9  # rounds, in place of a number that is not reached
+NEVER = 10**9  # a number of rounds that no run reaches
 SPEEDS = ("G1", "G2", "G3", "G4")
 PARTS = ("correctness", "bits", "memory", *SPEEDS, "profile")
 RESULTS = "results.json"
@@ -73,7 +73,7 @@ RESULTS = "results.json"
 COARSER_ROUNDING = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 COARSE_PRECISIONS: tuple[Precision, ...] = ("tf32", "bfloat16")
 CHECK_CLIENTS = 4
-MIN_ROUNDS = 5  # of a measurement of speed; the first two allocate and record
+MIN_ROUNDS = 5  # of a speed measurement; the first two rounds allocate memory and record graphs
 UTILIZATION_INTERVAL_S = 0.2
 Print: TypeAlias = Callable[[str], object]
 HasTime: TypeAlias = Callable[[], bool]  # whether the benchmark has time for another measurement
@@ -306,7 +306,7 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
                 values, _ = _run_check(check_spec(make, dtype, options.device, mode))
                 row["distance"] = _largest_difference(values, reference) / largest_change
                 float64_allowance = COARSER_ROUNDING * row["distance"]
-            except Exception as error:  # a mode that is not possible says why
+            except Exception as error:  # the table shows why a mode is impossible
                 row["refused"] = _describe_error(error)
             yield row
 
@@ -570,7 +570,7 @@ def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[Res
             break
         try:
             rows.append({"way": title, **measure()})
-        except Exception as error:  # the other modes are measured
+        except Exception as error:  # the error is stored, and the other modes are measured
             rows.append({"way": title, "refused": _describe_error(error)})
     return rows
 

@@ -12,9 +12,9 @@ from raysim.results.theme import INK, LIGHT, set_log_scale, theme
 
 PAGE = "page.md"
 PLAIN_LOOP = "plain loop"
-# As a share of a method's largest change; float32 drifts over some 50 steps.
+# Distances are shares of a method's largest change; float32 drifts over about 50 steps.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
-SMALLEST_DISTANCE = 1e-17  # in the picture, because 0 has no logarithm
+SMALLEST_DISTANCE = 1e-17  # drawn in place of 0, which has no logarithm
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 

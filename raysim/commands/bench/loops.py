@@ -39,10 +39,10 @@ from raysim.training.step_mode import default_lanes
 
 Print: TypeAlias = Callable[[Any], object]
 Batches: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
-WARM_UP_ROUNDS = 3  # at the start of a block, not timed
+WARM_UP_ROUNDS = 3  # at the start of a block; they are not timed
 SEED = 20240
 NEVER = 10**9  # rounds between evaluations
-STOP = -1  # in place of the next client's place in the cohort
+STOP = -1  # the value of `next_place` that ends the processes
 STOP_TIMEOUT_S = 10
 
 

@@ -54,7 +54,7 @@ BATCH, STEPS, ROUNDS = 64, 10, 1
 CLIENTS = 2
 NEVER = 10**9  # rounds between evaluations
 
-# Each method with the ratio that we promise at most; None: no promise.
+# Each method with the largest ratio that we promise; None: no promise.
 METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
     "fedbr": (FedBR, 2.5),
     "moon": (Moon, 1.8),
@@ -172,7 +172,7 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure each method against FedAvg, FedBSS against its parts, and FRAug against FedBN."""
-    seconds_per_step()  # warms up
+    seconds_per_step()  # the first run is slower, so it is not measured
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
     limits: dict[str, float | None] = {}
     for name, (make, limit) in METHODS.items():

@@ -28,9 +28,9 @@ from raysim.primitives.errors import RefusedError, first_line
 from raysim.primitives.files import make_folder, regular_file
 from raysim.simulation.trace import describe_error, write
 
-TRAINING_PER_INFERENCE = 3.0  # how much longer a sample takes
-BYTES_PER_S = 1024 / 8  # of one unit of bandwidth
-# The containers and numbers that a pickle names; Python's own types have no name in it.
+TRAINING_PER_INFERENCE = 3.0  # training takes three times as long as inference
+BYTES_PER_S = 1024 / 8  # bytes per second of one unit of bandwidth
+# Types that a pickle stores by name; it stores Python's built-in types without names.
 _ALLOWED_TYPES = {
     ("collections", "OrderedDict"): OrderedDict,
     ("numpy", "dtype"): np.dtype,

@@ -26,7 +26,7 @@ from raysim.experiment.run_overrides import expand_override, read_full_key
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 
-# In the name of every run, so that a study can be continued with more of them.
+# These keys are in the name of every run, so that a continued study can have more values of them.
 ALWAYS_NAMED = ("method", "seed")
 
 
@@ -213,7 +213,7 @@ def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files
-    bases: dict[tuple[str, ...], Node] = {}  # by the options that are chosen
+    bases: dict[tuple[str, ...], Node] = {}  # by the chosen options
     seen: set[tuple[str, ...]] = set()
     used_keys: set[str] = set()
     for combination in itertools.product(*overrides.values()):
@@ -235,7 +235,7 @@ def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     unused = [texts[0] for key, texts in overrides.items() if key not in used_keys]
     if unused:
         options = tuple(texts[0] for key, texts in overrides.items() if key in group_names)
-        compose([*options, *unused], study.conf)  # refuses them as a single run would
+        compose([*options, *unused], study.conf)  # refuses unused overrides as a single run does
 
 
 def _settings(study: StudyPlan, config: Node, overrides: Mapping[str, str]) -> dict[str, str]:

@@ -59,7 +59,7 @@ from raysim.results.theme import DARK, LIGHT, theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEST_ROUNDS = 5  # of a run with so few rounds, the mean of the best five is the mean of all
+BEST_ROUNDS = 5  # with five rounds or fewer, the mean of the best five is the mean of all
 SMALL_P = 0.001
 HOW = (
     "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. "
@@ -427,7 +427,7 @@ def _draw_panel(
     for height, comparison in enumerate(reversed(panel)):
         test = comparison.test
         colour = colours[(names.index(comparison.what) + 1) % len(colours)]
-        # Circles, so that they are not taken for the ends of an interval.
+        # Circles do not look like the ends of an interval.
         ax.plot(
             comparison.differences,
             [height - 0.22] * len(comparison.differences),

@@ -199,7 +199,7 @@ def _make_one_by_one(
             failure = attempt(run.config, study.log(run), allow, on_round)
             yield RunEnd(run, failure, time.monotonic() - since)
             if failure:
-                session.close()  # ends Ray with all that the failed run has left
+                session.close()  # ends Ray, and with it everything that the failed run left behind
 
 
 def _join_ray(runtime: Node, session: ExitStack) -> str:
@@ -282,7 +282,7 @@ def _make_side_by_side(
                     failure = child.wait(study.log(child.run))
                     yield RunEnd(child.run, failure, time.monotonic() - child.since)
         finally:
-            _stop_children(list(children.values()))  # before their Ray
+            _stop_children(list(children.values()))  # before the Ray that they use ends
 
 
 def _stop_children(children: Sequence[ChildRun]) -> None:
@@ -316,7 +316,7 @@ def run_child() -> None:
     When stdin is closed, the study has ended, and this process stops as well.
     """
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log and is not taken for the answer
+    os.dup2(2, 1)  # the output of libraries goes to the log, not into the answer
     config, log, address, allow = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
@@ -326,7 +326,8 @@ def run_child() -> None:
             failure = attempt(config, Path(log), allow)
     except KeyboardInterrupt:
         sys.exit(130)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # stdin may end from here on
+    # the run has finished, so the end of stdin may not stop it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answer.write(json.dumps(failure) + "\n")
     answer.close()
 

@@ -23,7 +23,7 @@ from raysim.primitives.stores import fetch_files, is_url, open_store, split_addr
 from raysim.results.stored_runs import CHECKPOINTS, is_result_file
 
 # The program of the second job. It needs Python's standard library only.
-# Arguments: the folder, the largest number of bytes, and the names in it that are left out.
+# Arguments: the folder, the largest number of bytes, and names in the folder to leave out.
 PROGRAM = """\
 import base64, os, sys, tarfile, tempfile
 folder, limit, *left_out = sys.argv[1:]
@@ -44,7 +44,7 @@ with tempfile.TemporaryFile() as archive:
 """
 BEGIN, END, ERROR = "BEGIN", "END", "ERROR "
 MB = 1_000_000
-TINY_SHARE = 0.001  # of a node's resource, which makes Ray choose the node
+TINY_SHARE = 0.001  # of a node's resource; the request makes Ray choose this node
 
 
 def fetch(
@@ -136,7 +136,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     environment = {
         key: value
         for key, value in (details.runtime_env or {}).items()
-        if key == "working_dir"  # a relative folder lies there
+        if key == "working_dir"  # relative folders are inside the working directory
     }
     options: dict[str, Any] = {}
     host = urlsplit(details.driver_agent_http_address or "").hostname

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-if "ray" not in sys.modules:  # Ray reads it when it is imported
+if "ray" not in sys.modules:  # Ray reads this variable when it is imported
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 from ray.exceptions import AuthenticationError
@@ -30,9 +30,9 @@ RAY_LINES = re.compile(
 )
 CONNECT_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
-RECONNECT_S = 120.0  # that a broken connection is tried again
+RECONNECT_S = 120.0  # seconds of attempts to reconnect
 RECONNECT_INTERVAL_S = 2.0
-INTERRUPTED = 130  # exit status, as of a command that Ctrl-C stops
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C stops
 SIGNAL_STATUS = 128  # added to a signal's number, as in a shell
 
 
@@ -64,7 +64,7 @@ def connect(url: str) -> JobSubmissionClient:
     """
     _check_token_file()
     _check_connection(url)
-    os.environ["RAY_API_SERVER_ADDRESS"] = url  # Ray prefers it to its argument
+    os.environ["RAY_API_SERVER_ADDRESS"] = url  # Ray prefers this variable to the argument
     for handler in logging.getLogger("ray").handlers:
         handler.setLevel(logging.WARNING)
     try:
@@ -106,7 +106,7 @@ def _check_token_file() -> None:
 
 
 def _describe_refusal(url: str, reason: str) -> str:
-    # The first words are the cluster's, the others Ray's own before it asks the cluster.
+    # The first texts come from the cluster, the others from Ray before it asks the cluster.
     if "Missing" in reason or "couldn't find" in reason:
         return (
             f"--address {url}: the cluster needs a token, but this process has none. Put the token "
@@ -181,7 +181,7 @@ class ConnectionToJob:
 
     async def _pass_on(self) -> None:
         position = 0
-        # Each connection starts with the beginning of the log.
+        # Each connection sends the log from its beginning.
         async for text in self.client.tail_job_logs(self.job):
             self._broken_since = None
             new = text[max(0, self._written - position) :]

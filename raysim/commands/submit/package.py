@@ -60,7 +60,7 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
     conf = conf_folder()
-    if conf.parent != package:  # a checkout
+    if conf.parent != package:  # in a checkout of the repository, conf is next to the package
         files += _files_below(conf)
         for name in PROJECT_FILES:
             if (package.parent / name).is_file():

@@ -38,8 +38,9 @@ from raysim.primitives.files import user_path
 from raysim.primitives.streams import stream
 
 DEFAULT_TRIALS = 16
-DRAWS_PER_TRIAL = 20  # a small space gives the same setting again and again
-CHANGEABLE_OPTIONS = ("trials", "minutes", "concurrent")  # when a sweep is continued
+DRAWS_PER_TRIAL = 20  # because draws from a small space are often equal
+# these may change when a sweep is continued
+CHANGEABLE_OPTIONS = ("trials", "minutes", "concurrent")
 CHANGEABLE_GROUPS = (
     "out",
     "resume",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FILE = "trial.json"
-ENDED = ("done", "stopped")  # a trial is stopped by the scheduler, because others are better
+ENDED = ("done", "stopped")  # the scheduler stops a trial if other trials are better
 
 
 @dataclass
@@ -239,7 +239,7 @@ class TrialRecords:
         if record.status != "running" and record.rows:
             write_history(record.history(), folder / HISTORY)
         content = {key: value for key, value in record.__dict__.items() if key != "rows"}
-        write_json(content, folder / FILE)  # last, because it says that the others are complete
+        write_json(content, folder / FILE)  # last, because it marks the other files as complete
 
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
@@ -257,9 +257,9 @@ class TrialRecords:
             tracker.wait(max(0.0, deadline - time.monotonic()))
         if not self._is_tracked or not self._uri:
             return
-        for number in self.all:  # those that came before their parent, or did not arrive
+        for number in self.all:  # runs that were sent before their parent, or whose rows were lost
             if not replay(self.path(number), self._uri, say=_ignore):
-                break  # the server is away, so it is not asked for the others
+                break  # the server does not answer, so the other runs are not tried
 
     # --- for reports ----------------------------------------------------------------------------
     def path(self, number: int) -> Path:

@@ -37,7 +37,7 @@ TABLE, BEST = "trials.csv", "best.yaml"
 MAX_PRINTED_TRIALS = 20
 MAX_CURVES = 8  # on the page
 STOPPED_COLOUR = "#c3c8cd"
-TICKS = 5  # of an axis, about
+TICKS = 5  # about so many on an axis
 LOGARITHMIC_RATIO = (
     30  # of a list's largest and smallest number, from which its axis is set_log_scale
 )
@@ -135,7 +135,8 @@ def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Col
         status = STATUS_TEXTS.get(record.status, record.status)
         time = format_duration(record.seconds)
         rows.append([str(record.number), *values, score, str(record.rounds), time, status])
-    numbers: list[float | None] = [None] * len(rows)  # aligns all texts to the right
+    # columns with numbers are aligned to the right
+    numbers: list[float | None] = [None] * len(rows)
     columns = []
     for index, title in enumerate(titles):
         columns.append(Column(title, [row[index] for row in rows], numbers))
@@ -209,7 +210,7 @@ class KeyAxis:
             self.is_logarithmic = values.log
         else:
             self.is_logarithmic = self.is_numeric and _spans_magnitudes(numbers)
-        # Learning rates are compared by their ratios, however few of them were searched.
+        # Learning rates are compared by their ratios, even if only a few were searched.
         self.is_logarithmic |= is_positive and _is_rate(key)
         self.values: tuple[object, ...] = numbers
         if isinstance(values, Choice) and self.is_numeric:

@@ -38,7 +38,7 @@ from raysim.simulation.best_model import validation_column
 if TYPE_CHECKING:
     from rich.console import Console
 
-TERMINAL_SIZE = (120, 24)  # where the terminal's is not known
+TERMINAL_SIZE = (120, 24)  # used if the terminal's size is unknown
 
 
 def sweep(

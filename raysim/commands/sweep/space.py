@@ -54,7 +54,7 @@ class Interval:
     def draw(self, generator: np.random.Generator) -> int | float:
         """Return a random number, rounded to four digits so that a user can retype it."""
         low, high = self.low, self.high
-        if self.whole:  # so that both ends are as likely as the others
+        if self.whole:  # both ends must be as likely as the other integers
             low, high = low - 0.5, high + 0.5
         if self.log:
             low = max(low, self.low / 2)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysim.runtime import ray as cluster  # before Ray: it sets what Ray reads when it is imported
+# before Ray, because it sets variables that Ray reads at import
+from raysim.runtime import ray as cluster
 
 # isort: split
 import ray
@@ -40,13 +41,13 @@ from raysim.simulation import checkpoint
 from raysim.simulation.events import Event
 from raysim.training.identity import Identity, Participants
 
-# Tune moves a trial's process to another folder, where relative paths of the user mean nothing.
+# Tune changes a trial's working directory, so that the user's relative paths would be wrong.
 _START_FOLDER = os.getcwd()
 TUNE = ".tune"  # the folder that Tune writes while it runs; removed in the end
-MAX_TRIAL_DEATHS = 3  # of its process, after which a trial has failed
-ORIGIN = "run"  # the file in a checkpoint of Tune that names the run it was taken from
-TRIAL_PROCESS_BYTES = 1.0  # Tune wants a resource for a process that only waits for its workers
-ENVIRONMENT = {  # options of Tune that only environment variables set, see its documentation
+MAX_TRIAL_DEATHS = 3  # after so many deaths of its process a trial has failed
+ORIGIN = "run"  # the file in Tune's checkpoint that names the checkpoint's trial
+TRIAL_PROCESS_BYTES = 1.0  # Tune requires a resource even for a process that only waits
+ENVIRONMENT = {  # options that Tune reads only from environment variables
     "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints a table in any case
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # this process writes the results
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -114,7 +115,8 @@ class SweepTrial(tune.Trainable):
                 self._trial = self._open_trial()
                 since = time.monotonic()
             rows = self._trial.advance()
-        except Exception as error:  # a result, so that this process lives on for the next trial
+        # reported as a result, so that this process can run the next trial
+        except Exception as error:
             worst = float("-inf") if self._plan.options.mode == "max" else float("inf")
             self.cleanup()
             return {"round": 0, metric: worst, "error": first_line(error), "done": True}
@@ -139,7 +141,7 @@ class SweepTrial(tune.Trainable):
         configs = []
         for seed in self._plan.seeds():
             config = self._plan.node(self._point, seed) | {"device": self._task.device}
-            if is_pbt:  # exchanges need a checkpoint after each interval
+            if is_pbt:  # exchanges between trials need a checkpoint after each interval
                 config["checkpoint"] = {**config["checkpoint"], "every": options.interval}
             configs.append(config)
         return trial.open_trial(
@@ -461,7 +463,7 @@ def search(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
             callbacks=[Listener(records, status)],
-            # A process that died starts again and continues at its checkpoint.
+            # If a trial's process dies, it is started again and continues at its checkpoint.
             failure_config=tune.FailureConfig(max_failures=MAX_TRIAL_DEATHS - 1),
             verbose=0,
         ),

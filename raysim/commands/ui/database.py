@@ -33,7 +33,7 @@ from raysim.results.tracking import (
 )
 
 STUDY = "study.yaml"
-# Folders with records below a folder of runs, and below a study; parents come before their runs.
+# Patterns of folders with records, in a folder of runs and in a study; parents come first.
 RUN_PATTERNS = ("*", "*/trials/*")
 STUDY_PATTERNS = (".", "runs/*")
 WEIGHTS = "model.safetensors"
@@ -86,10 +86,10 @@ class RunDatabase:
         self.root = root
         self.uri = default_uri(root)
         self._say = say
-        # For each run, when its files were changed that were sent last.
+        # For each run, the times of change of its files when they were last sent.
         self._seen: dict[Path, tuple[int, ...]] = {}
-        self._servers: dict[Path, Mlflow] = {}  # of the runs that have not ended
-        # For each run, when its record was changed that needed no model.
+        self._servers: dict[Path, Mlflow] = {}  # for the runs that have not ended
+        # For each run, the time of change of its record when its model was last checked.
         self._examined: dict[Path, int] = {}
         self._problems: set[str] = set()
 

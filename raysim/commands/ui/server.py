@@ -24,14 +24,14 @@ from raysim.primitives.errors import RefusedError
 from raysim.results.tracking import find_experiment_id, make_experiment, set_mlflow_environment
 
 HOST = "127.0.0.1"
-# The filter leaves out studies and sweeps, below which MLflow hides their runs.
+# The filter hides studies and sweeps, because MLflow would fold their runs below them.
 CHARTS = (
     "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     "&searchFilter=tags.kind%20!%3D%20%27study%27%20and%20tags.kind%20!%3D%20%27sweep%27"
 )
-START_TIMEOUT_S = 600.0  # generous, because a server that fails ends at once
+START_TIMEOUT_S = 600.0  # long, because a server that fails ends at once anyway
 POLL_INTERVAL_S = 0.2
-UPDATE_INTERVAL_S = 5.0  # between two looks at the runs in progress
+UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 
 
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
@@ -65,7 +65,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
             print()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)  # its workers, too
+                os.killpg(server.pid, signal.SIGTERM)  # the server's workers, too
             server.wait()
     return 0
 
@@ -88,7 +88,7 @@ def _follow(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
     """Send models and new rows until the server ends."""
     while server.poll() is None:
         for _ in database.add_models():
-            database.update()  # the curves of runs in progress are not to wait for models
+            database.update()  # before the next model, so that curves of running runs do not wait
         time.sleep(UPDATE_INTERVAL_S)
         database.update()
 
@@ -104,7 +104,7 @@ def _is_listening(port: int) -> bool:
 
 def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    # MLflow's jobs are for language models.
+    # Switch off MLflow's jobs, which are for language models.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return subprocess.Popen(
         [*command, "--host", HOST, "--port", str(port), "--workers", "1"],
