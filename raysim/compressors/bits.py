@@ -124,7 +124,10 @@ def pack_places(places: np.ndarray, length: int) -> np.ndarray:
 
 
 def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Return the positions that `pack_places` packed: int64 [count]."""
+    """Return the positions that `pack_places` packed, int64 [count].
+
+    length: the bound of the positions that `pack_places` got.
+    """
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)
     bits = np.unpackbits(words[cut:].view(np.uint8), bitorder="little")

@@ -1,22 +1,23 @@
 """PowerSGD: a product of two thin matrices in place of each matrix.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] and rank r, with Q
-[m, r] of the message before:
+Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] and rank r, with the
+Q [m, r] of the sender's previous message:
 
     P <- orthogonalise(M Q)
     Q <- M' P
     C(M) = P Q'
 
 Departures from the paper
-- Each client has a P and a Q of its own, and sends both. The paper averages P and then Q over the
-  workers, which takes two exchanges in a step.
-- Q starts from normal numbers that are equal for all clients, and is client state afterwards.
-- The paper uses error feedback; set compression.feedback=ef14 for it.
+- Each client has its own P and Q, and sends both. The paper averages P and then Q over the workers,
+  which takes two exchanges in a step.
+- The first Q has normal random numbers, which are the same for all clients. Later it is client
+  state.
+- The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition.
 
-Tensors of more than two dimensions are matrices whose rows are the entries of the first one.
-Vectors, and matrices that the product would make larger, travel unchanged.
+A tensor of more than two dimensions is treated as a matrix; its first dimension gives the rows.
+Vectors are sent unchanged, and so are matrices for which P and Q would be larger than M.
 """
 
 from __future__ import annotations

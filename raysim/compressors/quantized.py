@@ -6,16 +6,17 @@ Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Per
 Quantization" (AISTATS 2020), Example 1; Wen et al., "TernGrad: Ternary Gradients to Reduce
 Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Section 3.3.
 
-With u uniform in [0, 1):
+A value v_i becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels:
 
     qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s         |v|: of v_i's bucket
     fedpaq    the same, with one bucket for all parameters
     terngrad  C(v)_i = s sign(v_i) [|v_i| > s u]                        s = max |v_i| of its tensor
 
 Departures from the papers
-- QSGD codes levels by their frequency (Elias); here each level has the same number of bits, so that
-  the size is known before the training. s = 1, 3, 7 levels take 2, 3, 4 bits with the sign.
-- FedPAQ averages uniformly; set weighting=uniform for it.
+- QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
+  bits, so that the size is known before the training. s = 1, 3, 7 levels need 2, 3, 4 bits with the
+  sign.
+- FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - v is a client's update, and not a gradient.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers of fewer bits: float16, and blocks of int8 or fp8 with a scale each.
+"""Numbers of fewer bits: float16, or int8 and fp8 in blocks that each have a scale.
 
 Source of the formats: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3 with a
 largest value of 448; blocks with a common scale as in Dettmers, Lewis, Shleifer and Zettlemoyer,

@@ -12,7 +12,7 @@ and each parameter moves by `size` in the direction for which most clients voted
 
 Choices where the papers are silent
 - sign(0) is 1.
-- Votes have the weights of the updates; set weighting=uniform for one vote each, as in the paper.
+- Votes have the weights of the updates. For one vote each, as in the paper, set weighting=uniform.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ With k of d entries sent:
     randk  C(v)_i = (d / k) v_i for k random entries, else 0; under error feedback without d / k
 
 Choices where the papers are silent
-- Of entries with equal |v_i|, those of the lowest positions are sent.
+- If entries have equal |v_i|, the ones with the lowest positions are sent.
 - k is share * d, rounded up; entries are chosen among all parameters together, not by layer.
 - The positions of randk follow from a seed of 64 bits, which is in the message.
 """

@@ -8,10 +8,10 @@ Source: Wolf et al., "Transformers: State-of-the-art natural language processing
 the Trainer; the aggregation is that of the run.
 
 Choices
-- The loss is the run's (`loss`). Learning rate, batch size, epochs or steps and weight decay come
-  from `local.*`; `options` are more arguments of `TrainingArguments` and replace these.
-- The optimizer is the Trainer's, AdamW unless `options.optim` says otherwise. It is a new one in
-  each job, and its weight decay leaves out biases and normalization layers.
+- The loss is the run's (`loss`). Learning rate, batch size, epochs or steps, and weight decay come
+  from `local.*`. `options` sets other arguments of `TrainingArguments`, and can override these.
+- The optimizer is the Trainer's: AdamW, unless `options.optim` sets another one. Each job has a new
+  optimizer. Its weight decay leaves out biases and normalization layers.
 - The Trainer writes no files and reports nowhere.
 """
 

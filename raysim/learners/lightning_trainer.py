@@ -8,8 +8,8 @@ run.
 
 Choices
 - The default module has the run's loss and the optimizer of torch that `local.optimizer` names,
-  with `local.lr`, `momentum` and `weight_decay`. Epochs or steps come from `local.*`; `options` are
-  more arguments of `lightning.Trainer` and replace these.
+  with `local.lr`, `momentum` and `weight_decay`. Epochs or steps come from `local.*`. `options`
+  sets other arguments of `lightning.Trainer`, and can override these.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

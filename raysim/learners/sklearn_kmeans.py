@@ -9,16 +9,16 @@ Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local traini
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- Counts are multiplied by the weight of the update and divided by the client's samples. With the
-  usual weights they are the counts themselves; methods such as fedbuff lower those of stale
-  updates.
+- A count is multiplied by the weight of the update and divided by the client's number of samples.
+  With weights by samples this changes nothing. Methods such as fedbuff lower the weights of stale
+  updates, and so their counts.
 - A cluster without samples keeps its center.
-- scikit-learn needs as many samples as clusters in a batch: batches are enlarged to that, and a
-  client with fewer samples makes the step of Lloyd's algorithm.
-- The initial centers are drawn from a normal distribution, or `spread` times that.
-- Labels are used for the score `purity` only: the share of samples whose label is the most frequent
-  one of their cluster, in the scored set. `inertia_error` is the mean squared distance to the
-  nearest center.
+- scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
+  enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.
+- The initial centers are drawn from a normal distribution with the standard deviation `spread`.
+- Labels are used only for the score `purity`: the share of scored samples whose label is the most
+  frequent label of their cluster. `inertia_error` is the mean squared distance to the nearest
+  center.
 """
 
 from __future__ import annotations

@@ -7,19 +7,22 @@ Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011)
 estimators; the aggregation is that of FedAvg (McMahan et al., AISTATS 2017).
 
 Choices
-- An estimator with `partial_fit` makes one call of it over the client's samples for each epoch of
-  a job (`local.epochs`). `local.lr`, `local.batch` and the optimizer are not used: the estimator
-  has settings of its own.
-- Any other estimator is trained once for each job by `fit`. If it has the argument `warm_start`
-  (LogisticRegression), `fit` starts from the received coefficients, and `options.max_iter` is the
-  length of local training. Otherwise (Ridge, LinearSVC) a client's coefficients do not depend on
-  the received ones, so that the server averages independent models.
-- The estimator's count of updates, on which its learning-rate schedule depends, starts at zero in
-  each job.
-- For two classes scikit-learn keeps one row of coefficients; its decision value s becomes the
-  logits (0, s). A client with samples of two classes of several, trained by `fit`, gives half of
-  the difference to each of the two rows. A client with samples of one class cannot be trained by
-  `fit` and returns the received coefficients.
+- An estimator that has `partial_fit` is trained by one call of it for each epoch of a job
+  (`local.epochs`), over all samples of the client. `local.lr`, `local.batch` and the optimizer are
+  not used, because the estimator has its own settings.
+- Any other estimator is trained by one call of `fit` for each job. If it has the argument
+  `warm_start` (LogisticRegression), `fit` starts from the received coefficients, and
+  `options.max_iter` is the length of local training. Otherwise (Ridge, LinearSVC) a client's
+  coefficients do not depend on the received ones, so that the server averages independent models.
+- The learning-rate schedule of an estimator depends on its number of updates. In each job this
+  number starts at 0.
+- For two classes scikit-learn has one row of coefficients. Its decision value s becomes the logits
+  (0, s).
+- A task may have several classes, of which a client has samples of only two. For such a client
+  `fit` trains one row, the difference between the rows of the two classes. The mean of the two rows
+  stays unchanged: half of the trained difference is added to it for one class and subtracted for
+  the other. A client with samples of one class cannot be trained by `fit`; it returns the received
+  coefficients.
 """
 
 from __future__ import annotations

@@ -8,17 +8,18 @@ Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016)
 The aggregation by bagging is that of the XGBoost examples of Flower and NVFlare.
 
 Departures from these examples
-- Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, which
-  makes the step of a round as many times longer as there are clients; NVFlare divides the learning
-  rate by the number of clients. Weights follow the samples, and methods such as fedbuff lower those
+- Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, so that
+  with n clients the step of a round is n times as long. NVFlare divides the learning rate by the
+  number of clients. Here weights follow the samples, and methods such as fedbuff lower the weights
   of stale updates.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used. A job adds `trees` trees
   for each class.
-- The initial prediction is `base_score`, 0.5 unless `options` gives it, because a value estimated
-  from samples would differ from client to client.
-- One thread, and a seed for each job, so that a run has the same bits everywhere.
+- The initial prediction is `base_score`: 0.5, unless `options` sets it. It is not estimated from
+  samples, because it would then differ from client to client.
+- XGBoost runs with one thread and with a seed for each job, so that a run is bit-identical on every
+  machine.
 """
 
 from __future__ import annotations

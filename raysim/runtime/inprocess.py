@@ -59,7 +59,7 @@ class InProcess:
         return 0
 
     def revive(self, worker: int) -> None:
-        """Do nothing: a worker in this process cannot die alone."""
+        """Do nothing, because a worker in this process ends only with the process."""
 
     def silent_node_timeout(self, worker: int) -> float | None:
         """Return None, because all workers are in this process."""

@@ -25,7 +25,7 @@ MAX_SPLITS = 16  # splits of groups per worker; after these, jobs are assigned o
 class StateHome(NamedTuple):
     """The worker that has a client's state.
 
-    is_pending: True if the job that makes the state has not ended.
+    is_pending: True if the job that leaves this state has not ended yet.
     """
 
     worker: int

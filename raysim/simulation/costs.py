@@ -168,5 +168,5 @@ class Costs:
         return [*self._totals, self._idle_w, self._idle_since]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Continue from a stored state."""
+        """Continue from the values that `state` returned."""
         *self._totals, self._idle_w, self._idle_since = state

@@ -1,39 +1,39 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
 Training speed, in floating-point operations per second of a whole training step:
-- Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a middling and a slow phone, as the
-  code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated Learning upon
-  Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST. Derived: a batch is 10 samples of
-  103 MFLOP (LEAF's CNN: 17.2 M multiplications forward; backward as twice forward), hence 5.8, 1.8
-  and 0.63 GFLOP/s. A library that is tuned for phones does better: Das et al., "Enabling On-Device
-  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
-  CPU.
-- Tablets. Assumed: the same as middling phones.
-- Edge boxes. Published: 236 GFLOP/s at most (32 bit) of NVIDIA's Jetson Nano. Assumed: a quarter of
-  it in training.
+- Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a medium and a slow phone. These
+  are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
+  Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST. Derived: a batch is
+  10 samples of 103 MFLOP (LEAF's CNN has 17.2 M multiplications in the forward pass; the backward
+  pass counts twice as much), hence 5.8, 1.8 and 0.63 GFLOP/s. A library that is tuned for phones is
+  faster: Das et al., "Enabling On-Device Smartphone GPU based Training" (2022), measured 15 to 30
+  GFLOP/s in the kernels of a fast phone's CPU.
+- Tablets. Assumed: the same as medium phones.
+- Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
+  of that in training.
 
 Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 125,000 bytes/s):
-- slow phones: the mean of mobile networks in November 2017, 20.28 down and 8.65 up;
-- middling phones: the same in September 2020, 35.96 and 11.22;
-- fast phones: the median over 5G in the third quarter of 2021, 166.13 and 21.08;
-- tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 and 45.74.
-Which network goes with which class is assumed.
+- slow phones: the mean of mobile networks in November 2017, 20.28 Mbit/s down and 8.65 up;
+- medium phones: the mean of mobile networks in September 2020, 35.96 down and 11.22 up;
+- fast phones: the median over 5G in the third quarter of 2021, 166.13 down and 21.08 up;
+- tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 down and 45.74 up.
+The network of each class is assumed.
 
 Shares. Measured: 52.3 phones to 4.3 tablets in web traffic (StatCounter, December 2017); 24 % of
 the phones sold in 2023 were of the most expensive class (Counterpoint); 18,820 slow to 16,428
-middling phones among Yang et al.'s devices. Assumed: 2 % edge boxes. Derived: the product of these,
+medium phones among Yang et al.'s devices. Assumed: 2 % edge boxes. Derived: the product of these,
 rounded.
 
 The spread within a class (sigma, bandwidth_sigma) is assumed.
 
 Power, in watts:
-- Computing. Published: 3.6, 5.6 and 5.5 W at most of the CPUs of a slow, a middling and a fast
+- Computing. Published: 3.6, 5.6 and 5.5 W at most of the CPUs of a slow, a medium and a fast
   phone (Kim and Wu, "AutoFL: Enabling Heterogeneity-Aware Energy Efficient Federated Learning",
-  MICRO 2021), and a budget of 10 W of NVIDIA's Jetson Nano. Assumed: tablets as middling phones.
+  MICRO 2021), and a budget of 10 W of NVIDIA's Jetson Nano. Assumed: tablets as medium phones.
 - Receiving and sending. Measured: 1.288 W, and 0.05197 W for each Mbit/s received or 0.43839 W for
   each Mbit/s sent, of a phone in an LTE network (Huang et al., "A Close Examination of Performance
   and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their values at the
-  bandwidths above for slow and middling phones. Assumed: fast phones as middling ones; 2 W for
+  bandwidths above for slow and medium phones. Assumed: fast phones as medium ones; 2 W for
   tablets and edge boxes.
 - Idle. Measured: 0.0686 W of a suspended phone (Carroll and Heiser, "An Analysis of Power
   Consumption in a Smartphone", USENIX ATC 2010). Assumed: the same for tablets; 2 W for edge boxes.

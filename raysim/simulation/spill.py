@@ -24,7 +24,7 @@ SEGMENT_BYTES = 2**28
 
 @dataclass(frozen=True)
 class _Piece:
-    """The position of one array in the file."""
+    """The position of one array in a file, with the array's name, type and shape."""
 
     key: str
     dtype: np.dtype
