@@ -159,7 +159,7 @@ class _Quantizer(Compressor):
         return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with each level times the scale of its bucket, divided by s."""
+        """Fill `out` with each level times the scale of its bucket, divided by `levels`."""
         starts = self.starts(layout)
         buckets = len(starts) - 1
         dtype = np.uint16 if self.width > 8 else np.uint8

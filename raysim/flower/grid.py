@@ -394,7 +394,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.add(pending.request, answer)
 
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
-        """Return the replies to messages, and remove the messages from the pending ones."""
+        """Return the replies to these messages, which are not pending any more."""
         delivered: list[Message] = []
         for one in pending:
             self._pending.pop(one.request.message_id, None)

@@ -17,7 +17,7 @@ _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 
 
 class _BytesWriter:
-    """A list of byte strings, which are numbered from 0."""
+    """A list that collects byte strings and numbers them from 0."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []

@@ -202,11 +202,9 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
 def _split_among_nodes(
     units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Split units among nodes, then each node's units among its workers.
+    """Split units among nodes, then split each node's units among its workers.
 
-    Return the units of each worker.
-
-    Return None if a load stays above the limit.
+    Return the units of each worker; None if a load stays above the limit.
     """
     members: dict[int, list[int]] = {}
     for worker, node in sorted(enumerate(nodes), key=lambda pair: pair[1]):

@@ -455,7 +455,7 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return the advice for a damaged checkpoint: which valid one to continue from, if any."""
+    """Return what to do about a damaged checkpoint: use an earlier one, or start again."""
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
@@ -464,7 +464,10 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:
-    """Return True if a raysim version wrote this that kept all client states in one file."""
+    """Return True if an earlier raysim version wrote the checkpoint.
+
+    That version kept all client states in one file.
+    """
     try:
         with place.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())

@@ -14,12 +14,12 @@ cluster's objective, but not of the objectives of single clients. Both parts sta
 the cluster and may be split again later.
 
 Departures from the paper
-- The update of a client that an aggregation does not have is its last one since its cluster began,
-  so that not all clients have to take part in each round. A cluster is split only when every member
-  has an update.
-- A cluster is split after the aggregation, with the model that follows from it.
-- No split before `start` aggregations, none of a cluster of `min_size` clients or fewer, as in the
-  authors' code, and none when `clusters` models exist.
+- Not all clients have to take part in each round. If an aggregation has no update of a client, the
+  last update of the client since its cluster began is used. A cluster is split only when every
+  member has an update.
+- A cluster is split after the aggregation. Both parts start from the aggregated model.
+- There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
+  `min_size` clients or fewer is not split, as in the authors' code.
 - A client that trained from the model before a split belongs to its new cluster at once.
 """
 

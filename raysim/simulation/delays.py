@@ -1,4 +1,4 @@
-"""Random job times that do not depend on the job: the delay model of FADAS.
+"""Random durations of jobs that do not depend on the job: the delay model of FADAS.
 
 Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
 2024), and the released code. Each client belongs to a kind. To draw the kind of a client, a vector

@@ -117,8 +117,9 @@ class Dispatcher:
         self._queue.put(job, aggregation)
 
     def plan_sums(self, tree: Group) -> None:
-        """Allow workers to sum the updates of these jobs, which one aggregation of a replica uses.
+        """Allow workers to sum the updates of some jobs.
 
+        All of these jobs belong to one aggregation of one replica.
         tree: the numbers of the jobs, in the order in which they are aggregated.
         """
         self._trees.plan(tree)
@@ -233,7 +234,8 @@ class Dispatcher:
     def _send(self, worker: int, jobs: Sequence[Job]) -> None:
         """Start a call in which a worker trains these jobs.
 
-        A worker on another node than the coordinator's may leave the sums of updates on its node.
+        If the worker is on another node than the coordinator, the sums of updates may stay on its
+        node.
         """
         groups = self._trees.summed_groups(job.number for job in jobs)
         uses: list[StateUse] = []

@@ -5,7 +5,8 @@ A client can be scored with up to four models, which are called views:
 - `own`: the client's own model, which has the personal part and is changed by `personalise`;
 - `finetuned`: the own model after fine-tuning on the client's data;
 - `common`: the own model, scored on the central test set.
-The loss decomposition of the FedLD paper works with any method.
+
+The loss decomposition of the FedLD paper (`Evaluator.decompose`) works with any method.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _no_clients() -> np.ndarray:
 class Scoring:
     """The calls that score models of one version, and the clients whose models are scored.
 
-    clients: the scored clients that are trained.
-    unseen: the scored clients that are never trained.
+    clients: the scored clients that take part in the training.
+    unseen: the scored clients that never take part in the training.
     reports: the calls of each view (see the module).
     members: the clients of the loss decomposition.
     models: for each member the calls that score its local model; then those of the next shared
@@ -285,7 +286,7 @@ class Evaluator:
         return self.runtime.put(published)
 
     def _begin(self, version: int) -> Scoring:
-        """Return the scoring of a version, with drawn clients and without calls."""
+        """Draw the clients that are scored with a version; return a scoring without calls."""
         clients = self._sample(self._scored, version, "evaluate")
         unseen = self._sample(self._scored_unseen, version, "evaluate.unseen")
         return Scoring(clients, unseen, version=version)
@@ -301,8 +302,8 @@ class Evaluator:
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
         """Return the tasks that score the shared model, in full batches across clients.
 
-        The order is that in which `_shared_columns` reads the reports: test samples of clients,
-        test samples of unseen clients, the central test set, validation samples.
+        The tasks are in the order in which `_shared_columns` reads the reports: test samples of
+        clients, test samples of unseen clients, the central test set, validation samples.
         """
         parts = [
             self._rows(self.tests, clients),

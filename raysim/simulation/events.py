@@ -173,7 +173,10 @@ class ProcessLostError(RunStoppedError):
 
 
 class TooManyFailuresError(RunStoppedError):
-    """More clients failed in one aggregation than `faults.tolerate` allows."""
+    """The error of a run in which more jobs failed than `faults.tolerate` allows.
+
+    The jobs of each aggregation are counted separately.
+    """
 
 
 TooManyFailures = TooManyFailuresError  # the name in version 0.1

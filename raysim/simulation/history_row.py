@@ -49,7 +49,7 @@ class RowWriter:
         self._deaths = 0  # deaths of workers up to the last row
 
     def start(self) -> None:
-        """Start the clock of this session: the time from this start or resume of the run."""
+        """Start the clock of this session, which begins when the run starts or is resumed."""
         self._since = time.monotonic()
 
     def resume(self, wall_seconds: float, rows: list[Row]) -> None:

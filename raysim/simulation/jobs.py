@@ -125,7 +125,7 @@ class JobTable:
     def _try_to_plan(self) -> bool:
         """Plan one more aggregation; return False if no clients are left for it.
 
-        The run stops only after the server has made the aggregations that are planned.
+        In that case the run stops after the server has made all planned aggregations.
         """
         try:
             self.plan()

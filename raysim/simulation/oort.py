@@ -44,7 +44,7 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """Choose clients by statistical and system utility, and explore clients without a report.
 
-    exploration: the share of clients without a report among those of the first round.
+    exploration: the share of clients without a report among the chosen clients of the first round.
     exploration_decay: the factor by which this share decreases in every round.
     exploration_min: the smallest value of this share.
     cutoff: if k clients are needed, they are drawn from all clients whose utility is at least this

@@ -269,7 +269,7 @@ class Replicas:
         sums: GroupSums,
         versions: Versions,
     ) -> None:
-        """Make the next version of each replica with updates; exchange replicas if it is planned.
+        """Make the next version of each replica with updates; let replicas exchange if planned.
 
         jobs: in the order in which they are aggregated.
         updates: one for each job; None for a failed client.

@@ -116,9 +116,9 @@ class Runtime(Protocol):
         ...
 
     def stacks(self, worker: int) -> str:
-        """Return the current position of each thread of a worker's process; "" if unknown.
+        """Return the positions of a worker's threads, as the previous call requested them.
 
-        This function only requests the positions; a later call returns them.
+        Return "" if they are not known yet. Each call also requests the current positions.
         """
         ...
 
@@ -145,5 +145,5 @@ class Runtime(Protocol):
         ...
 
     def take_notices(self) -> Sequence[str]:
-        """Return sentences about the cluster that the user should know, since the last call."""
+        """Return sentences about the cluster for the user; each is returned only once."""
         ...

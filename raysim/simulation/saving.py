@@ -19,7 +19,7 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """The object that saves and restores a run.
 
-    initial: the initial model; the final model gets the same names of tensors.
+    initial: the initial model. The tensors of the final model get the same names.
     folder: where the model and the checkpoints are written; "" writes none.
     address: the address of the checkpoint to continue from; "" starts a new run.
     base: the checksum of the run's frozen weights, which the file of the final model contains; ""
@@ -76,7 +76,7 @@ class RunSaver:
         return True
 
     def finish(self) -> Finished:
-        """Write the final model and the model of the best round; return the end of the run.
+        """Write the final model and the model of the best round; return the run's last event.
 
         If there are several replicas, the final model is their mean.
         """

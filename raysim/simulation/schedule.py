@@ -102,7 +102,7 @@ class Schedule(Protocol):
     def concurrency(self) -> int:
         """The largest number of jobs in flight.
 
-        With a deadline, late jobs may be in flight in addition.
+        A schedule with a deadline may have late jobs in flight in addition.
         """
         ...
 
@@ -110,7 +110,7 @@ class Schedule(Protocol):
     def size(self) -> int:
         """The largest number of updates in one aggregation.
 
-        With a deadline, late updates may come in addition.
+        A schedule with a deadline may aggregate late updates in addition.
         """
         ...
 

@@ -31,8 +31,8 @@ def mean_score(values: np.ndarray) -> float:
 class ScoredClients(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
-    clients: the scored clients that are trained.
-    unseen: the scored clients that are never trained.
+    clients: the scored clients that take part in the training.
+    unseen: the scored clients that never take part in the training.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
     `ScoreColumns` fills it.
@@ -117,7 +117,10 @@ class ScoreColumns:
         scoring: ScoredClients,
         own: Row,
     ) -> Row:
-        """Return columns of scores on the central test set: of the mean, and over replicas.
+        """Return columns of the scores on the central test set.
+
+        The columns are the score of the mean of all replicas, and the mean and the worst of the
+        replicas' scores.
 
         mean: the values of the mean of all replicas.
         replicas: the values of each replica.

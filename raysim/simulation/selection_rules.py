@@ -100,7 +100,7 @@ class PowerOfChoice(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         """Draw candidates and return those with the largest losses.
 
-        Of candidates with equal losses, the one that was drawn first counts.
+        Among candidates with equal losses, the ones that were drawn first are returned.
         """
         if self.candidates < view.count:
             raise ValueError(

@@ -86,7 +86,10 @@ class IdleMask:
         self.count = int(np.count_nonzero(self.mask))
 
     def set_idle(self, client: int, is_idle: bool) -> None:
-        """Record that a client is idle or busy; the mask is True only if it is available, too."""
+        """Record that a client became idle or busy.
+
+        The mask is True for an idle client only if the client is available.
+        """
         value = is_idle and bool(self._available[client])
         self.count += value - bool(self.mask[client])
         self.mask[client] = value

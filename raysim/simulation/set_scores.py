@@ -30,8 +30,8 @@ def is_higher_better(metric: str) -> bool:
 class ScoredSets(Protocol):
     """The clients whose models an evaluation scores, and their scores.
 
-    clients: the scored clients that are trained.
-    unseen: the scored clients that are never trained.
+    clients: the scored clients that take part in the training.
+    unseen: the scored clients that never take part in the training.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
     `SetScores` fills it.
@@ -159,7 +159,7 @@ class SetScores:
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
     """Return, for each metric, its value by client.
 
-    A report without a client gets a negative number of its own.
+    A report without a client is listed under a negative number instead of a client.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

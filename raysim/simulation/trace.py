@@ -264,9 +264,9 @@ def _read_batch(
 def _join_intervals(
     start: np.ndarray, end: np.ndarray, is_same_row: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join intervals of a client that touch; return starts and ends in turn.
+    """Join intervals of a client that touch each other.
 
-    Also return a bool mask of the starts and ends that remain.
+    Return the remaining starts and ends in turn, and a bool mask that is True for these.
     start, end: the start and end of each interval.
     is_same_row: for each interval except the first, True if the previous interval is in the same
     row.

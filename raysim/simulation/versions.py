@@ -73,7 +73,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
-        """Store base versions from a checkpoint; each must then be held by its jobs."""
+        """Store the base versions of a checkpoint; afterwards call `hold` for their jobs."""
         for version in published:
             self._store(version)
 
