@@ -96,8 +96,8 @@ class FlowerLearner(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the app's initial parameters: arrays by name.
 
-        They are made once, and are sent to the workers as a part of this learner. Raises
-        `RefusedError` if nothing provides the parameters.
+        They are made once, and are sent to the workers as a part of this learner.
+        Raises `RefusedError` if nothing provides the parameters.
         """
         from raysim.flower.initial import make_initial
 
@@ -132,8 +132,8 @@ class FlowerLearner(Learner):
     def fit_client(self, job: LocalJob) -> LocalResult:
         """Send the client a message for training; store the parameters of its reply in the job.
 
-        Raises AppError if the app fails. Raises ValueError if the arrays of the reply have other
-        names or shapes than those sent.
+        Raises AppError if the app fails.
+        Raises ValueError if the arrays of the reply have other names or shapes than those sent.
         """
         from raysim.flower.local_work import train
 

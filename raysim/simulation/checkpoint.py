@@ -163,8 +163,9 @@ class Checkpoints:
         Checkpoints of later versions are removed as well: if the run continued from an earlier
         checkpoint, the later ones do not belong to it any more. The version that was written last
         is not written again, because nothing that a result depends on changes between two
-        aggregations. Raises OSError if the checkpoint cannot be written, or if another process has
-        begun to write.
+        aggregations.
+        Raises OSError if the checkpoint cannot be written, or if another process has begun to
+        write.
         """
         place = self._open()
         if is_remote(self.where):

@@ -99,8 +99,8 @@ class JobTable:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
         Also plan more aggregations until the end of every dispatched job is known. This is not
-        possible if the selection needs the updates of this aggregation first. Raises
-        NoClientsLeftError if no aggregation can be planned.
+        possible if the selection needs the updates of this aggregation first.
+        Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:
             self.plan()

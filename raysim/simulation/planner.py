@@ -307,9 +307,9 @@ class Planner:
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError if the actions of the schedule contradict each other. Raises
-        NoClientsLeftError if no client will become available again. Raises ValueError if the first
-        client becomes available too late.
+        Raises RuntimeError if the actions of the schedule contradict each other.
+        Raises NoClientsLeftError if no client will become available again.
+        Raises ValueError if the first client becomes available too late.
         """
         self._short.clear()
         sites = self._sites
@@ -751,9 +751,9 @@ class Planner:
     def _next_arrival(self) -> float:
         """Return when a client of a pool with too few clients next becomes available.
 
-        Return infinity for never. Raises ValueError if the run would wait longer than `patience`
-        for its first client. Raises NoClientsLeftError if no client becomes available and no job is
-        in flight.
+        Return infinity for never.
+        Raises ValueError if the run would wait longer than `patience` for its first client.
+        Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """
         if self.devices.presence is None:
             return math.inf

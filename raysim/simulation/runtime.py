@@ -103,8 +103,8 @@ class Runtime(Protocol):
     def revive(self, worker: int) -> None:
         """Start a worker that replaces a dead one, on the same node.
 
-        Raises WorkerDiedError if the node is lost. Raises RunStoppedError if the node has no room
-        for a worker.
+        Raises WorkerDiedError if the node is lost.
+        Raises RunStoppedError if the node has no room for a worker.
         """
         ...
 

@@ -374,8 +374,8 @@ class Server:
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
         """Add the step to the shared vector, and store the result as a new vector.
 
-        The old vector is not changed, because it may be read-only in an object store. Raises
-        AggregationError if the new vector is not finite.
+        The old vector is not changed, because it may be read-only in an object store.
+        Raises AggregationError if the new vector is not finite.
         """
         trained, start = self.layout.trained, self.params
         moved = torch.empty_like(self.vector)

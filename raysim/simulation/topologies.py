@@ -360,8 +360,8 @@ def _read_edges(
 def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[dict[int, float]]:
     """Return, for each client, the given weights of its neighbours and its own weight.
 
-    A client's own weight is 1 minus the weights of its neighbours. Raises ValueError if the
-    neighbours' weights of a client sum to more than 1.
+    A client's own weight is 1 minus the weights of its neighbours.
+    Raises ValueError if the neighbours' weights of a client sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
     for (one, other), weight in weights.items():

@@ -208,8 +208,8 @@ class RayCoordinator:
     def begin(self) -> Iterator[list[Event]]:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
-        Call `events` only when the run's folder exists. Raises UnequalWorkersError if a worker's
-        results would not be bit-identical to the driver's.
+        Call `events` only when the run's folder exists.
+        Raises UnequalWorkersError if a worker's results would not be bit-identical to the driver's.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -528,9 +528,9 @@ class RayRuntime:
     def revive(self, worker: int) -> None:
         """Start another actor in the bundle of a worker that died.
 
-        Raises WorkerDiedError if the worker's node is lost. Raises ProcessLostError if the new
-        actor does not start. Raises RunStoppedError if its results would not be bit-identical to
-        the driver's.
+        Raises WorkerDiedError if the worker's node is lost.
+        Raises ProcessLostError if the new actor does not start.
+        Raises RunStoppedError if its results would not be bit-identical to the driver's.
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
