@@ -1,4 +1,4 @@
-"""Run a program of this folder with the environment and the exit status of `raysim`."""
+"""Run programs of this folder with raysim's environment variables and exit status."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ COSTS = ("virtual seconds", "MB on all links", "Wh of the devices")  # columns o
 
 
 def cases() -> Iterator[tuple[int, str, str]]:
-    """Yield the seed, the data and the topology of each run, one seed after another."""
+    """Yield the seed, the data and the topology of each run; all runs of a seed come together."""
     yield from product(SEEDS, DATA, TOPOLOGIES)
 
 

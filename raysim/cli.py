@@ -409,7 +409,11 @@ class Commands:
         self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(self, name: str, text: str, examples: str = "") -> argparse.ArgumentParser:
-        """Add a subcommand and return its parser."""
+        """Add a subcommand and return its parser.
+
+        text: the line in the list of commands.
+        examples: shown at the end of the subcommand's help.
+        """
         return self._commands.add_parser(
             name,
             help=text,
@@ -1039,7 +1043,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `RefusedError` for a workload that does not exist or does not combine with others."""
+    """Raise `RefusedError` for a workload that does not exist.
+
+    Also raise it for one that cannot be measured together with the other workloads.
+    """
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:

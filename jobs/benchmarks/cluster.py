@@ -3,11 +3,11 @@
     uv run python -m jobs.benchmarks.cluster --address auto
     uv run python -m jobs.benchmarks.cluster --nodes 2 --workers 4
 
-Runs the real coordinator, dispatcher and server with workers that do not train, on a running Ray
-cluster (`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Each
-round has 8 clients for each worker. Their updates return in three ways: as sums of each worker, as
-sums of each node, and as single updates. docs/many_nodes.md estimates the time of a round on a
-large cluster from these measurements.
+The benchmark runs the real coordinator, dispatcher and server with workers that do not train. Ray
+is a running cluster (`--address`), several Ray nodes on this machine (`--nodes`), or a local Ray.
+Each round has 8 clients for each worker. Updates return in three ways: a sum from each worker, a
+sum from each node, or one by one. docs/many_nodes.md estimates the time of a round on a large
+cluster from these measurements.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SingleUpdates(Method):
     name = "single_updates"
 
     def setup(self, run: Setup) -> None:
-        """Request single updates."""
+        """Declare that the method reads single updates."""
         run.read_updates()
 
 
@@ -326,7 +326,11 @@ def connected_cluster(options: ClusterOptions) -> Iterator[Size]:
 def bench(
     options: ClusterOptions, out: Path, rounds: int, say: Callable[[str], None]
 ) -> list[RoundCost]:
-    """Measure, print a table and write the results to `out`."""
+    """Measure all costs, print a table, and write the results to `out`.
+
+    rounds: the number of measured rounds.
+    say: function that gets a line for each measurement.
+    """
     results = []
     with connected_cluster(options) as size:
         for cost in costs(options, size, rounds, say):

@@ -50,7 +50,7 @@ class Idle(Learner):
         self.floats = floats
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return arrays of zeros."""
+        """Return the parameters: arrays of zeros."""
         size = self.floats // self.arrays
         return {f"array{index}": np.zeros(size, np.float32) for index in range(self.arrays)}
 
@@ -61,7 +61,7 @@ class Idle(Learner):
         return parameters, None
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return zeros."""
+        """Return zeros as outputs."""
         return np.zeros((len(inputs), 10))
 
 
@@ -92,7 +92,7 @@ def job_ms(method: Method) -> float:
 
 
 def copies_ms(floats: int) -> float:
-    """Return the CPU time of two copies of the parameters in milliseconds."""
+    """Return the CPU time of two copies of `floats` parameters in milliseconds."""
     values = np.zeros(floats, np.float32)
     times = []
     for _ in range(20):

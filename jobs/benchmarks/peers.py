@@ -144,7 +144,11 @@ def pfl_environments() -> list[dict[str, str]]:
 
 
 def time_fedjax(python: str, folder: Path, rounds: int) -> float:
-    """Return the seconds per round of the faster of FedJAX's two backends."""
+    """Return the seconds per round of FedJAX with its faster backend.
+
+    python: the Python of FedJAX's environment.
+    folder: the workload's folder.
+    """
     devices = f"--xla_force_host_platform_device_count={PROCESSES}"
     jit = {"FEDJAX_BACKEND": "jit", "JAX_PLATFORMS": "cpu"}
     pmap = {**jit, "FEDJAX_BACKEND": "pmap", "XLA_FLAGS": devices}

@@ -244,7 +244,11 @@ def measure(case: Case, rounds: int) -> AggregationCost:
 
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[AggregationCost]:
-    """Measure all cases, print a table and write the results to `out`."""
+    """Measure all cases, print a table, and write the results to `out`.
+
+    rounds: the number of measured rounds.
+    say: function that gets a line for each case.
+    """
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster
 

@@ -203,7 +203,13 @@ def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 def bench(
     root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]
 ) -> None:
-    """Measure everything, print the results and write them to `out`."""
+    """Measure checkpoints and client states, print the results, and write them to `out`.
+
+    root: the folder of Fashion-MNIST; None downloads it.
+    blocks: the number of repetitions.
+    clients: the number of clients of the run within 1 GiB; 0 skips this run.
+    say: function that gets a line for each measurement.
+    """
     checkpoints = [workload_checkpoints(root, blocks)]
     first = checkpoints[0]
     share = 100 * first.seconds / (10 * (first.round_seconds or 1))

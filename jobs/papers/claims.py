@@ -290,7 +290,7 @@ def settings_table(paper: str) -> str:
 
 
 def verdicts(paper: str, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the verdict of every row of the claims table."""
+    """Yield the verdict of every row of the claims table, in order."""
     for claim in CLAIMS[paper]:
         of_claim = findings(claim, runs)
         yield from (finding.verdict for finding in of_claim)

@@ -270,7 +270,7 @@ def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> lis
 def _match(
     paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]
 ) -> Iterator[str]:
-    """Add the runs to their entries and yield a note for each run."""
+    """Add each run to the entries to which it belongs, and yield a note for each run."""
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, ...], dict[str, str]] = {}
     for run in runs:
@@ -376,7 +376,7 @@ def shorten_numbers(text: str) -> str:
 
 
 def is_equal(one: str, other: str) -> bool:
-    """Return whether two values are equal as numbers or, if they are not numbers, as texts."""
+    """Return True if two values are equal as numbers or, if they are not numbers, as texts."""
     try:
         return float(one) == float(other)
     except ValueError:
@@ -440,7 +440,7 @@ def _digits(number: Decimal) -> int:
 
 
 def _round(run: Run, name: str, threshold: float) -> int | None:
-    """Return the first evaluated round whose value reaches the threshold; None if none does."""
+    """Return the first round in which a column reaches the threshold; None if none does."""
     for row in run.rows:
         value = row.get(name) or -math.inf
         if value >= threshold:
@@ -521,7 +521,7 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return the additional scores and the heterogeneity of the clients, by their titles."""
+    """Return, by title, the texts of the additional scores and of the clients' heterogeneity."""
     columns: dict[str, list[str]] = {}
     for entry in cells:
         columns.update({title: [] for title in entry.score.beside})

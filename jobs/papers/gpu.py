@@ -239,7 +239,7 @@ def _identity_here(spec: RunSpec) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare or make the runs of the command line."""
+    """Prepare or execute the runs that the command line names."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.gpu", description=__doc__, formatter_class=style

@@ -225,7 +225,7 @@ def _format_values(values: Sequence[float]) -> str:
 
 
 def _made_on(runs: Sequence[Run]) -> str:
-    """Return the number of runs, and their hardware and versions."""
+    """Return a text: the number of runs, their hardware, and the versions of the software."""
     machines = dict.fromkeys(_machine(run) for run in runs)
     files = dict.fromkeys(run.folder.name for run in runs)
     text = f"{len(files)} runs on {'; '.join(machines)}."
@@ -279,7 +279,7 @@ def write(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the pages into the folder of the command line."""
+    """Write the pages into the folder that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.pages", description="Write the pages of the papers' tables."
     )

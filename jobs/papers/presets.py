@@ -32,7 +32,7 @@ class Command:
     places: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Return the arguments of `raysim run`."""
+        """Return the command as arguments of `raysim run`."""
         settings = [f"{key}={format_value(value)}" for key, value in self.overrides.items()]
         methods = "+".join(self.methods) or "fedavg"
         return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
@@ -291,7 +291,7 @@ def fraug_score(table: Table, cell: Cell) -> Score:
 
 
 def last(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of a column, or None."""
+    """Return the last value of a column, or None without values."""
     return next(reversed(finite_values(column(rows, name))), None)
 
 

@@ -98,7 +98,7 @@ def _read_count(word: str) -> int:
 
 
 def _read_run_config(text: str) -> dict[str, Any]:
-    """Read "key=value key2='text'" as `flwr run --run-config` does, or a file of TOML."""
+    """Parse "key=value key2='text'", or read a TOML file, as `flwr run --run-config` does."""
     if text.endswith(".toml"):
         file = user_path(text)
         if not file.is_file():

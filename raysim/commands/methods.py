@@ -129,7 +129,7 @@ def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> 
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a docstring, without the method's name in front of it."""
+    """Return the first line of a docstring; leave out the method's name at its start."""
     line = text.partition("\n")[0]
     return line.partition(": ")[2] or line
 

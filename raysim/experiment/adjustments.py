@@ -1,4 +1,4 @@
-"""Change a run's settings and data to what its methods or its model need."""
+"""Change a run's settings and data if its methods or its model require this."""
 
 from __future__ import annotations
 

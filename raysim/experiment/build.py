@@ -124,7 +124,10 @@ def build(
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
-    """Return the data of a run, split over its clients, or raise `RefusedError`."""
+    """Return the data of a run, split over its clients.
+
+    Raise `RefusedError` for data that cannot be split in this way. `run` describes the arguments.
+    """
     with errors_as_refusals():
         node = _compose_node(config, allow)
         source: Source = build_part(node, "data", allow, {})
@@ -135,7 +138,7 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return a complete configuration unchanged; otherwise compose overrides and settings."""
+    """Return a complete configuration unchanged; compose one from overrides and settings."""
     folders = allow_packages(allow)
     if not isinstance(config, (DictConfig, Mapping)):
         return to_dict(compose(_split_text(config), folders, settings=settings))

@@ -162,7 +162,10 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the stored settings of Python objects to `config`, unless an option replaces them."""
+    """Copy the stored settings of Python objects to `config`, unless an option replaces them.
+
+    groups: the options of every group.
+    """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
         is_object = group in choices and choices[group] not in groups.files[group]
@@ -309,9 +312,9 @@ def _is_complete(node: Node) -> bool:
 
 
 def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]:
-    """Return the options of a stored configuration that still exist.
+    """Return the options of a stored configuration, by group, without options that are gone.
 
-    The preset is not included, because its values are stored.
+    The preset is not included, because the configuration stores its values.
     """
     options: dict[str, list[str]] = {}
     if stored is None:
@@ -326,7 +329,10 @@ def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]
 
 
 def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) -> DictConfig:
-    """Return the stored configuration; keys that the user set have the new values."""
+    """Return the stored configuration with the new values of the keys that the user set.
+
+    config: the configuration with these values.
+    """
     result = OmegaConf.create(stored)
     for set_key in set_keys:
         keys = next((pair for pair in ALTERNATIVES if set_key in pair), (set_key,))

@@ -21,7 +21,10 @@ SET_KEYS = "_set_"
 
 
 def to_dict(config: DictConfig | Mapping[str, Any]) -> Node:
-    """Return a configuration as dictionaries and lists; "???" marks a missing value."""
+    """Return a configuration as plain dictionaries and lists.
+
+    A missing value becomes "???".
+    """
     if isinstance(config, DictConfig):
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
         return cast(Node, values)

@@ -82,7 +82,10 @@ def _methods(methods: Sequence[Method]) -> str:
 
 
 def hook_names(cls: type[Method]) -> list[str]:
-    """Return the hooks that a method overrides, without the hooks that check settings."""
+    """Return the names of the hooks that a method's class overrides.
+
+    Hooks that only check settings are left out.
+    """
     names = [hook for hook in HOOKS if hook != "settings"]
     return [hook for hook in names if getattr(cls, hook) is not getattr(Method, hook)]
 
@@ -254,7 +257,11 @@ def _best(experiment: Experiment) -> str:
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
-    """Say if BatchNorm's parameters and statistics are personal; "" without BatchNorm."""
+    """Say whether BatchNorm's parameters and its statistics are personal.
+
+    Return "" if there is no BatchNorm.
+    personal: names of the personal tensors.
+    """
     networks_by_text: dict[str, list[str]] = {}
     for network, module in networks.items():
         parameters, statistics = _batchnorm_names(network, module)
@@ -270,7 +277,7 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 
 
 def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the full names of the parameters and the running statistics of BatchNorm layers."""
+    """Return the full names of BatchNorm's parameters, and of its running statistics."""
     parameters, statistics = [], []
     for path, layer in module.named_modules():
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -283,7 +290,7 @@ def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[s
 
 
 def _extra_evaluation(experiment: Experiment, declarations: Declarations) -> list[str]:
-    """Return the kinds of evaluation that cost more than scoring, with their costs."""
+    """Describe each kind of evaluation that costs more than scoring, with its cost."""
     evaluation = evaluation_of(experiment.spec, declarations)
     texts = []
     finetune = evaluation.finetune
@@ -338,7 +345,7 @@ def _span(low: int, high: int, things: str) -> str:
 
 # --- facts for files ------------------------------------------------------------------------------
 def split_facts(data: FederatedData) -> dict[str, object]:
-    """Return the numbers of the split for summary.json."""
+    """Return the numbers about the split of the data for summary.json."""
     numbers: Any = statistics(data)
     keys = ["clients", "empty_clients", "samples", "sizes", "pooled_entropy"]
     facts = {key: numbers[key] for key in keys}
@@ -351,7 +358,7 @@ def split_facts(data: FederatedData) -> dict[str, object]:
 
 
 def identity(experiment: Experiment) -> dict[str, object]:
-    """Return everything that the bits of a run depend on, except its methods and data."""
+    """Return everything on which the bits of a run depend, except methods and data."""
     spec = experiment.spec
     device = spec.device
     if device.startswith("cuda") and torch.cuda.is_available():

@@ -92,26 +92,30 @@ def run(
     settings: overrides as keyword arguments: a group with the name of an option
     (`fleet="lognormal"`), or a key with a value.
 
-    methods: objects, and names of options. model, data, partition, schedule, selection, fleet,
-    topology, loss, learner, compression: an object, or the name of an option.
-    data: also (inputs, labels) or (inputs, labels, users), or two of these tuples for training and
-    for central tests. They contain arrays or tensors; a torch Dataset may replace a tuple.
+    methods: objects, and names of options.
+    model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
+    object, or the name of an option.
+    data: also (inputs, labels) or (inputs, labels, users), or two of these tuples: one for
+    training, one for central tests. They contain arrays or tensors; a torch Dataset may replace a
+    tuple.
     partition: also the rows of each client, in a list of lists or a dictionary.
     loss: also a function from outputs and labels to a loss per sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`; the first one
-    decides best rounds, thresholds and searches unless `evaluate.metric` names another. An object
-    is written into config.yaml if its class can be imported and its arguments are plain values;
-    then the run is continued and repeated like any other. Any other object has to be given again.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first metric
+    decides best rounds, thresholds and searches, unless `evaluate.metric` names another one.
+
+    config.yaml stores an object if its class can be imported and its arguments are plain values.
+    Then the run can be continued and repeated like any other. You must give any other object again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own observers, for other moments. They are called after raysim's observers and
-    those of the configuration. Neither is called for a run that had finished before, and neither is
-    stored.
-    quiet: print nothing but warnings, which go to standard error.
+    after those of the configuration.
+    quiet: print only warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may use.
 
+    `on_round` and `observers` are not stored, and are not called if the run had finished before.
+
     Raise `RefusedError` (nothing was written), `TooManyFailuresError` (clients failed; a checkpoint
-    was written), `ObserverError` (an observer of yours raised an error; the history was written),
+    was written), `ObserverError` (one of your observers raised an error; the history was written),
     `Interrupted`.
     """
     from rich.console import Console
@@ -152,8 +156,9 @@ def run(
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
     """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
-    folder: also the URL of a run with `out=URL`. Its files are fetched into a temporary folder,
-    which this process removes when it ends; checkpoints are read where they lie.
+    folder: a folder, or the URL of a run with `out=URL`. The files behind a URL are copied to a
+    temporary folder, which this process removes when it ends. Checkpoints are not copied; they are
+    read from the URL.
     allow: as for `run`.
     parts: objects (methods, model, data, ...) that config.yaml could not store.
     Raise `RefusedError` if there is no run in the folder.

@@ -18,9 +18,9 @@ from raysim.simulation.events import RunStoppedError
 
 @contextmanager
 def explain_errors(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` if a hook fails or a file cannot be written.
+    """Raise `RunStoppedError`, with one sentence, if a hook fails or a file cannot be written.
 
-    `folder` is the run's folder.
+    folder: the run's folder.
     """
     with _report_unwritable_files(folder), _name_failing_method():
         yield
@@ -44,7 +44,7 @@ def _name_failing_method() -> Iterator[None]:
 
 @contextmanager
 def _report_unwritable_files(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` if a file cannot be written, with what to do."""
+    """Raise `RunStoppedError` if a file cannot be written; the message says what to do."""
     try:
         yield
     except (OSError, SafetensorError) as error:

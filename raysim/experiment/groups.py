@@ -113,7 +113,10 @@ def yaml_files(root: Path) -> Iterator[Path]:
 
 
 def config_roots(folders: Sequence[Path]) -> list[Path]:
-    """Return `conf`, the folders of installed packages and the user's folders; later ones win."""
+    """Return the folders with options: `conf`, installed packages, and the user's folders.
+
+    For equal names, later folders win.
+    """
     return list(dict.fromkeys([conf_folder(), *conf_folders_of(installed_packages()), *folders]))
 
 
@@ -123,7 +126,10 @@ def config_folders(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def load_option(path: Path, group: str) -> Node:
-    """Read the file of an option; raise `RefusedError` if it is broken or misplaced."""
+    """Read the file of an option.
+
+    Raise `RefusedError` if the file is broken, or has the wrong form for its group.
+    """
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
         raise RefusedError(f"{path} is empty. Name a class in it (_target_), or remove the file.")
@@ -136,7 +142,7 @@ def load_option(path: Path, group: str) -> Node:
 
 
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
-    """Return "group=option" for the options of a group whose files have a key."""
+    """Return "group=option" for each option of a group whose file has the key."""
     paths = groups.files.get(group, {})
     return [f"{group}={name}" for name, path in paths.items() if _has_key(path, key, group)]
 
@@ -150,7 +156,7 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
-    """Return the names in a list of options: "a+b" is [a, b].
+    """Return the names in a value that lists options: "a+b" is [a, b].
 
     null, "" and method=fedavg are empty lists.
     """
@@ -163,14 +169,14 @@ def option_names(value: object, group: str = "method") -> list[Any]:
 
 
 def join_options(names: Sequence[object], group: str = "method") -> str:
-    """Return a list of options as text without special characters of shells: "a+b"."""
+    """Return a list of options as text, "a+b", which needs no quotes in a shell."""
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
 
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
     """Return the options of a group that a value selects.
 
-    Raise `RefusedError` for unknown ones.
+    Raise `RefusedError` for an unknown option.
     """
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]

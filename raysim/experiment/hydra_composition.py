@@ -67,7 +67,10 @@ class ConfigFiles(ConfigSource):
         return self._file(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the content of a file that exists."""
+        """Return the content of a file, which must exist.
+
+        config_path: without ".yaml".
+        """
         file = self._file(config_path)
         assert file is not None, config_path
         text = file.read_text(encoding="utf-8")
@@ -237,7 +240,7 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 
 
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the lists of options that a preset chooses, and all groups that it mentions."""
+    """Return the options that a preset chooses, and all groups that the preset mentions."""
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()
     # A preset's entries replace those of the files that it includes.
@@ -300,7 +303,7 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
 
 
 def _default_options(node: Node) -> Node:
-    """Return the options that a file's list of defaults chooses, by their groups."""
+    """Return the options in a file's list `defaults`, by their groups."""
     options: Node = {}
     for entry in node.get("defaults") or ():
         if not isinstance(entry, dict):

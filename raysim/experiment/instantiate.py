@@ -1,7 +1,8 @@
 """Make an object from a configuration node: check its keys and convert its values.
 
-Keys are checked against the constructor's signature, values against its type annotations. A node is
-a dictionary; its key `_target_` gives the class. Only code below an allowed prefix is imported.
+A node is a dictionary; its key `_target_` names a class. The other keys are checked against the
+constructor's signature, and their values against its type annotations. Only code whose name starts
+with an allowed prefix is imported.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ _TYPE_NAMES = {
 
 # --- classes and objects --------------------------------------------------------------------------
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """Return the class that a `_target_` gives.
+    """Return the class that a `_target_` names.
 
-    Raise `RefusedError` like `import_target`, and if the target is not a class.
+    path: the key of the node, for errors.
+    allow: the allowed packages.
+    Raise `RefusedError` as `import_target` does, and if the target is not a class.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
@@ -87,6 +90,8 @@ def import_target(
 
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
     """Call a class with the values of a node.
+
+    path: the key of the node, for errors.
 
     Raise `RefusedError`, with the key, for a wrong value.
     """
@@ -174,8 +179,10 @@ def _add_path(message: str, path: str) -> str:
 
 # --- values ---------------------------------------------------------------------------------------
 def convert(value: Any, kind: Any, path: str) -> Any:
-    """Return the value in the type of an annotation: integer to float, dictionary to class.
+    """Convert a value to the annotated type: an integer to a float, a dictionary to a class.
 
+    kind: the annotation.
+    path: the key of the value, for errors.
     Raise `RefusedError`, with the key and the allowed values, for a value that does not fit.
     """
     origin = get_origin(kind)
@@ -266,7 +273,10 @@ def _misfit(value: Any, kind: Any, path: str) -> str:
 
 
 def _nearest_choice(value: Any, kind: Any) -> str:
-    """Return the most similar text of a `Literal`, alone or in a union; or ""."""
+    """Return the most similar text of a `Literal`; "" if none is similar.
+
+    kind: the `Literal`, or a union with one.
+    """
     if not isinstance(value, str):
         return ""
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -298,7 +308,7 @@ def describe_type(kind: Any) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value as a user writes it on the command line."""
+    """Return a value as text, as a user writes it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -67,7 +67,7 @@ def dated_folder(root: Path, title: str = "") -> Path:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield the folder's own path, and then the same path with a growing number at its end."""
+    """Yield the folder's path, and then the same path with 2, 3, ... at its end."""
     yield folder
     for number in itertools.count(2):
         yield folder.with_name(f"{folder.name}-{number}")
@@ -151,16 +151,21 @@ def local_folder(out: str) -> Path:
 
 
 def folder_to_resume(out: str | None) -> str:
-    """Return the folder of the run that resume=latest continues, or raise `RefusedError`."""
+    """Return the folder that resume=latest continues.
+
+    out: the value of out=.
+
+    Raise `RefusedError` without out=.
+    """
     if not out:
         raise RefusedError("resume=latest needs the folder of the run: add out=DIR")
     return out
 
 
 def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
-    """Return True if a study or a sweep must be continued.
+    """Return True if the overrides continue a study or a sweep.
 
-    Raise `RefusedError` unless both or neither of out=DIR and resume=latest are given.
+    Raise `RefusedError` if only one of out=DIR and resume=latest is set.
     """
     resume = [override for override in overrides if override.partition("=")[0] == "resume"]
     if not resume:
@@ -174,7 +179,7 @@ def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
 
 
 def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
-    """Return the error for a folder that has no plan of a study or a sweep to continue."""
+    """Return the error for a folder without a plan that a study or a sweep could continue."""
     return RefusedError(
         f"out={folder} is not the folder of a {command}, it has no {file}: "
         "name another, or leave resume out"
@@ -182,7 +187,7 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
 
 
 def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
-    """Return how to continue after an interrupt.
+    """Return a text that says how to continue after an interrupt.
 
     allow: the packages of --allow.
     """
@@ -216,9 +221,10 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 
 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """Return the mean of each column over the runs of all seeds.
+    """Return a row with the mean of each column over the runs of all seeds.
 
-    The metric's deviation (divisor n - 1) is added if all runs have a finite value.
+    rows: a row of each run, for the same round. The deviation of `metric` (divisor n - 1) is added
+    if all runs have a finite value.
     """
     if len(rows) == 1:
         return dict(rows[0])

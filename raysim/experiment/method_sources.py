@@ -74,7 +74,7 @@ def read_module(module: str, constant: str) -> tuple[str, str]:
 
 @functools.cache
 def hook_order() -> list[str]:
-    """Return the hooks of a method in the order of `raysim.Method`."""
+    """Return the names of a method's hooks, in the order of `raysim.Method`."""
     tree = _parse(ROOT / "api" / "method.py")
     (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == METHOD)
     names = [member.name for member in _functions(base)]
@@ -111,7 +111,7 @@ def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 
 
 def _constants(node: ast.ClassDef | ast.Module, name: str) -> Iterator[str]:
-    """Yield the texts that a body assigns to a name."""
+    """Yield the texts that the body of a module or class assigns to a name."""
     for statement in node.body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
             continue

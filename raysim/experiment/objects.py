@@ -340,13 +340,13 @@ def _title(part: object) -> str:
 
 # --- stored objects that are missing --------------------------------------------------------------
 def has_objects(config: Mapping[str, Any]) -> bool:
-    """Return True if a configuration describes objects that no file can hold."""
+    """Return True if a configuration describes objects that no file can store."""
     nested = [value for value in config.values() if isinstance(value, Mapping)]
     return OBJECT in config or any(has_objects(node) for node in nested)
 
 
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `RefusedError` for a stored node of an object that the user has not given again."""
+    """Raise `RefusedError` if a node describes an object that the user must give again."""
     if OBJECT in node:
         raise RefusedError(f"{place}: {node[TARGET]} was {node[OBJECT]}: {_give_again(place)}")
 
@@ -406,7 +406,10 @@ def _network_node(part: CustomModel) -> Node:
 
 
 def _argument_names(cls: type) -> list[str]:
-    """Return the names of a constructor's arguments. Raise `TypeError` for unnamed ones."""
+    """Return the names of a constructor's arguments.
+
+    Raise `TypeError` if the constructor has unnamed arguments.
+    """
     parameters = inspect.signature(cls).parameters.values()
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -415,7 +418,7 @@ def _argument_names(cls: type) -> list[str]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value in the form of a file. Raise `TypeError` if no file can store it."""
+    """Convert a value to a form that files can store. Raise `TypeError` if that is impossible."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):

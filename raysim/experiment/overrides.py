@@ -1,8 +1,8 @@
 """Read one override, `key=value`, with Hydra's parser.
 
-Hydra's grammar knows ASCII letters and a few signs only, so that a path such as `/home/ü/x` would
-need quotes inside the shell's. Before Hydra reads the text, all other characters are replaced by
-letters that the grammar knows; they are restored afterwards.
+Hydra's grammar knows only ASCII letters and a few signs, so that a path such as `/home/ü/x` would
+need quotes for Hydra inside the quotes for the shell. Before Hydra reads the text, all other
+characters are replaced by letters that the grammar knows; they are restored afterwards.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def _advise_key_and_value(text: str) -> str:
 def read_override(
     text: str, advise: Callable[[str], str] = _advise_key_and_value
 ) -> SettingOverride:
-    """Read one override; "0..4" is 0,1,2,3,4.
+    """Read one override; "0..4" means 0,1,2,3,4.
 
+    advise: function that returns advice about a text without "=".
     Raise `RefusedError` for text that is no override.
-    advise: function that returns what to write instead of a text without "=".
     """
     _check_text(text)
     letters = _Letters(text)
@@ -163,7 +163,7 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """A substitution of characters that the grammar does not know by letters that it knows."""
+    """A mapping of characters that the grammar does not know to letters that it knows."""
 
     def __init__(self, text: str):
         self._mark = "Zq"
@@ -172,7 +172,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Return the text with substitutes, which the grammar accepts."""
+        """Return the text with these letters, so that the grammar accepts it."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)

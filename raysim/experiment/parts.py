@@ -133,7 +133,11 @@ def build_methods(
 def build_list(
     config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[T, ...]:
-    """Return the parts of a group that may have several, such as "observer"."""
+    """Return the parts of a group of which a run can have several, such as "observer".
+
+    kind: the class that all parts must extend.
+    objects: the user's objects, by place.
+    """
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
         raise RefusedError(
@@ -151,7 +155,11 @@ def build_list(
 
 
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
-    """Return the class that the node of a method or an observer gives."""
+    """Return the class that the node of a method or an observer names.
+
+    path: the key of the node, for errors.
+    kind: the class that it must extend.
+    """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
             f"{path}={format_value(node)} does not name a class: give a value to one of its keys "

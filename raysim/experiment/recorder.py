@@ -264,7 +264,7 @@ def run_observers(
 
 
 def _find_presence(experiment: Experiment) -> Availability | None:
-    """Return when the clients of a run are available; None if they always are."""
+    """Return the availability of the run's clients; None if all are always available."""
     spec = experiment.spec
     clients = len(spec.data.partition.train.counts)
     flops = functools.partial(sample_flops, spec)
@@ -309,13 +309,16 @@ def _can_be_rebuilt(experiment: Experiment) -> bool:
 
 
 def _study_of(folder: Path) -> Path | None:
-    """Return the folder of the tracked study if the run's folder is STUDY/runs/NAME, or None."""
+    """Return the folder of the study if the run's folder is STUDY/runs/NAME.
+
+    Return None for any other folder, and if the study is not tracked.
+    """
     study = _study_folder(folder)
     return study if study is not None and read_record(study) else None
 
 
 def _study_folder(folder: Path) -> Path | None:
-    """Return the folder of the study if the run's folder is STUDY/runs/NAME, or None."""
+    """Return the folder of the study if the run's folder is STUDY/runs/NAME, else None."""
     study = folder.resolve().parent.parent
     return study if (study / "study.yaml").is_file() else None
 
@@ -345,7 +348,7 @@ def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> l
 
 
 def load_finished(experiment: Experiment, folder: Path, console: Console) -> Result:
-    """Return the result of a run that had finished before; send MLflow the missing rows."""
+    """Return the result of a run that had finished before; send its missing rows to MLflow."""
 
     def print_line(text: str) -> None:
         say(console, text)

@@ -39,11 +39,11 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Predictions(NamedTuple):
-    """A model's outputs for n test samples.
+    """The outputs of a model for n test samples.
 
     labels: [n], as in the data.
-    scores: [n, outputs], the values that evaluation compares: logits, unless a method changes them.
-    rows: [n], the positions of the samples in the data set, training rows first.
+    scores: [n, outputs], the values that the evaluation uses: logits, unless a method changes them.
+    rows: [n], the positions of the samples in the data set; training rows come before test rows.
     """
 
     labels: np.ndarray
@@ -94,20 +94,20 @@ class Result:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """Return the run, built and checked."""
+        """Return the run as an `Experiment`: built and checked."""
         return self.source if isinstance(self.source, Experiment) else self.source()
 
     # --- tables -----------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per aggregation, as in history.parquet; nan for values not measured."""
+        """Return a row per aggregation, as in history.parquet; nan marks a value not measured."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
 
     @property
     def clients(self) -> pd.DataFrame:
-        """Return a row per client, in order: samples, and scores of the last evaluation."""
+        """Return a row per client, in order: its samples, and its scores of the last evaluation."""
         import pandas as pd
 
         path = self.folder / "clients.parquet"
@@ -179,7 +179,7 @@ class Result:
             return write_texts(spec, model, generate)
 
     def parameters(self) -> Any:
-        """Return the final parameters of a learner, as its `fit` would receive them.
+        """Return the final parameters of a learner, in the form that its `fit` receives.
 
         Raise `RefusedError` if the run has no learner, or no checkpoint of the last round.
         """

@@ -138,12 +138,12 @@ def _has_just_begun(folder: Path) -> bool:
 
 
 def config_drafts(folder: Path) -> list[Path]:
-    """Return the unfinished configuration files of processes that were killed."""
+    """Return incomplete configuration files, which killed processes left in the folder."""
     return list(folder.glob(f".{CONFIG}.*"))
 
 
 def begin_folder(experiment: Experiment, place: Place) -> None:
-    """Write the configuration into the folder of a run that begins."""
+    """Write the configuration into the folder of a run that starts."""
     for draft in config_drafts(place.folder):
         draft.unlink()
     config = to_yaml(experiment.config).encode()
@@ -246,7 +246,10 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
 
 def _check_run_in(address: str | None, config: Node) -> None:
-    """Raise `RefusedError` if an address contains results or checkpoints of another run."""
+    """Raise `RefusedError` if a folder contains results or checkpoints of another run.
+
+    address: the folder or URL; None checks nothing.
+    """
     if not address:
         return
     store = open_store(address)
@@ -275,7 +278,7 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 
 
 def _keys_of_bits(keys: list[str]) -> Iterator[str]:
-    """Yield the keys that must not change when a run is resumed."""
+    """Yield those keys that must not change when a run is resumed."""
     for key in dict.fromkeys(keys):
         head = key.partition(".")[0]
         is_free = head in FREE_KEYS or key in FREE_KEYS

@@ -17,7 +17,7 @@ SHORT_KEYS = {"init": "init.file"}
 
 
 class SetValue(NamedTuple):
-    """A value, and the text with which the user set it."""
+    """A value that the user set, and the text of the override."""
 
     value: Any
     text: str

@@ -53,9 +53,10 @@ class RuntimeOptions(RayOptions):
 
 @dataclass(frozen=True)
 class Tracking:
-    """The settings of a tracking server, besides the run's folder.
+    """The settings of `tracking`.
 
-    uri: the address of MLflow's store; None takes the default.
+    uri: the address of an MLflow server or database to which rows are sent at once; None only
+    stores the run for `raysim ui`.
     """
 
     name: Literal["mlflow", "none"] = "mlflow"
@@ -67,12 +68,12 @@ class Tracking:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """The settings of a run's execution and of the files that it keeps.
+    """The settings of a run's execution, and of the files that it keeps.
 
-    These keys are neither in `RunSettings` nor in a class of their own.
+    All other settings are in `RunSettings` and in the classes of the run's parts.
     out: the run's folder; None: a dated folder in runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
-    thresholds: scores for which the summary has the first round that reaches them (`rounds_to`).
+    thresholds: scores; the summary has the first round that reaches each of them (`rounds_to`).
     profile: True measures how the wall time is spent.
     """
 
@@ -126,4 +127,4 @@ class Experiment:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The error of a run that the user stopped; the text says how to continue it."""
+    """The error of a run that the user stopped; its message says how to continue the run."""

@@ -48,7 +48,7 @@ class ClientLabels:
 
     @property
     def sizes(self) -> Ints:
-        """The number of training samples of each of N clients, [N]."""
+        """Return the number of training samples of each of N clients, [N]."""
         return np.bincount(self.client, self.samples, self.clients).astype(np.int64)
 
 
@@ -56,7 +56,7 @@ class ClientLabels:
 def client_labels(data: FederatedData) -> ClientLabels:
     """Count the samples of each client and class.
 
-    Memory grows with the samples, not with clients x classes.
+    The memory that this needs grows with the samples, not with clients x classes.
     """
     groups, names = data.open().groups()
     train = data.partition.all_train
@@ -211,9 +211,9 @@ class ScoreWriter:
 
 
 def read_client_scores(folder: Path) -> pa.Table | None:
-    """Read the scores of each client in each round, in order; None if the run stored none.
+    """Read the scores of each client in each round, in the order of the rounds.
 
-    Raises `ValueError` if a file is broken.
+    Returns None if the run stored none. Raises `ValueError` if a file is broken.
     """
     tables = [_read_scores(path) for path in _score_files(folder)]
     return pa.concat_tables(tables, promote_options="default") if tables else None

@@ -123,7 +123,7 @@ class Report:
         return "\n\n".join(parts)
 
     def csv(self) -> str:
-        """Return a line for each run with every number of its summary, with all digits."""
+        """Return CSV: a line for each run, with every number of its summary in full precision."""
         return as_csv(self.groups)
 
     def latex(self) -> str:

@@ -158,7 +158,10 @@ def _bounds(ylabel: str) -> tuple[float, float]:
 
 
 def in_percent(curve: Curve) -> Curve:
-    """Return a curve of shares with its values in percent."""
+    """Return the curve with its values multiplied by 100.
+
+    curve: of shares.
+    """
     points = [(row, 100 * y) for row, y in curve.points]
     return replace(curve, points=points, deviations=[100 * value for value in curve.deviations])
 
@@ -203,7 +206,7 @@ def _draw_note(ax: Axes, text: str) -> None:
 
 
 def is_used(axis: Axis, curves: Sequence[Curve]) -> bool:
-    """Return True if some curve has a value of the axis that is not 0."""
+    """Return True if some curve has a value on the axis that is not 0."""
     return any(axis.read(row) for curve in curves for row, _ in curve.points)
 
 
@@ -354,9 +357,10 @@ def _draw_png(
 
 
 def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int) -> None:
-    """Leave space for a title, a legend, and the labels of the axes, all in inches.
+    """Leave space, in inches, for a title, a legend, and the labels of the axes.
 
-    Matplotlib's own layout would measure every text first, which takes as long as the drawing.
+    rows: rows of panels. Matplotlib's own layout would measure every text first, which takes as
+    long as the drawing.
     """
     width, height = figure.get_size_inches()
     label = 0.6  # below each row of panels

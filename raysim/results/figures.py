@@ -68,7 +68,7 @@ def figure_file(
 
 
 def _draw_sentence(ax: Axes, sentence: str) -> None:
-    """Write a sentence instead of a drawing."""
+    """Write a sentence in place of a drawing."""
     ax.set_axis_off()
     text = textwrap.fill(sentence, 30)
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", alpha=0.8)

@@ -47,7 +47,7 @@ def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
 
 
 def last_measured(rows: Sequence[Row], key: str) -> Row | None:
-    """Return the last row that has a value of a column, or None."""
+    """Return the last row that has a value in a column; None if there is none."""
     for row in reversed(rows):
         if row.get(key) is not None:
             return row
@@ -129,8 +129,7 @@ def last_round(path: Path) -> int:
 def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
     """Return the metrics for which a lower score is better.
 
-    config: the configuration of a run; the key `evaluate.lower` lists metrics that are not
-    raysim's.
+    config: the configuration of a run; its key `evaluate.lower` lists the user's own such metrics.
     """
     evaluate = config.get("evaluate")
     names = evaluate.get("lower") if isinstance(evaluate, Mapping) else None
@@ -138,7 +137,7 @@ def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the names of a history's metrics, the main one first."""
+    """Return the names of a history's metrics; the main metric comes first."""
     names: dict[str, None] = {}
     for row in rows:
         for key in row:
@@ -167,7 +166,7 @@ def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (divisor k) of the last k values, over rounds."""
+    """Return mean and standard deviation (divisor k) of the last k values of a run."""
     last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)
 
@@ -180,7 +179,11 @@ def threshold_name(threshold: float) -> str:
 def rounds_to(
     values: Values, thresholds: Sequence[float], higher: bool = True
 ) -> dict[str, int | None]:
-    """Map each threshold's name to the first round (from 1) that reaches it, or to None."""
+    """Map the name of each threshold to the first round that reaches it, or to None.
+
+    values: one for each round; the first round is 1.
+    higher: True if a higher value is better.
+    """
 
     def first_round(threshold: float) -> int | None:
         for number, value in enumerate(values, 1):

@@ -1,6 +1,6 @@
 """Store every job of a run on virtual time in jobs.parquet, a folder of Parquet files.
 
-Columns are the fields of `JobRecord`; rows are in the order in which rounds ended the jobs.
+Columns are the fields of `JobRecord`. Rows are in the order of the rounds in which the jobs ended.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
 
 
 def format_number(value: float | None, *, like: float | None = None) -> str:
-    """Return a number of any size with at least four digits."""
+    """Return a number of any size with four digits or more."""
     if value is None:
         return MISSING
     size = abs(value if like is None else like)

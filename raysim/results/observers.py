@@ -210,7 +210,7 @@ class ProgressLine(Observer):
 
 
 class WorkerDeaths(Observer):
-    """An observer that prints a line for each round in which worker processes died."""
+    """An observer that prints a line for each round in which a worker process was lost."""
 
     def __init__(self, note: PrintLine):
         self._note = note
@@ -483,11 +483,11 @@ class ClientFiles(Observer):
         self._writer.write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write the last scores, and those of all rounds."""
+        """Write the last scores, and the scores of all rounds."""
         self._write(run)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write the last scores, and those of all rounds."""
+        """Write the last scores, and the scores of all rounds."""
         self._write(run)
 
     def _write(self, run: CurrentRun) -> None:
@@ -679,7 +679,7 @@ class TrackingObserver(Observer):
         self._leaves_model = leaves_model
 
     def on_start(self, run: CurrentRun) -> None:
-        """Begin, or continue, the run on the server."""
+        """Begin or continue the run in the tracker."""
         data = self._spec.data
         description = {
             "name": data.title,

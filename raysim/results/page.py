@@ -619,7 +619,7 @@ def _draw_class_map(split: ClientLabels) -> str:
 
 
 def _shades(shares: np.ndarray) -> np.ndarray:
-    """Return shares [H, W] as RGBA [H, W, 4]: one colour, with opacity sqrt(share)."""
+    """Return colours [H, W, 4] (RGBA) for shares [H, W]: one colour with opacity sqrt(share)."""
     from matplotlib.colors import to_rgb
 
     image = np.empty((*shares.shape, 4))
@@ -647,7 +647,7 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
 
 # --- texts ----------------------------------------------------------------------------------------
 def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Show the text that the final model of each setting writes, for language data."""
+    """Show texts that the final model of each setting writes, if the data is text."""
     texts: list[Shown] = []
     for index, group in enumerate(groups):
         path = group.runs[0].folder / SAMPLES
@@ -727,13 +727,13 @@ def _failures(groups: Sequence[RunGroup]) -> PagePart:
 
 
 def _column_sum(group: RunGroup, key: str) -> float | None:
-    """Return the sum of a column over all rounds of all seeds; None if no run has the column."""
+    """Return the sum of a column over all rounds and seeds; None if no run has the column."""
     values = finite_values(row.get(key) for run in group.runs for row in run.rows)
     return sum(values) if values else None
 
 
 def _read_errors(path: Path) -> list[str]:
-    """Return the errors of a run's clients; a broken line counts as a separate error."""
+    """Return the errors of a run's clients; a line that cannot be read counts as an error."""
     if not path.is_file():
         return []
     errors = []

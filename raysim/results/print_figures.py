@@ -126,7 +126,10 @@ def _top(block: Sequence[float], gap: float) -> float:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the path's ending, with fonts that publishers accept."""
+    """Write a figure, with fonts that publishers accept.
+
+    The ending of the path decides the file type.
+    """
     import matplotlib
 
     kind = one_of("--format", path.suffix.removeprefix("."), FORMATS)

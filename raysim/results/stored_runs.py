@@ -137,7 +137,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the runs of a study or a sweep; [folder] for any other folder."""
+    """Return the folders of the runs in a study or a sweep; [folder] for any other folder."""
     histories = folder.glob("runs/*/history.parquet")
     return sorted(path.parent for path in histories) or [folder]
 
@@ -212,7 +212,10 @@ def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Map each key whose values differ to the values of all runs; chosen options come first."""
+    """Map each key whose values differ between runs to the values of all runs.
+
+    The options of groups come first.
+    """
     settings = [{**chosen_options(run.config), **flat_settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
     differing = {}
@@ -252,7 +255,7 @@ def _is_implied_default(
 
 
 def _defaults(group: str, option: str) -> dict[str, str]:
-    """Return the values in the file of one of raysim's options; {} for any other option."""
+    """Return the values in the file of one of raysim's options; {} if there is no such option."""
     path = conf_folder() / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
         return {}

@@ -53,10 +53,10 @@ def theme(ink: str) -> dict[Any, object]:
 
 
 def print_theme() -> dict[Any, object]:
-    """Return the settings of a figure for a two-column paper, in its final size.
+    """Return the settings of a figure for print in a two-column paper, without scaling.
 
-    The font looks like Times, which such papers use, and its size is that of captions. Text in a
-    PDF is stored as TrueType fonts, because publishers refuse Type 3.
+    The font looks like Times, which such papers use, and has the size of a caption. A PDF stores
+    its text in TrueType fonts, because publishers refuse Type 3.
     """
     return theme("#000000") | {
         "font.family": "serif",
@@ -85,7 +85,7 @@ def print_theme() -> dict[Any, object]:
 
 
 def page_theme(dark: bool) -> dict[Any, object]:
-    """Return the settings of a figure with the background of a light or a dark page."""
+    """Return the settings of a figure for a light or a dark page."""
     ink, paper = ("#e6e8ea", "#16191d") if dark else (INK, "#ffffff")
     backgrounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     return theme(ink) | dict.fromkeys(backgrounds, paper)

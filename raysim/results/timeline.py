@@ -81,7 +81,7 @@ def has_events(jobs: Jobs) -> bool:
 
 
 def _count_fates(jobs: Jobs) -> str:
-    """Return a text such as "1,204 jobs: 1,000 aggregated, 204 lost"."""
+    """Count the jobs by their ends: "1,204 jobs: 1,000 aggregated, 204 lost"."""
     texts = []
     for fate in FATES:
         count = int(jobs.has_fate(fate).sum())

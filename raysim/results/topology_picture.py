@@ -33,8 +33,10 @@ def draw_topology(
     """Write a picture of the clients, the replicas and their links.
 
     clients: the columns of clients.parquet.
-    rows: the history. Returns False, and writes nothing, for one replica, for more than
-    `MAX_CLIENTS` clients, and if no client was scored.
+    rows: the history.
+
+    Returns False, and writes nothing, for one replica, for more than `MAX_CLIENTS` clients, and if
+    no client was scored.
     """
     metric = metric_of(rows)
     scores = clients.get(metric)
@@ -109,7 +111,7 @@ def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
 
 
 def _mean_scores(scores: np.ndarray, network: Network) -> np.ndarray:
-    """Return the mean score of each replica's scored clients; nan if none was scored."""
+    """Return the mean score of each replica's scored clients; nan for a replica without any."""
     is_scored = ~np.isnan(scores)
     replica_of = network.replica_of[is_scored]
     counts = np.bincount(replica_of, minlength=network.replicas)

@@ -89,7 +89,7 @@ KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 
 
 def set_mlflow_environment() -> None:
-    """Set the environment variables that MLflow reads at each call; the user's values stay."""
+    """Set environment variables that MLflow reads at each call; keep values of the user."""
     for key, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
 
@@ -123,7 +123,7 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def _key(name: str) -> str:
-    """Return the name in the form that MLflow accepts."""
+    """Return a name with only those characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 
@@ -221,7 +221,7 @@ class TrackingServer(Protocol):
         """Continue the run that a folder's record names, or create a run; return its id."""
 
     def describe(self, record: Record) -> None:
-        """Log the part of the configuration that the server does not have yet."""
+        """Log the part of the configuration that the server lacks."""
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log the rows that come after the server's last row."""
@@ -231,7 +231,7 @@ class TrackingServer(Protocol):
 
 
 class Mlflow:
-    """One run on one MLflow server or database."""
+    """A connection to an MLflow server or database, for one run."""
 
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
@@ -289,7 +289,7 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Return MLflow's id of a run whose record does not have it yet, or ""."""
+        """Return MLflow's id of a run whose record lacks this id; "" if MLflow has no such run."""
         if record.get("sent_by") != UI:
             return ""
         experiment = self._client.get_experiment_by_name(str(record["experiment"]))
@@ -317,7 +317,7 @@ class Mlflow:
         )
 
     def experiment(self, name: str) -> str:
-        """Return the id of the experiment with a name; create it if it is missing."""
+        """Return the id of the experiment with this name; create a missing experiment."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             if EXPERIMENT_KIND[0] not in experiment.tags:  # an older raysim made it
@@ -436,7 +436,7 @@ class Mlflow:
             self._log_model(folder)
 
     def _log_model(self, folder: Path) -> None:
-        """Log a model like `mlflow.pytorch.log_model`, but to this server.
+        """Log a model as `mlflow.pytorch.log_model` does, but to this server.
 
         MLflow's function uses the server that is set for the whole process.
         """
@@ -963,7 +963,10 @@ def make_experiment(uri: str) -> str:
 
 
 def find_experiment_id(uri: str) -> str:
-    """Return the id of raysim's experiment on a server; raise `RefusedError` if there is none."""
+    """Return the id of raysim's experiment on a server.
+
+    Raise `RefusedError` if the server has no such experiment.
+    """
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 

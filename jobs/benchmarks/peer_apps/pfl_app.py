@@ -3,7 +3,7 @@
     python pfl_app.py FOLDER ROUNDS
 
 `jobs.benchmarks.peers` writes FOLDER and starts this file once for each process, with a Python that
-has pfl. The processes find each other by pfl's environment variables.
+has pfl. Environment variables of pfl connect the processes.
 """
 
 from __future__ import annotations

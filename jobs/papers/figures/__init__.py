@@ -19,7 +19,7 @@ FIGURES: dict[str, PaperFigure] = {
 def find_figure(name: str) -> PaperFigure:
     """Return a figure by its name, such as "fedbss/5a".
 
-    Raise `RefusedError` with the nearest name for any other.
+    Raise `RefusedError` with the nearest name for an unknown one.
     """
     if name not in FIGURES:
         raise RefusedError(f"{name}: there is no such figure; {suggest(name, FIGURES)}")

@@ -144,7 +144,7 @@ def embed(features: np.ndarray) -> np.ndarray:
 
 
 def points_by_class(points: np.ndarray, labels: np.ndarray) -> list[dict[str, Any]]:
-    """Return a series of points for each class."""
+    """Return a series for each class, with the points [m, 2] of its samples."""
     lines = []
     for label in np.unique(labels):
         chosen = points[labels == label]
@@ -168,7 +168,7 @@ def draw(figure: PaperFigure, panels: Sequence[Panel], path: Path) -> None:
 
 
 def checksum(panels: Sequence[Panel]) -> str:
-    """Return a checksum of all numbers that are drawn."""
+    """Return a checksum of all numbers in the panels."""
     return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
 
 

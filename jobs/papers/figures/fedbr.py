@@ -1,4 +1,4 @@
-"""Figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
+"""Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
 Features and outputs are those of the probes (`raysim.results.probes`): local models before they are
 averaged, on balanced rows of the central test set.

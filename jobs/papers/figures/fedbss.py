@@ -1,4 +1,4 @@
-"""Figures 3 to 5 of FedBSS, on Fashion-MNIST at 14 x 14 pixels with a small CNN."""
+"""Redraw Figures 3 to 5 of FedBSS, on Fashion-MNIST at 14 x 14 pixels with a small CNN."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SMALL = (
 
 
 def terms(runs: Runs) -> Sequence[Panel]:
-    """Return both terms of FedAvg after the last round for each alpha: means over the seeds."""
+    """Return panels with both terms of FedAvg's last round for each alpha: means over seeds."""
     means: dict[str, list[float]] = {name: [] for name in TERMS}
     for alpha in ALPHAS:
         rows = [

@@ -210,7 +210,7 @@ def _describe_error(error: Exception) -> str:
 
 # --- correctness --------------------------------------------------------------------------------
 def every_method() -> dict[str, type[Method]]:
-    """Return all methods of raysim by name."""
+    """Return the class of each method of raysim, by the method's name."""
     methods: dict[str, type[Method]] = {}
     for info in pkgutil.iter_modules(raysim.methods.__path__):
         module = importlib.import_module(f"raysim.methods.{info.name}")
@@ -222,7 +222,10 @@ def every_method() -> dict[str, type[Method]]:
 
 
 def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: ExecutionMode) -> RunSpec:
-    """Return the run that checks a method: four clients and two rounds."""
+    """Return the run with which a method is checked: four clients and two rounds.
+
+    make: function that makes the method; None checks FedAvg.
+    """
     source = Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5)
     data = federate(source, IID(clients=CHECK_CLIENTS), 0)
     rounds = 2
@@ -266,7 +269,7 @@ def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator
 
 
 def _floats(state: StoredState) -> Iterator[np.ndarray]:
-    """Yield the numbers of a client state that training changes."""
+    """Yield those arrays of a client state that training changes."""
     for values in (state.personal, *state.methods.values()):
         if values.dtype.kind == "f":
             yield values.ravel()
@@ -326,7 +329,11 @@ def _checked_methods(options: GpuOptions) -> dict[str, MakeMethod]:
 
 
 def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare every method, in float64 and float32 and in every mode, with the CPU."""
+    """Compare the results of every method with those of the CPU, in every execution mode.
+
+    Each is measured in float64 and in float32.
+    has_time: function that returns False when the time limit is reached.
+    """
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
         if not has_time():
@@ -502,7 +509,7 @@ class PlainLoop:
         self.model.train()
 
     def round(self) -> None:
-        """Train a cohort, and average the models."""
+        """Train a cohort, and average the clients' models."""
         share = 1 / self.workload.cohort
         totals = {}
         for key, value in self.shared.items():
@@ -517,7 +524,10 @@ class PlainLoop:
             torch.cuda.synchronize()
 
     def _train(self, rows: torch.Tensor) -> None:
-        """Train one client's epoch."""
+        """Train one client for one epoch.
+
+        rows: the client's samples.
+        """
         self.model.load_state_dict(self.shared)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=self.workload.lr)
         order = torch.randperm(len(rows), generator=self.generator, device=self.device)
@@ -577,7 +587,10 @@ def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[Res
 
 # --- memory and profile -------------------------------------------------------------------------
 def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare a worker's estimated memory with its measured peak."""
+    """Compare the estimated memory of a worker with its measured peak.
+
+    has_time: function that returns False when the time limit is reached.
+    """
     rows: list[ResultRow] = []
     for name, workload in options.workloads.items():
         for mode in (LOOP, workload.best_mode):

@@ -215,7 +215,7 @@ def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def _train_textbook(
     model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float
 ) -> None:
-    """Train one client's epoch with `torch.optim.SGD`."""
+    """Train one client for one epoch with `torch.optim.SGD`."""
     optimizer = torch.optim.SGD(params, lr=lr)
     model.train()
     for inputs, labels in batches:
@@ -225,7 +225,7 @@ def _train_textbook(
 
 
 def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
-    """Train one client's epoch with the fewest operations of PyTorch."""
+    """Train one client for one epoch with as few operations of PyTorch as possible."""
     for inputs, labels in batches:
         gradients = torch.autograd.grad(cross_entropy(model(inputs), labels), params)
         with torch.no_grad():

@@ -121,7 +121,7 @@ def _sum_column(coordinator: Coordinator, column: str) -> float:
 
 
 def seconds_per_step(*methods: Method) -> float:
-    """Return the seconds of a local step."""
+    """Return the seconds of a local step with these methods."""
     return _seconds_per_step(_run_spec(step_spec(*methods)))
 
 
@@ -153,7 +153,7 @@ def fedbss_and_its_parts() -> tuple[float, float]:
 def fraug_and_fedbn() -> tuple[float, float]:
     """Return the seconds per step of FRAug and of FedBN.
 
-    Both train FRAug's network for digits (32 x 32 pixels).
+    Both train the network that FRAug uses for digits (32 x 32 pixels).
     """
     source = Synthetic(shape=[3, 32, 32], samples=640, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=CLIENTS), 0)

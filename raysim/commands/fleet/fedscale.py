@@ -1,6 +1,7 @@
 """Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
-FedScale has two pickled dictionaries, with clients as keys:
+FedScale has two files. Each is a pickled dictionary with a client as key:
+
 - `client_device_capacity`: {"computation": ms for one sample's inference, "communication":
   bandwidth}. As in FedScale's `ClientMetadata.get_completion_time` and `model_update_size`,
   training takes three times as long as inference, and the bandwidth holds for both directions in
@@ -43,7 +44,10 @@ class _DataUnpickler(pickle.Unpickler):
     """An unpickler for containers and numbers; it never calls code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed type. Raise `UnpicklingError` for any other name."""
+        """Return a type that the file names, if it is allowed.
+
+        Raise `UnpicklingError` for any other name.
+        """
         if (module, name) not in _ALLOWED_TYPES:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, but only containers and numbers are allowed"

@@ -1,1 +1,1 @@
-"""`raysim new`: write a package of the user's own parts, a copy of `template`."""
+"""Implement `raysim new`: write a package for a user's own parts, a copy of `template`."""

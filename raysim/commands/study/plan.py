@@ -135,7 +135,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
 
 
 def move(study: StudyPlan, folder: Path) -> StudyPlan:
-    """Return the same study, planned for another folder."""
+    """Return the same study with another folder, in which its runs get their folders."""
     return _with_runs(replace(study, folder=folder))
 
 

@@ -142,7 +142,7 @@ def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], 
 
 
 def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the metrics that a report compares if the user gives none."""
+    """Return the metrics that a report compares if the user names none."""
     has_many_rounds = any((score(summary, "rounds") or 0) > BEST_ROUNDS for summary in summaries)
     names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
     for metric in dict.fromkeys(str(summary.get("metric", "accuracy")) for summary in summaries):
@@ -234,7 +234,7 @@ def compare_settings(
 
 
 def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGroup]:
-    """Return the finished runs of each setting, the reference first."""
+    """Return the finished runs, grouped by setting; the reference comes first."""
     groups = []
     for of_setting in group_by_setting(scores):
         results = [run_scores.result for run_scores in of_setting if run_scores.result]

@@ -88,7 +88,7 @@ def _share_cpus(config: Node, parallel: int) -> Node:
 
 
 def store(study: StudyPlan) -> None:
-    """Write study.yaml."""
+    """Write study.yaml into the study's folder."""
     overrides = [_join_values(key, texts) for key, texts in study.overrides.items()]
     run_table.store_plan(study.folder, "study", overrides, study.conf)
 

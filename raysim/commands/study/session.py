@@ -42,7 +42,7 @@ class StudyResult:
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each comparison with the first setting, with interval and p-value."""
+        """Return a row for each comparison with the reference: difference, interval and p-value."""
         return self._table("differences.csv")
 
     def _table(self, name: str) -> pd.DataFrame:

@@ -54,7 +54,10 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _means(folder: Path) -> Mapping[str, object]:
-    """Return the mean of every metric by setting: {"final": {"fedavg": 0.8}}."""
+    """Read the mean of every metric for each setting: {"final": {"fedavg": 0.8}}.
+
+    folder: the study's folder.
+    """
     path = folder / "study.json"
     if not path.is_file():
         return {}

@@ -92,7 +92,7 @@ def _check_connection(url: str) -> None:
 
 
 def _check_token_file() -> None:
-    """Raise `ValueError` if the file of the token is missing or empty.
+    """Raise `ValueError` if the file with Ray's authentication token is missing or empty.
 
     Without this check, Ray would end the process.
     """
@@ -127,8 +127,10 @@ def _describe_refusal(url: str, reason: str) -> str:
 def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[str, Any]) -> str:
     """Start a job and return its id.
 
-    The working directory is uploaded if the cluster does not have it.
     client: from `connect`.
+    entrypoint: the command line of the job.
+    runtime_env: Ray's description of the job's environment. Its working directory is uploaded if
+    the cluster does not have it.
     Raise `ValueError` if the cluster does not accept the job.
     """
     try:

@@ -124,7 +124,10 @@ def describe_size(files: Sequence[PackedFile]) -> str:
 
 
 def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
-    """Raise `RefusedError` if the files exceed the limit; the error lists the largest ones."""
+    """Raise `RefusedError` if all files together are larger than the limit.
+
+    limit_mb: the limit in MB. The error lists the largest files.
+    """
     total = sum(file.size_bytes for file in files)
     if total <= limit_mb * MB:
         return
@@ -147,7 +150,7 @@ def _format_size(size_bytes: int) -> str:
 
 
 def pack(files: Sequence[PackedFile], folder: Path) -> None:
-    """Copy the files into an empty folder."""
+    """Copy the files into an empty folder, each under its name in the job's folder."""
     for file in files:
         target = folder / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +213,7 @@ def with_plugins(
 
 
 def _used_packages(command: JobCommand) -> dict[str, Path]:
-    """Return the installed packages whose parts the command uses, with their folders."""
+    """Return the installed packages whose parts the command uses, and their folders."""
     folders = {}
     for name in installed_packages():
         conf = conf_folders_of([name])

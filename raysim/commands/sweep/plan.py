@@ -134,7 +134,7 @@ class SweepPlan:
 
     @property
     def seed(self) -> int:
-        """Return the seed of the first run of every setting, which also seeds the search."""
+        """Return the seed of the first run of every setting; the search uses it, too."""
         return int(self._first_draft()["seed"])
 
     @property
@@ -161,7 +161,7 @@ class SweepPlan:
         return complete_draft(self.drafts[name], values)
 
     def seeds(self) -> range:
-        """Return the seeds of each setting."""
+        """Return the seeds with which each setting is run."""
         return range(self.seed, self.seed + self.options.seeds)
 
     def points(self) -> list[Point]:

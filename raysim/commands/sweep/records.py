@@ -64,12 +64,12 @@ class TrialRecord:
     deviation: float | None = None
 
     def history(self) -> list[Row]:
-        """Return the rows in order."""
+        """Return the rows in the order of the rounds."""
         return [self.rows[number] for number in sorted(self.rows)]
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds made."""
+        """Return the number of rounds that the trial has made."""
         return max(self.rows, default=0)
 
 
@@ -214,7 +214,7 @@ class TrialRecords:
         record.error = error
 
     def end(self, number: int) -> None:
-        """Record how a trial ended: finished, stopped by the scheduler, or out of time."""
+        """Record how a trial ended: it finished, the scheduler stopped it, or time was over."""
         record = self.all[number]
         if number in self._ended_before:
             return
@@ -270,7 +270,10 @@ class TrialRecords:
         return self.folder / "trials" / f"{number:04d}"
 
     def run_folders(self, number: int) -> list[Path]:
-        """Return the folders of a trial's runs, in the order of the seeds."""
+        """Return the folders of a trial's runs, in the order of the seeds.
+
+        number: the trial's number.
+        """
         return run_folders(self.folder, number, self.plan.seeds())
 
     @property

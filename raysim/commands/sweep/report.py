@@ -225,7 +225,7 @@ class KeyAxis:
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
     def position(self, value: object) -> float:
-        """Return the position of a value on the axis, from 0 (the lowest) to 1 (the highest)."""
+        """Return the position of a value on the axis: 0 at the lowest value, 1 at the highest."""
         low, high, number = self.low, self.high, self.number(value)
         if self.is_logarithmic:
             low, high, number = math.log(low), math.log(high), math.log(number)
@@ -247,7 +247,7 @@ class KeyAxis:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Return about five round numbers from low to high."""
+    """Return about five round numbers between low and high."""
     from matplotlib.ticker import MaxNLocator
 
     tolerance = 1e-9 * (high - low)
@@ -311,7 +311,7 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
 
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw parallel coordinates: a line for each trial through its values to its score.
+    """Draw parallel coordinates: a line for each trial connects its values and its score.
 
     The line of the best trial is thick. Lines of stopped trials are grey.
     """

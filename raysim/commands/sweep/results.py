@@ -41,7 +41,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of a sweep, in order.
+    """The trials of a sweep, in the order of their numbers.
 
     metric: the column that the sweep compared.
     mode: "max" or "min".
@@ -62,7 +62,7 @@ class SweepResult:
 
     @property
     def errors(self) -> list[str]:
-        """Return the reasons of the trials that failed."""
+        """Return, for each failed trial, why it failed."""
         return [trial.error for trial in self.trials if trial.error is not None]
 
     @property

@@ -108,7 +108,7 @@ def random_points(space: Space, count: int, generator: np.random.Generator) -> l
 
 
 def grid_points(space: Space) -> list[Point]:
-    """Return all combinations; the last key changes fastest.
+    """Return all combinations of the values; the last key changes fastest.
 
     Raise `RefusedError` if a key has an interval instead of a list.
     """

@@ -93,7 +93,10 @@ class SweepTrial(tune.Trainable):
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Replace this trial by another one in the same process."""
+        """Start another trial in this process, in place of the present one.
+
+        new_config: see `_trial_config`. Return True, which tells Tune that this is possible.
+        """
         os.chdir(_START_FOLDER)
         self.cleanup()
         self.config = new_config
@@ -210,7 +213,7 @@ class SweepTrial(tune.Trainable):
         return trial.run_folders(Path(self._task.folder), self._number, self._plan.seeds())
 
     def cleanup(self) -> None:
-        """Stop the runs."""
+        """Stop the runs of the trial."""
         if self._trial is not None:
             self._trial.close()
         self._trial = None
@@ -411,7 +414,7 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return the parameters of Optuna that describe a point."""
+    """Return the parameters by which Optuna represents a point."""
     params = {}
     for key, values in space.items():
         value = point[key]

@@ -116,7 +116,10 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Wait until the server answers. Raise `RefusedError` if it ends before that."""
+    """Wait until the server answers; raise `RefusedError` if it ends before.
+
+    log: the file with the server's output, for the error.
+    """
     _print("MLflow starts")
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:

@@ -13,7 +13,7 @@ app = ClientApp()
 
 @app.train()
 def train_client(message: Message, context: Context) -> Message:
-    """Return the trained parameters, the loss and the number of samples."""
+    """Train a client; return its parameters, its loss and its number of samples."""
     torch.set_num_threads(1)
     model = build_model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())

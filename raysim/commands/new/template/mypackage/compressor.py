@@ -37,5 +37,5 @@ class MyCompressor(Compressor):
         return means.view(np.uint32)
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the mean of each entry's block."""
+        """Set each entry of `out` to the mean of its block."""
         out.numpy()[:] = message.view(np.float32).repeat(self.block)[: len(out)]

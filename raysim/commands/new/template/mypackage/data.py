@@ -1,4 +1,4 @@
-"""Data: images of stripes in three directions; read once and kept in raysim's cache."""
+"""Data: images with stripes in three directions, made once and kept in raysim's cache."""
 
 from __future__ import annotations
 

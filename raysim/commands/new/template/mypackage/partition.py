@@ -21,7 +21,7 @@ class MyPartition(Partitioner):
     clients: int = 10
 
     def check(self) -> None:
-        """Raise `ValueError` for a setting that no data can satisfy."""
+        """Raise `ValueError` for a setting that is impossible with any data."""
         at_least("partition.clients", self.clients, 1)
 
     def assign(self, draws: Draws) -> CSR:

@@ -1,4 +1,4 @@
-"""A schedule: synchronous rounds whose cohort grows by one client each time."""
+"""A schedule: synchronous rounds whose cohort grows by one client per round."""
 
 from __future__ import annotations
 
