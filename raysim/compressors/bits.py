@@ -12,7 +12,7 @@ from raysim.vectors.blocks import compile_function
 
 
 def words_of_bits(bits: int) -> int:
-    """Return the number of words that `bits` bits need."""
+    """Return the number of words of 32 bits that `bits` bits need."""
     return -(-bits // WORD_BITS)
 
 
@@ -102,7 +102,11 @@ def _low_bits(count: int, length: int) -> int:
 
 
 def words_of_places(count: int, length: int) -> int:
-    """Return the number of words in the result of `pack_places`, for `count` positions."""
+    """Return the number of words that `pack_places` returns.
+
+    count: the number of positions.
+    length: the bound of the positions.
+    """
     low = _low_bits(count, length)
     return words_of_bits(count * low) + words_of_bits(count + ((length - 1) >> low))
 

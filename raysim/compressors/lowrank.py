@@ -100,7 +100,10 @@ class PowerSGD(Compressor):
             yield _Piece(entry.start, entry.stop, rows, columns, rank)
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: P and Q of all matrices, and all entries sent unchanged."""
+        """Return the size of a message in words of 32 bits.
+
+        A message has P and Q of all matrices, and all entries that are sent unchanged.
+        """
         total = 0
         for piece in self._pieces(layout):
             factors = piece.rank * (piece.rows + piece.columns)

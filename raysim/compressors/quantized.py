@@ -147,7 +147,7 @@ class _Quantizer(Compressor):
         return (2 * self.levels).bit_length()
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: the scales and the levels."""
+        """Return the size of a message (the scales and the levels) in words of 32 bits."""
         return len(self.starts(layout)) - 1 + words_of_bits(self.width * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:

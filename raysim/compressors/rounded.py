@@ -51,7 +51,7 @@ class Float16(Compressor):
     name = "float16"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: 16 bits for each entry."""
+        """Return the size of a message in words of 32 bits; an entry takes 16 bits."""
         return words_of_bits(16 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
@@ -144,7 +144,10 @@ class Blocks(Compressor):
         return -(-layout.trained // self.block)
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: the scales, and 8 bits for each entry."""
+        """Return the size of a message in words of 32 bits.
+
+        A message has the scales, and 8 bits for each entry.
+        """
         return self.blocks(layout) + words_of_bits(8 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:

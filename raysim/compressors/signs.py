@@ -74,7 +74,10 @@ class SignSGD(Compressor):
                 )
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: the signs, and the mean if `size` is None."""
+        """Return the size of a message in words of 32 bits.
+
+        A message has the signs, and the mean if `size` is None.
+        """
         return words_of_bits(layout.trained) + (self.size is None)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:

@@ -110,7 +110,7 @@ class TopK(_Sparse):
     paper = "Aji and Heafield, EMNLP 2017"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: k floats and their positions."""
+        """Return the size of a message (k floats and their positions) in words of 32 bits."""
         count = self.count(layout)
         return count + words_of_places(count, layout.trained)
 
@@ -138,7 +138,7 @@ class RandK(_Sparse):
     paper = "Stich et al., NeurIPS 2018"
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message: a seed and k floats."""
+        """Return the size of a message (a seed and k floats) in words of 32 bits."""
         return self.count(layout) + 2
 
     def _places(self, seed: np.ndarray, layout: Layout) -> np.ndarray:

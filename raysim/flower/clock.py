@@ -25,11 +25,12 @@ class Arrival:
 
 
 class VirtualClock:
-    """The virtual clock of a Grid.
+    """The virtual clock of a Grid, which decides when the replies to messages arrive.
 
+    fleet: the devices of the clients.
     clients: the number of clients.
-    samples: the samples that a client trains on for a message for training; for any other message
-    it trains on none.
+    samples: the number of samples that a client processes for a message for training. For any other
+    message it processes none.
     """
 
     def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):

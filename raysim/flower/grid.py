@@ -70,7 +70,7 @@ class VirtualGrid(SimpleGrid):
     Messages are sent at the current virtual time. The fleet decides when their replies arrive. A
     call that waits for replies advances the clock. `timeout`, and the `ttl` of a message, are
     virtual seconds.
-    runtime: calls the workers.
+    runtime: the object that calls the workers.
     clock: the virtual clock.
     replies: the stored replies of this run, if an earlier process has begun it; None starts without
     any.

@@ -55,8 +55,8 @@ class AppRun:
     server_app: the loaded ServerApp.
     folder: the project's folder.
     clients: the number of simulated clients.
-    samples: the samples that a client trains on for each message for training, on the virtual
-    clock.
+    samples: the number of samples that a client processes for a message for training, on the
+    virtual clock.
     device: the device of each worker.
     out: the run's folder; None stores nothing.
     resumes: True continues the run in `out`.

@@ -61,8 +61,8 @@ def start_simulation(
     because raysim starts its own workers.
 
     seed: decides all draws of `random`, NumPy and torch.
-    samples: the samples that a client trains on for each message for training, on the virtual
-    clock.
+    samples: the number of samples that a client processes for a message for training, on the
+    virtual clock.
     fleet: the devices of the clients; None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: the number of workers; None starts as many as fit.

@@ -1,4 +1,4 @@
-"""Measure the memory of a worker, and compute how many workers can share a GPU."""
+"""Measure the memory of a job, and compute how many workers can share a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface by which a coordinator reaches its workers."""
+"""The interface through which a coordinator calls its workers."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ def worker_bytes(model_floats: int, itemsize: int) -> int:
 
 
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
-    """Put the data set's file into the object store, for processes on other nodes.
+    """Put the content of the data set's file into the object store, for other nodes.
 
-    Return a list with a reference to the content. If all processes are on this node, store nothing
-    and return [].
+    Return a list with a reference to the content. If all processes of the run are on this node,
+    store nothing and return [].
     group: the placement group of the run; None means that all processes are on this node.
     """
     if group is None:
@@ -129,8 +129,9 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 def actor_class(kind: type) -> Any:
     """Return a class of actors that hold an object of the class `kind`.
 
-    The actor has the methods of the object, and methods to replace the object (`become`). Ray looks
-    up methods in the class; so it would not find methods that a profile adds to an object.
+    An actor has the methods of the object, and the method `become`, which replaces the object by a
+    new one. Ray looks up methods in the class, and therefore would not find methods that a profile
+    adds to an object.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -412,9 +413,10 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return the positions of a worker's threads when this was last called; "" if unknown.
+        """Return the positions of a worker's threads, as the previous call requested them.
 
-        Each call also starts a task on the worker's node that reads the current positions.
+        Return "" if they are not known yet. Each call also starts a task on the worker's node that
+        reads the current positions.
         """
         text = ""
         request = self._stacks.get(worker)
@@ -727,8 +729,9 @@ def start_workers_in(
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
     """Replace the objects that actors hold, all at the same time.
 
-    parts: for each actor the arguments of the new object. Raises the error of the first actor that
-    fails.
+    parts: for each actor the arguments of the new object.
+
+    Raises the error of the first actor that fails.
     """
     pairs = zip(actors, parts, strict=bool(actors))
     calls = [actor.become.remote(*arguments) for actor, arguments in pairs]

@@ -268,8 +268,9 @@ def run(
 
     size: the number of workers and their resources.
     say: function that gets texts for the user.
-    folder, resume: see `Coordinator`. Raises the coordinator's errors, and ProcessLostError if a
-    process of the run dies.
+    folder, resume: see `Coordinator`.
+
+    Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
     """
     options = options or RayOptions()
     processes = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))

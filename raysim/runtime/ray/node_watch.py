@@ -89,7 +89,7 @@ class ClusterState(NamedTuple):
     """What the head of a cluster knows about its nodes, by Ray's identifier of a node.
 
     draining: the nodes that will leave, for example spot instances after their notice.
-    free: for each node, the resources that nobody has reserved.
+    free: for each node, the resources that are not reserved.
     has_demand: True if a task, an actor or a placement group waits for resources.
     """
 
