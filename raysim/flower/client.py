@@ -1,4 +1,4 @@
-"""Let a ClientApp answer a message to a client, with seeded generators and clear errors."""
+"""Let a ClientApp answer messages, with seeded random generators and clear errors."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class BestModel:
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
         """Continue from the arrays of a checkpoint.
 
-        vector, counters: the weights of the version that the checkpoint contains.
+        vector, counters: the current weights in the checkpoint. They are the best ones if the
+        arrays contain no weights.
         """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:

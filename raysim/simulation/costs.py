@@ -164,7 +164,7 @@ class Costs:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def state(self) -> list[float]:
-        """Return everything that changes, as JSON values."""
+        """Return the values that change during a run, for a checkpoint."""
         return [*self._totals, self._idle_w, self._idle_since]
 
     def restore(self, state: Sequence[float]) -> None:

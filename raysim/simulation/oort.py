@@ -177,7 +177,7 @@ class Oort(Selection):
     def _exploit(
         self, view: SelectionView, known: np.ndarray, number: int, limit: float, count: int
     ) -> np.ndarray:
-        """Draw `count` clients of large utility from clients that have reported.
+        """Draw `count` clients of large utility among those that have reported.
 
         known: the idle clients that have reported.
         number: the number of the round, R.
@@ -202,7 +202,7 @@ class Oort(Selection):
     def _explore(
         self, view: SelectionView, unknown: np.ndarray, limit: float, count: int
     ) -> np.ndarray:
-        """Draw `count` clients that have not reported, more often fast ones with many samples.
+        """Draw `count` clients that have not reported; prefer fast ones with many samples.
 
         unknown: the idle clients that have not reported.
         limit: the preferred duration, T.

@@ -137,10 +137,10 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
 class Site:
     """The clients and jobs that one schedule sees: those of the whole run, or of one replica.
 
-    pool: the pool from which this site's clients are drawn, unless the schedule has pools of its
-    own; -1 draws from all clients.
+    pool: the pool that contains this site's clients; -1 if they are all clients. A schedule that
+    has its own pools draws from those instead.
     members: the number of this site's clients that have samples.
-    pools: the number of pools of the schedule.
+    pools: the number of the schedule's own pools.
     """
 
     def __init__(self, pool: int, members: int, pools: int):

@@ -445,8 +445,8 @@ class Replicas:
     ) -> None:
         """Continue from a checkpoint; the servers must already be restored.
 
-        version, numbers: the stored attributes.
-        arrays: what `arrays` returned.
+        version, numbers: the values of these attributes in the checkpoint.
+        arrays: the arrays in the checkpoint, which `arrays` returned.
         """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)

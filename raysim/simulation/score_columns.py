@@ -184,7 +184,12 @@ class ScoreColumns:
     def _best_columns(
         self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
     ) -> Row:
-        """Return columns of validation scores, and of test scores in the clients' best rounds."""
+        """Return columns of two kinds of scores of the clients.
+
+        They are the validation scores, and the test scores in each client's best round.
+        tested: a value for each test sample, client after client.
+        validated: a value for each validation sample, client after client.
+        """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
             return {}
