@@ -114,7 +114,7 @@ class Size:
 
 
 class NoRoomError(ValueError):
-    """The error of a cluster that is too small for the workers, even without other runs."""
+    """The error of a cluster whose total resources are less than the workers need."""
 
 
 # --- workers --------------------------------------------------------------------------------

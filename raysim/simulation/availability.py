@@ -57,18 +57,18 @@ class Availability(ABC):
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available at its time.
+        """Return a bool array [clients]: True where a client is available.
 
-        now: float64 [clients], a time in virtual seconds for each client.
+        now: float64 [clients], for each client the virtual time in seconds at which to look.
         """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.available(client, moment) for client, moment in moments], bool)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return the time of each client's first change after its own time, float64 [clients].
+        """Return when each client's availability next changes, float64 [clients].
 
         Infinity means that the client's availability never changes.
-        now: float64 [clients], a time in virtual seconds for each client.
+        now: float64 [clients], for each client the virtual time in seconds after which to look.
         """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         times = [self.next_change(client, moment, math.inf) for client, moment in moments]

@@ -69,7 +69,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Round:
-    """The event that an aggregation is finished."""
+    """The event that an aggregation is finished.
+
+    row: the row of the history.
+    failures: the failed jobs.
+    scores: the scores of single clients; None for a round that does not score clients.
+    """
 
     row: Row
     failures: tuple[Failure, ...]

@@ -352,9 +352,9 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of the vectors that a mixing row lists.
+        """Return the weighted mean of some replicas' vectors, and the maximum of their counters.
 
-        Also return the maximum of their counters.
+        row: the replicas and their weights.
         """
         sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]

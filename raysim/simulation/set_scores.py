@@ -142,7 +142,12 @@ class SetScores:
     def _best_columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
     ) -> Row:
-        """Return the validation score, and the central score in the round where it was best."""
+        """Return the validation score, and the central score of the best round so far.
+
+        The best round is the one with the best validation score.
+        reports: the reports on the clients' validation samples.
+        row: the columns of the current round.
+        """
         values = _by_metric(reports).get(self.metric, {})
         if not values:
             return {}

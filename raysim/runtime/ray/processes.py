@@ -150,8 +150,9 @@ def start_processes(
     say: Say,
     places: tuple[str, str],
 ) -> RunProcesses:
-    """Return the workers and the coordinator of a run: waiting processes, or new ones.
+    """Return the workers and the coordinator of a run.
 
+    Processes that wait for the next run are used if they fit; otherwise new ones are started.
     parts: the schedule and the fleet.
     size: the number of workers and their resources.
     say: function that gets a text about what the run waits for.
