@@ -149,7 +149,12 @@ def _updates() -> list[Update]:
 
 
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure FedAvg against the loop, each rule against FedAvg, and principal gradients last."""
+    """Measure FedAvg against a plain loop, and each aggregation rule against FedAvg.
+
+    Principal gradients are measured last, against a plain sum.
+    blocks: the number of repetitions.
+    say: function that gets a line for each block.
+    """
     updates = _updates()
 
     def with_fedavg(make: Callable[[], Method]) -> Callable[[], tuple[float, float]]:

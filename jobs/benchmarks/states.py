@@ -192,7 +192,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 
 
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
-    """Train in a new process, so that the measured peak of memory is that of the run.
+    """Train `stateful_run` in a new process, so that the peak of memory is that of the run.
 
     budget: GiB of states in memory; None: no limit.
     """

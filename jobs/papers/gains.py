@@ -40,7 +40,10 @@ class PairedSetting:
 
     @property
     def has_different_splits(self) -> bool:
-        """Return True if seeds have different splits, which label entropy can then order."""
+        """Return True if the seeds have different splits of the data.
+
+        Different splits have different label entropies, which order the seeds.
+        """
         return len({label_entropy(run) for run in self.fedavg.values()}) > 1
 
     @property

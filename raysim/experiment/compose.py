@@ -212,10 +212,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return a configuration as plain data in which the values of `keys` will be set later.
+    """Return a configuration as plain data; the values of `keys` are set later.
 
-    The second result maps those of `keys` that the configuration does not have to an error text.
-    Raise `RefusedError` for overrides that `compose` would refuse.
+    Also return an error text for each of `keys` that the configuration does not have, by key. Raise
+    `RefusedError` for overrides that `compose` would refuse.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)

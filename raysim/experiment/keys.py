@@ -99,7 +99,12 @@ def _unknown_key(
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
-    """Return the error for a key below an option that is not in a group's list of options."""
+    """Return the error for a key of an option that the run has not chosen.
+
+    Such a key is method.fedprox.mu in a run without fedprox.
+    group: "method" or another group with a list of options.
+    part: the name of the option.
+    """
     options = groups.files[group]
     if part == NONE.get(group):
         return f"{key} does not exist: {part} is the empty list of the group {group}, without keys"

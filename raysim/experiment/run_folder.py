@@ -236,7 +236,11 @@ def check_writable(folder: Path, options: Checkpoint) -> None:
 
 
 def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]:
-    """Return [folder] for checkpoints in a local folder outside the run's folder, else []."""
+    """Return a list with the folder of checkpoints if it is local and not in the run's folder.
+
+    The list is empty in any other case.
+    folder: the run's folder.
+    """
     if not options.folder:
         return []
     store = open_store(options.folder)

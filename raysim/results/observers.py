@@ -524,7 +524,7 @@ class FailureFile(Observer):
                 stream.write(json.dumps(record) + "\n")
 
     def _fields(self, failure: Failure) -> dict[str, object]:
-        """Return the fields of a failure, and after the client's number the user's name."""
+        """Return the fields of a failure; the user's name follows the client's number."""
         values: dict[str, object] = {}
         for field_ in fields(failure):
             values[field_.name] = getattr(failure, field_.name)

@@ -441,8 +441,9 @@ def _seed(run: Run) -> str:
 
 
 def _setting_labels(firsts: Sequence[Run]) -> list[str]:
-    """Return a name for each setting: its methods if these differ, else all that differs.
+    """Return a name for each setting: its methods, or all settings that differ.
 
+    Methods are enough if no two settings have the same methods.
     firsts: the first run of each setting.
     """
     settings = [_setting(run) for run in firsts]

@@ -113,8 +113,8 @@ def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dic
     """Return a row of the trace; values that are not numbers become nan.
 
     client: the client's number.
-    time: its entry in `client_behave_trace`.
-    device: its entry in `client_device_capacity`.
+    time: the client's entry in `client_behave_trace`.
+    device: the client's entry in `client_device_capacity`.
     """
     milliseconds = _number(device["computation"])
     bandwidth = _number(device.get("communication")) * BYTES_PER_S

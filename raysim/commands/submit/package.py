@@ -163,7 +163,7 @@ class JobCommand:
     """The command that a job runs.
 
     words: the words of the command line, starting with "run", "study" or "sweep".
-    overrides: those of `words` that are overrides.
+    overrides: the overrides among the words.
     conf: the folders of --conf.
     config: the file of --config; None without one.
     """

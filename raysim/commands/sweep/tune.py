@@ -348,9 +348,9 @@ def _population_based_training(plan: SweepPlan) -> PopulationBasedTraining:
 
 
 def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
-    """Return Optuna's searcher; None for any other search.
+    """Return the searcher of an Optuna search; None for a grid or a random search.
 
-    First it suggests the settings of earlier sessions again.
+    The searcher suggests the settings of earlier sessions again before it suggests new ones.
     """
     if plan.options.search != "optuna":
         return None
