@@ -123,7 +123,10 @@ class Finding:
 
     @property
     def is_trained(self) -> bool:
-        """Return True if `other` reaches enough of its printed accuracy."""
+        """Return True if `other` reaches at least the share `TRAINED` of its printed accuracy.
+
+        Return True, too, if the paper prints no accuracy.
+        """
         if self.accuracy is None or self.claim.printed is None:
             return True
         return self.accuracy >= TRAINED * float(self.claim.printed.cells()[1].mean)

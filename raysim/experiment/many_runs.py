@@ -179,7 +179,11 @@ def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
 
 
 def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
-    """Return the error for a folder without a plan that a study or a sweep could continue."""
+    """Return the error for resume=latest in a folder that holds no study or sweep.
+
+    command: "study" or "sweep".
+    file: the name of the plan, which is missing.
+    """
     return RefusedError(
         f"out={folder} is not the folder of a {command}, it has no {file}: "
         "name another, or leave resume out"

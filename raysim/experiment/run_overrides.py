@@ -45,7 +45,10 @@ def read_setting(text: str) -> SettingOverride:
 
 
 def _suggest_key(word: str) -> str:
-    """Return advice for a word without a key: "fedprox" is an option of the group method."""
+    """Return advice for an override without a key.
+
+    For "fedprox", which is an option of the group method, the advice names method=fedprox.
+    """
     overrides = [
         f"{group}={word}"
         for group, options in find_groups().files.items()

@@ -258,7 +258,7 @@ def _name_parts(keys: Sequence[str]) -> dict[str, str]:
     """Map each key to the text for this key in a run's name.
 
     The text is the last part of the key, or the whole key if several keys have the same last part.
-    It is longer than in tables, because a continued study finds its folders by name.
+    Tables have shorter texts, but a continued study finds its folders by these names.
     """
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):

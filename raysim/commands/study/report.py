@@ -513,7 +513,10 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return the page's sections about differences; write a picture of the first metric's."""
+    """Return the page's sections about differences, and write the study's picture.
+
+    The picture shows the differences of the first metric.
+    """
     sections = []
     for name in names:
         if not comparisons[name]:
