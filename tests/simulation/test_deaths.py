@@ -489,8 +489,22 @@ def test_frozen_actor_is_replaced_with_the_same_bits(
     assert len(list(tmp_path.iterdir())) == 1
     rows = [event.row for event in events if isinstance(event, Round)]
     assert sum(int(row["worker_deaths"] or 0) for row in rows) == 1
-    stacks = [event.stacks for event in events if isinstance(event, Waiting)]
-    assert stacks[0] == "" and "T (stopped)" in stacks[-1]
+    waits = [event for event in events if isinstance(event, Waiting)]
+    assert waits and waits[0].stacks == ""
+
+
+def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
+    from raysim.runtime import ray as on_ray
+
+    study = run_spec(model=MLP, local=LOCAL, data=tiny_data(clients=6))
+    runtime = on_ray.start_workers(study, 1)
+    runtime.get(runtime.call(0, "ready")[0])
+    source = on_ray.ray.get(runtime.actors[0].stack_source.remote())
+    os.kill(source.process, signal.SIGSTOP)
+    while not (stacks := runtime.stacks(0)):  # a process that reads them starts first
+        time.sleep(0.1)
+    runtime.stop()
+    assert "T (stopped)" in stacks
 
 
 def test_replacement_that_is_lost_with_its_node_is_given_up(
@@ -539,7 +553,7 @@ def test_run_grows_when_others_end_with_the_same_bits(ray_session: None, tmp_pat
     ray = on_ray.ray
     other = ray.util.placement_group([{"CPU": 1.0}])
     other.wait(60)
-    while free_resources()[0]["CPU"] > 1:  # Ray reports it a moment later
+    while free_resources()[0].get("CPU") != 1:  # Ray reports it a moment later
         time.sleep(0.1)
     alarm = tmp_path / "alarm"
     study = run_spec(Sleepy(str(alarm)), model=MLP, local=LOCAL, data=tiny_data(clients=6))
