@@ -29,6 +29,7 @@ def test_planner_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_scale_measures_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # so that the table has one block
     monkeypatch.setattr(scale, "cases", lambda: [scale.Case(1_000)])
     monkeypatch.setattr(planner, "bench", lambda say: {"planner": []})
     said: list[str] = []

@@ -422,7 +422,7 @@ def test_gains_show_terms_that_all_runs_measured() -> None:
     runs += [run("moon", seed, shift=None) for seed in range(3)]
     text = "\n".join(gains(runs, FEDBR))
     assert "| methods | seeds | shift |" in text
-    assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test: every pair differs alike) |" in text
+    assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test" in text
     assert (
         "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text
         and text.count("method=moon") == 1
