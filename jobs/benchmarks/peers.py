@@ -1,7 +1,7 @@
 """Compare the time of a round on raysim, on pfl-research and on FedJAX.
 
     python -m venv pfl && pfl/bin/pip install pfl torch
-    python -m venv fedjax && fedjax/bin/pip install fedjax
+    python -m venv fedjax && fedjax/bin/pip install fedjax "jax==0.4.38" "jaxlib==0.4.38"
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
 All three train the workloads of `raysim bench` with FedAvg, from the same parameters and samples.
