@@ -919,7 +919,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     with errors_as_refusals():
         make_folder(picture.parent)
         draw_partition(data, picture)
-    print(f"drawn in {picture}")
+    print(f"the picture of the split is {picture}")
     return 0
 
 

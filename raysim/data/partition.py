@@ -434,10 +434,10 @@ class Domain(Partitioner):
 
 @dataclass(frozen=True)
 class Natural(Partitioner):
-    """A partition in which every user is a client; users are the domains of the data.
+    """A partition in which every user is a client.
 
-    column: the column with the user of each row, for data with columns; with None the users are the
-    domains of the data, such as the users in LEAF's files.
+    column: the column with the user of each row, for data with columns; with None each domain of
+    the data is a user, such as the users in LEAF's files.
     minimum: users with fewer training samples are left out.
     clients: the number of the remaining users that are drawn; None takes all.
     """

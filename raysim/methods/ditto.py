@@ -75,7 +75,7 @@ class Ditto(Method):
         run.network("model", copy.deepcopy(run.model), private=True)
 
     def cost(self, job: Participation) -> float:
-        """Return the samples of the personal model's steps, as many as the shared model's."""
+        """Return the samples on which the personal model trains: as many as the shared model."""
         return job.trained_samples
 
     def end(self, job: LocalJob) -> None:

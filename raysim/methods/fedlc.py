@@ -140,7 +140,11 @@ class FedLC(Method):
         job.report["one_class"] = float((counts > 0).sum() == 1)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the cross-entropy of the logits minus margins, or the paper's printed form."""
+        """Return the cross-entropy of the logits minus the margins of the classes.
+
+        With `denominator="others"` the denominator leaves out the label's own class, as the paper
+        prints it.
+        """
         calibrated = out.logits - job.scratch["shifts"]
         batch = out.batch
         if self.denominator == "all":

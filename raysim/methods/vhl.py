@@ -252,7 +252,11 @@ class Vhl(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def draw_views(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw virtual images with crops and flips for each step: int64 [4, batch]."""
+        """Draw the virtual images of each step, with a random crop and flip for each image.
+
+        Each tensor is int64 [4, batch]: the numbers of the images, the two offsets of the crops
+        (pixels), and 1 for a flipped image.
+        """
         steps, size = job.plan.steps, self.virtual_batch
         rows = [generator.choice(self.virtual, size=(1, size), replace=False) for _ in range(steps)]
         offsets = generator.integers(2 * PADDING + 1, size=(steps, 2, size))

@@ -108,7 +108,7 @@ class Spans:
         setattr(owner, name, timed)
 
     def take(self, name: str) -> Track:
-        """Return the spans so far as a track, and begin a new one."""
+        """Return all spans recorded since the last call as a track, and forget them here."""
         track = Track(name, self.seconds, tuple(self.spans), self.count)
         self.seconds, self.spans, self.calls, self.count = {}, [], [], 0
         return track

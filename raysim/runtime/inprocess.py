@@ -47,7 +47,7 @@ class InProcess:
         return [result] if returns == 1 else list(result)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """Add up sums now; return the total."""
+        """Return the total of partial sums, which is computed at once."""
         return add_up(parts, *refs)
 
     def get(self, ref: Any) -> Any:

@@ -290,7 +290,10 @@ class ClientStates:
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield each client that has a committed state, with the state; wait for workers."""
+        """Yield the number and the committed state of each client that has one.
+
+        Wait for states that are still on their workers.
+        """
         for client in self._accepted:
             yield client, self.accepted_state(client)
 

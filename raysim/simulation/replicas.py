@@ -384,9 +384,10 @@ class Replicas:
         return self._mean_of([server.vector for server in self.servers])
 
     def _mean_weights(self) -> list[float]:
-        """Return the weight of each replica in the mean.
+        """Return the weight of each replica in the mean of all replicas.
 
-        If clients move, weights follow the samples of the clients that a replica has now.
+        If clients move between replicas, the weight is the share of samples of the clients that a
+        replica has now; otherwise the topology has fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())

@@ -221,7 +221,12 @@ class Vector:
         yield from ((entry, counters) for entry in self.layout.counters)
 
     def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
-        """Return two flat tensors with the views of them that modules use, for `use_storage`."""
+        """Return the memory of a network's tensors, for `use_storage`.
+
+        data: the flat tensor of all parameters and float buffers.
+        counters: the flat tensor of all integer buffers.
+        The result also has a view into one of them for each tensor of the modules.
+        """
         # .data: otherwise autograd takes a change of one view for a change of all views
         views = [
             flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)

@@ -373,7 +373,7 @@ class Optimizers:
     def put(
         self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float
     ) -> None:
-        """Use this optimizer for a stage from now on."""
+        """Set the optimizer of a stage of local training for all later steps."""
         self._working[stage] = _StageOptimizer(optimizer, shared, rate)
 
     def save(self) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_remaining_prior_can_give_a_client_one_class() -> None:
+def test_prior_of_remaining_samples_gives_clients_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,

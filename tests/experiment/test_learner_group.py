@@ -95,7 +95,7 @@ def test_learner_option_equals_its_object() -> None:
     }
 
 
-def test_learner_option_resumes_to_the_same_bits() -> None:
+def test_resumed_run_of_a_learner_has_the_same_bits() -> None:
     words = f"{QUICK} learner=sklearn_linear learner.options.alpha=0.01 method=fedavgm"
     straight = raysim.run(f"{words} rounds=3", quiet=True, out="straight")
     raysim.run(f"{words} rounds=1", quiet=True, out="resumed")

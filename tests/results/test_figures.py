@@ -103,7 +103,7 @@ def test_output_bars_fit_the_common_axis() -> None:
     assert panels[0].get_ylim()[0] == 0
 
 
-def test_bias_is_drawn_over_probed_rounds(tmp_path: Path) -> None:
+def test_bias_figure_shows_the_rounds_that_measured_it(tmp_path: Path) -> None:
     probed = summarise_probes([make(0), make(1)])
     everything_seen = summarise_probes([make(seen=3)])
     rows: list[Row] = [

@@ -402,7 +402,10 @@ class UtilizationMonitor(threading.Thread):
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Record the driver's answers until `mean` is called; none if the driver gives none."""
+        """Ask the GPU's driver for the use of the GPU again and again, until `mean` is called.
+
+        End at once if the driver does not answer.
+        """
         while not self._end.wait(UTILIZATION_INTERVAL_S):
             share = gpu_utilization(self.device)
             if share is None:

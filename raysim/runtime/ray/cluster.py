@@ -225,7 +225,7 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
 
 
 def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
-    """Return the sum of the bundles' resources; the marks of single nodes are left out."""
+    """Return the summed resources of some bundles, without Ray's `node:ADDRESS` resources."""
     total: Counter[str] = Counter()
     for bundle in bundles:
         for name, amount in bundle.items():

@@ -236,7 +236,7 @@ def _choose_gpu_share(
             "or set device=cpu."
         )
     workers = "1 worker fits" if fitting == 1 else f"{fitting} workers fit"
-    say(f"a job needs {job}{states}, so {workers} on a GPU")
+    say(f"a job needs {job} of memory{states}, so {workers} on a GPU")
     if options.gpus is not None:
         if options.gpus < gpu_share(fitting):
             raise ValueError(

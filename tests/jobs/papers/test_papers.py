@@ -237,7 +237,7 @@ def test_every_paper_has_presets() -> None:
     assert set(PAPER_RUNS) == set(PAPERS)
 
 
-def test_fedbss_run_has_column_of_split_and_deviation(
+def test_fedbss_result_shows_mean_and_deviation_of_its_split(
     tmp_path: Path,
 ) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition.alpha=0.3"]
