@@ -266,8 +266,8 @@ class Result:
         entries = (*layout.entries, *layout.counters)
         if any(entry.personal and entry.network == "model" for entry in entries):
             raise RefusedError(
-                "every client of this run has a model of its own. Use client_model(client), or "
-                "client=... of text and predictions."
+                "every client of this run has a model of its own. Give a client: client_model(7), "
+                "text(client=7) or predictions(7), for example."
             )
 
     def _shared(self, name: str = MODEL) -> Mapping[str, Tensor]:
