@@ -32,17 +32,26 @@ wait_for_disk()
 """
 
 
+def read_until(text: str, source: StackSource) -> str:
+    """Return the stacks once they contain a text: a busy machine lets the process wait first."""
+    while text not in (stacks := read_stacks(source)):
+        pass
+    return stacks
+
+
 def test_stacks_of_a_blocked_process_name_its_function() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        source = StackSource(*map(int, process.stdout.readline().split()))
-        for _ in range(2):  # each text starts anew
-            assert read_stacks(source).count("in wait_for_disk") == 1
-        process.send_signal(signal.SIGSTOP)
-        assert "T (stopped)" in read_stacks(source)
-        process.kill()
+        try:
+            assert process.stdout is not None
+            source = StackSource(*map(int, process.stdout.readline().split()))
+            for _ in range(2):  # each text starts anew
+                assert read_until("in wait_for_disk", source).count("in wait_for_disk") == 1
+            process.send_signal(signal.SIGSTOP)
+            read_until("T (stopped)", source)
+        finally:
+            process.kill()
     assert read_stacks(source) == ""
 
 
