@@ -92,7 +92,7 @@ def _add_product(total: Tensor, delta: Tensor, weight: float) -> Tensor:
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
         return total.add_(delta * weight)
-    product = torch.empty(min(len(delta), BLOCK), dtype=delta.dtype)
+    product = torch.empty(BLOCK, dtype=delta.dtype)
     for part in split_range(0, len(delta), BLOCK):
         block = product[: part.stop - part.start]
         torch.mul(delta[part], weight, out=block)
