@@ -90,9 +90,10 @@ def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]
     environments: the environment variables of each process.
     Raise RefusedError if a process fails.
     """
+    limited = ["timeout", str(TIMEOUT_S), *command]
     processes = [
         subprocess.Popen(
-            command,
+            limited,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -100,11 +101,18 @@ def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]
         )
         for environment in environments
     ]
-    for process in processes:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        if process.returncode != 0:
-            print(output[-4000:], file=sys.stderr)
-            raise RefusedError(f"{command[0]}: status {process.returncode}. See above.")
+    try:
+        for process in processes:
+            output, _ = process.communicate()
+            if process.returncode != 0:
+                print(output[-4000:], file=sys.stderr)
+                raise RefusedError(
+                    f"{command[0]}: status {process.returncode} (124: not done in {TIMEOUT_S} s). "
+                    "See above."
+                )
+    finally:
+        for process in processes:
+            process.terminate()  # has no effect on a process that has ended
 
 
 def free_port() -> int:
