@@ -12,13 +12,13 @@ import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from raysim.primitives.errors import RefusedError, errors_as_refusals, on_one_line, suggest
 from raysim.primitives.files import is_disk_full, make_folder, user_path, without_password
+from raysim.primitives.interrupts import keep_interrupts, notice_interrupts
 from raysim.primitives.output import lossy_output, terminal_width
 
 RUN = """\
@@ -233,29 +233,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     argv: the arguments; None takes those of the process.
     """
-    sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
+    notice_interrupts()
     status = call(list(sys.argv[1:] if argv is None else argv))
     # Exit quietly; Python would print a traceback for a Ctrl-C from here on.
     signal.signal(signal.SIGINT, lambda *_: os._exit(status))
     sys.exit(status)
-
-
-def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook that repeats a Ctrl-C if Python could not raise KeyboardInterrupt.
-
-    Otherwise the interrupt would be lost, for example in the callback of a weak reference.
-    usual: the hook that handles all other errors.
-    """
-
-    def hook(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-            timer.daemon = True
-            timer.start()
-        else:
-            usual(unraisable)
-
-    return hook
 
 
 def call(argv: Sequence[str]) -> int:
@@ -293,7 +275,8 @@ def prepare_ray() -> None:
 def exit_status(command: Callable[[], int]) -> int:
     """Run a command and return its exit status; print an expected error as one sentence."""
     try:
-        status = command()
+        with keep_interrupts():
+            status = command()
         sys.stdout.flush()
         return status
     except RefusedError as error:

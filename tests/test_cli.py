@@ -329,6 +329,15 @@ class TestResume:
         run("out=b")
         assert bits("a") == bits("b")
 
+    def test_latest_removes_drafts_of_a_killed_process(self) -> None:
+        run("out=a", "rounds=1")
+        name = ".history.parquet." + "0f" * 16
+        drafts = [Path("a", name), Path("a", "checkpoints", name)]
+        for draft in drafts:
+            draft.write_bytes(b"half of a file")
+        run("out=a", "resume=latest")
+        assert not any(draft.exists() for draft in drafts)
+
     def test_latest_on_a_finished_run_does_nothing(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -880,7 +889,7 @@ class TestCompletion:
 
 
 # --- Ctrl-C -------------------------------------------------------------------------------------
-INTERRUPTED_CALLBACK = """
+INTERRUPTED_COMMAND = """
 import os, signal, time, weakref
 from raysim import cli
 
@@ -888,20 +897,30 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes
 
 class Target: pass
 
-def command(arguments):
+def interrupt_a_callback(arguments):
     target = Target()
     reference = weakref.ref(target, lambda _: os.kill(os.getpid(), signal.SIGINT))
     del target  # Python raises nothing in the callback
     time.sleep(60)
     return 0
 
-cli.COMMANDS["completion"] = command
+def answer_with_another_error(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ValueError("invalid bounding box") from None
+    return 0
+
+cli.COMMANDS["completion"] = COMMAND
 cli.main(["completion", "bash"])
 """
 
 
-def test_interrupt_in_a_callback_is_repeated() -> None:
-    command = [sys.executable, "-c", INTERRUPTED_CALLBACK]
+@pytest.mark.parametrize("function", ["interrupt_a_callback", "answer_with_another_error"])
+def test_interrupt_that_a_library_loses_is_kept(function: str) -> None:
+    program = INTERRUPTED_COMMAND.replace("= COMMAND", f"= {function}")
+    command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 130
     one_sentence(ended.stderr)

@@ -36,7 +36,7 @@ from raysim.experiment.run_folder import (
 from raysim.experiment.runtime_events import runtime_events
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError, errors_as_refusals
-from raysim.primitives.files import lock_folder, make_folder, user_path
+from raysim.primitives.files import abandoned_drafts, lock_folder, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.primitives.stacks import stacks_on_signal
 from raysim.primitives.stores import is_url, temporary_copy
@@ -230,6 +230,8 @@ def _run_once(
         say(console, place.note)
         for warning in experiment.warnings:
             warn(console, warning)
+        for draft in abandoned_drafts(place.folder):
+            draft.unlink()
         with waiting_line(console) as show_wait, errors_as_refusals():
             events = runtime_events(experiment, place, console, show_wait)
             stack.enter_context(closing(events))

@@ -19,6 +19,7 @@ from raysim.experiment.settings import Experiment, Interrupted
 from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import without_password
+from raysim.primitives.interrupts import keep_interrupts
 from raysim.results.history import read_history
 from raysim.results.observers import (
     HISTORY,
@@ -134,7 +135,8 @@ class Follower:
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with keep_interrupts():
+                yield
         except BaseException as error:
             self._notify_all(error)
             raise

@@ -16,6 +16,7 @@ from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import (
     LOCK_FILE,
+    abandoned_drafts,
     existing_file,
     replace_file,
     user_path,
@@ -133,19 +134,12 @@ def _has_just_begun(folder: Path) -> bool:
     """
     if not folder.is_dir():
         return False
-    drafts = config_drafts(folder)
+    drafts = abandoned_drafts(folder)
     return all(path.name == LOCK_FILE or path in drafts for path in folder.iterdir())
 
 
-def config_drafts(folder: Path) -> list[Path]:
-    """Return incomplete configuration files, which killed processes left in the folder."""
-    return list(folder.glob(f".{CONFIG}.*"))
-
-
 def begin_folder(experiment: Experiment, place: Place) -> None:
-    """Write the configuration into the folder of a run that starts."""
-    for draft in config_drafts(place.folder):
-        draft.unlink()
+    """Write the configuration into the folder of a run that starts or continues."""
     config = to_yaml(experiment.config).encode()
     replace_file(place.folder / CONFIG, config)
     checkpoint_folder = experiment.spec.settings.checkpoint.folder

@@ -22,6 +22,8 @@ from raysim.primitives.errors import RefusedError
 LOCK_FILE = ".held"
 # Seconds of waiting for a lock before the wait is reported.
 SILENT_WAIT_S = 3.0
+# The names of drafts, see `draft_file`.
+_DRAFT_NAME = re.compile(r"\..+\.[0-9a-f]{32}")
 # Parts of the texts by which libraries report a full disk in errors of their own.
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
 
@@ -43,6 +45,14 @@ def draft_file(path: Path) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def abandoned_drafts(folder: Path) -> list[Path]:
+    """Return the drafts that killed processes left in a folder and in the folders inside it.
+
+    Call it only while no other process writes there (`lock_folder`).
+    """
+    return [path for path in folder.rglob(".*") if _DRAFT_NAME.fullmatch(path.name)]
 
 
 @contextlib.contextmanager

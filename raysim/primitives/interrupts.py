@@ -1,0 +1,60 @@
+"""Keep a Ctrl-C that a library would lose or would replace by an error of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_interrupted = threading.Event()
+
+
+def notice_interrupts() -> None:
+    """Remember from now on that Ctrl-C was pressed. It still raises `KeyboardInterrupt`.
+
+    Where Python cannot raise it, for example in the callback of a weak reference, it is raised a
+    moment later. Where Ctrl-C is ignored, as in the background commands of a shell, it stays so.
+    """
+    sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _notice)
+
+
+def _notice(number: int, frame: Any) -> None:
+    _interrupted.set()
+    signal.default_int_handler(number, frame)
+
+
+def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return a hook for errors that Python cannot raise; it sends a lost Ctrl-C again.
+
+    usual: the hook that handles all other errors.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            timer.daemon = True
+            timer.start()
+        else:
+            usual(unraisable)
+
+    return hook
+
+
+@contextlib.contextmanager
+def keep_interrupts() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` if the code inside `with` fails after Ctrl-C was pressed.
+
+    A library in C, such as the one under Matplotlib, may answer a Ctrl-C with an error of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _interrupted.is_set():
+            raise KeyboardInterrupt from error
+        raise
