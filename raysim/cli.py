@@ -300,7 +300,7 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard the unwritten output, because Python would fail to write it at exit."""
+    """Discard the output that is not written yet, because Python would fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -342,7 +342,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag: str) -> str:
     """Return the override that the user probably meant by an unknown flag.
 
-    For "--round 5" this is "rounds=5"; "" if no key is similar.
+    For "--round 5" this is "rounds=5". Return "" if no key is similar.
     """
     if not hasattr(arguments, "overrides"):
         return ""
@@ -364,9 +364,10 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 
 
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
-    """Make the packages of --allow importable, and add their options.
+    """Import the packages of --allow, and add the folders of their options to --conf.
 
-    are_remote: True if their classes are imported on a cluster, not in this process.
+    Return the changed arguments.
+    are_remote: True if the packages are imported on a cluster, not in this process.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -766,7 +767,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `RefusedError` for a new run in a used folder, and for `resume` without a run.
+    """Raise `RefusedError` if a new run gets a used folder, or if `resume` finds no run.
 
     Resuming without a run would start a run with the default configuration, which the user did not
     request.
@@ -789,9 +790,9 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
 
 
 def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
-    """Add `resume=latest`, which starts or continues the run in the folder of `out=`.
+    """Return the overrides with `resume=latest`, which continues the run in `out=` or starts one.
 
-    Raise `RefusedError` without `out=`, and if there is a `resume=` already.
+    Raise `RefusedError` if `out=` is missing, or if there is a `resume=` already.
     """
     keys = {override.partition("=")[0] for override in overrides}
     if "resume" in keys:
@@ -987,7 +988,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Split "a,b" into its parts."""
+    """Return the parts of a text such as "a, b", without spaces."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -1026,10 +1027,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `RefusedError` for a workload that does not exist.
-
-    Also raise it for one that cannot be measured together with the other workloads.
-    """
+    """Raise `RefusedError` if a workload does not exist, or cannot be measured with the others."""
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:

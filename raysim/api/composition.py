@@ -105,7 +105,7 @@ _RENAMED = {
 
 
 def _check_renamed(method: Method) -> None:
-    """Raise ValueError for a hook of an earlier version. The error gives the new name."""
+    """Raise ValueError if a method defines a hook under an old name; the error has the new name."""
     for name in _uncalled_functions(type(method)):
         if name in _RENAMED:
             raise ValueError(
@@ -115,7 +115,7 @@ def _check_renamed(method: Method) -> None:
 
 
 def _check_hooks(method: Method) -> None:
-    """Raise ValueError for a hook that cannot be called with the hook's arguments."""
+    """Raise ValueError if a hook does not accept the arguments that raysim passes to it."""
     for hook in HOOKS:
         if not fills(method, hook):
             continue
@@ -159,7 +159,7 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return the public functions of a user's class that neither raysim nor the class calls."""
+    """Return the public functions of a user's method that are no hooks and that it never uses."""
     classes = [
         parent
         for parent in cls.__mro__
@@ -264,7 +264,7 @@ PARAMETER_HOOKS = ("begin", "prepare", "end", "combine", "step", "absorb", "pers
 
 
 def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError for a compressor next to a method that sends only a part of the model."""
+    """Raise ValueError if one method sends only a part of the model and another one compresses."""
     compressing = next((d.method for d in all_declared if d.compressor is not None), None)
     omitting = next((d.method for d in all_declared if d.omissions), None)
     if compressing and omitting:
@@ -373,7 +373,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Map each need that is not met to a phrase for the error ("needs ..., but ...")."""
+    """Map each need of methods that the task does not meet to a reason ("needs ..., but ...")."""
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":

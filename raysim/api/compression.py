@@ -170,7 +170,11 @@ class Compressor(Method):
     def _receive(
         self, message: np.ndarray, layout: Layout, values: Tensor, has_memory: bool
     ) -> None:
-        """Fill `values` with the decoded message."""
+        """Fill `values` with the decoded message.
+
+        has_memory: True if the sender adds what earlier messages left out to the next message; the
+        decoded values are then multiplied by `contraction`.
+        """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         out = values if is_direct else torch.empty(len(values))
         self.decode(message, layout, out)

@@ -364,7 +364,12 @@ class Local:
         return factors
 
     def _scheduled(self, place: int, end: int, warmup: int) -> float:
-        """Return the rate of the schedule at a place (a version or a step) out of `end` places."""
+        """Return the learning rate that the schedule gives to a step, or to a version.
+
+        place: the number of the step or version, from 0.
+        end: the number of steps or versions after which the schedule ends.
+        warmup: the number of steps or versions before it begins.
+        """
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "step":

@@ -212,10 +212,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model that the hook `model` returned, or the unchanged model and an error.
+    """Return the model that a method's hook `model` makes, and None.
 
-    The caller raises the error later: if the data lack what the method needs, that error is
-    clearer.
+    If the hook fails, return the unchanged model and the error. The caller raises it later: if the
+    data lack what the method needs, the error about that need is clearer.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -228,7 +228,7 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call `setup`. If it fails because a need of the method is not met, raise that error."""
+    """Call the method's `setup`; if it fails because a need is not met, raise an error about it."""
     try:
         method.setup(setup)
     except Exception:

@@ -96,7 +96,7 @@ def _wrong(value: Any, method: str, hook: str, instead: str) -> HookError:
 
 
 def _kind(value: Any) -> str:
-    """Describe the value in words."""
+    """Describe a value by its shape or its type ("a tensor of shape [3]")."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a value of type {type(value).__name__}"

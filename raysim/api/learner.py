@@ -165,9 +165,9 @@ class Learner(Method):
         run.load_model(_load_content)
 
     def _planned_words(self, task: Task, received: int) -> int:
-        """Return the words that `_encode` is expected to make of a job's parameters.
+        """Return the expected size of a job's encoded parameters, in int32 words; see `_encode`.
 
-        received: the words that `_encode` made of the version.
+        received: the size of the version's encoded parameters, in words.
         """
         name = f"upload_bytes of {type(self).__name__}"
         size = at_least(name, self.upload_bytes(task, 4 * (received - 1)), 0)
@@ -215,7 +215,7 @@ class Learner(Method):
 
 
 def _load_content(scored: ScoredModel) -> None:
-    """Give a learner's network the parameters in bytes, which are sent next to the vector."""
+    """Load the parameters of a learner, which are sent as bytes, into its network."""
     network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
     network.content = _decode(scored.received["model"])
 
@@ -230,7 +230,10 @@ def _check_bytes(parameters: object, learner: Learner, function: str) -> bytes:
 
 
 def _encode(content: bytes) -> Tensor:
-    """Return bytes as int32 words, the length first; traffic counts a word as a float."""
+    """Return bytes as int32 words: first the number of bytes, then the bytes.
+
+    Traffic counts a word as a float.
+    """
     padded = content + bytes(-len(content) % 4)
     words = np.frombuffer(padded, np.int32)
     return torch.from_numpy(np.concatenate([np.array([len(content)], np.int32), words]))

@@ -281,7 +281,10 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
 
 
 def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
-    """Call a user's function on random outputs; return if it scores each sample or the set."""
+    """Return "sample" if a user's metric scores each sample, "set" if it scores the whole set.
+
+    The function is called with random outputs to find out.
+    """
     outputs, labels = example_scores(task)
     name = metric.title
     with _errors_with_shapes(name, outputs, labels, "Correct it, or leave it out."):
@@ -313,7 +316,10 @@ def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
 
 # ---- torchmetrics --------------------------------------------------------------------------------
 def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
-    """Return the metric that torchmetrics has under this name."""
+    """Return the metric of torchmetrics that has this name.
+
+    key: the user's key, for errors.
+    """
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":
         raise ValueError(

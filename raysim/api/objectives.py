@@ -93,7 +93,7 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of a loss over the labels that are not ignored; 0 if all are ignored.
+    """Return the mean of a loss over all labels that are not ignored; 0 if all are ignored.
 
     values: a loss for each label, in the shape of `labels`; or a loss for each sample [B], which
     counts if the sample has a label that is not ignored.
@@ -106,7 +106,7 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the mean loss of the labels that are not ignored, or 0."""
+    """Return each sample's mean loss [B] over its labels that are not ignored; 0 without any."""
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
     is_counted = (labels != IGNORED).reshape(len(labels), -1)
@@ -115,10 +115,10 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its losses and the number of its labels, [B, 2].
+    """Return for each sample the sum of its losses and the number of its labels: [B, 2].
 
     Ignored labels do not count.
-    values: a loss for each label, or a loss for each sample, which is used for all its labels.
+    values: a loss for each label; or a loss for each sample, which counts for each of its labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -278,7 +278,7 @@ def label_auroc(rows: np.ndarray) -> float:
 
 
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
-    """Return the mean area under the ROC curve over the columns of [n, C]; nan without any.
+    """Return the area under the ROC curve, averaged over the columns of [n, C]; nan without any.
 
     Columns in which all samples are positive, or all negative, are left out. The area is the share
     of pairs of a positive and a negative sample in which the positive sample has the higher score;

@@ -91,7 +91,10 @@ def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Split a stored name into the name, the mark "#" and the type; a key may contain a "#"."""
+    """Split a stored name such as "counts[3]#int" into the name, the mark "#" and the type.
+
+    The last "]" ends the name, because a key in brackets may contain a "#".
+    """
     end = stored.rindex("]") + 1
     return stored[:end], stored[end : end + 1], stored[end + 1 :]
 

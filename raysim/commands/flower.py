@@ -182,7 +182,7 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a row for each group of messages that were sent at the same virtual time."""
+    """Return a text table with a row for all messages that were sent at the same virtual time."""
     if not len(rounds):
         return "the ServerApp sent no messages"
     head = [str(name) for name in rounds.columns]
@@ -205,7 +205,7 @@ def _summary_text(summary: Mapping[str, Any], out: Path | None) -> str:
 
 
 def _seeds_table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row for each seed, and rows with the mean and the deviation of each number."""
+    """Return a text table of a number for each seed, with the mean and the deviation at its end."""
     names = [
         name
         for name, value in summaries[0].items()

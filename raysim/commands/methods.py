@@ -87,7 +87,7 @@ def find_methods(
 
 
 def _fedavg() -> MethodEntry:
-    """Return the entry of FedAvg, which has no class: it is the empty list of methods."""
+    """Return the list's entry for FedAvg, which has no class: it is the empty list of methods."""
     text, paper = read_module("raysim.methods.fedavg", "PAPER")
     return MethodEntry("fedavg", "fedavg", paper, first_line(text), [text])
 
@@ -104,11 +104,11 @@ def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]
 
 
 def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
-    """Return the facts about a method's class by importing it.
+    """Import a method's class, and return the facts about it.
 
     This is for classes that `read_method` cannot read, such as a user's own.
     name: the method's name.
-    node: its configuration node.
+    node: its configuration.
     """
     from raysim.api.method import Method
     from raysim.experiment.describe import hook_names

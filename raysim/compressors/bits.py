@@ -17,7 +17,7 @@ def words_of_bits(bits: int) -> int:
 
 
 def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Write digits of `width` bits into `words` one after another, the lowest bit first."""
+    """Write digits of `width` bits one after another into words of 32 bits, lowest bit first."""
     pending, filled, place = np.uint64(0), 0, 0
     for digit in digits:
         pending |= np.uint64(digit) << np.uint64(filled)
@@ -32,7 +32,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _pack_whole(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Do the same as `_pack`, in less time; `width` must divide 32."""
+    """Write the same words as `_pack`, in less time; `width` must divide 32."""
     room = 32 // width
     for place in range(len(digits) // room):
         word = np.uint32(0)
@@ -60,7 +60,7 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unpack_whole(words: np.ndarray, width: int, digits: np.ndarray) -> None:
-    """Do the same as `_unpack`, in less time; `width` must divide 32."""
+    """Fill `digits` as `_unpack` does, in less time; `width` must divide 32."""
     room = 32 // width
     mask = np.uint32((1 << width) - 1)
     for place in range(len(digits) // room):
@@ -97,7 +97,7 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return how many low bits of each position are stored unchanged; see `pack_places`."""
+    """Return the number of low bits of a position that are stored unchanged; see `pack_places`."""
     return max(0, (length // count).bit_length() - 1)
 
 

@@ -155,9 +155,9 @@ class PowerSGD(Compressor):
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield each part of a message, with its P and Q.
+        """Yield each part of the vector with its matrices P and Q in the message.
 
-        For entries that are sent unchanged yield the entries and an empty tensor.
+        For entries that are sent unchanged, yield the entries and an empty tensor.
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

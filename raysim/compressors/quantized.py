@@ -42,14 +42,14 @@ def _round_randomly(
     key: int,
     digits: np.ndarray,
 ) -> None:
-    """Write a digit for each entry: its randomly rounded level with its sign, plus `levels`.
+    """Write each entry as a digit: its randomly rounded level with its sign, plus `levels`.
 
     The level of an entry v is floor(levels |v| / scale + u). The random numbers u follow from the
     key and the position, by a 32-bit hash. All numbers have 32 bits, so that several entries are
     computed at once.
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     scales: float32 [buckets].
-    digits: [entries], which is filled.
+    digits: [entries], the array to fill.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
     golden = np.uint32(0x9E3779B9)
@@ -91,12 +91,12 @@ def _restore(
 
 
 def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Write the sum, the sum of squares and the largest absolute value of each bucket.
+    """Write the sum, the sum of squares and the largest absolute value of each bucket into `sums`.
 
     Four partial sums are computed at the same time, because an addition must wait for the previous
     addition to the same sum.
     starts: see `_round_randomly`.
-    sums: float64 [buckets, 3], which is filled.
+    sums: float64 [buckets, 3].
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
@@ -134,7 +134,7 @@ class _Quantizer(Compressor):
     levels: int
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where buckets begin, and where the last one ends: int64 [buckets + 1]."""
+        """Return where each bucket starts, and where the last one ends: int64 [buckets + 1]."""
         raise NotImplementedError
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ class _Quantizer(Compressor):
 
     @property
     def width(self) -> int:
-        """The number of bits for an entry: its level and its sign."""
+        """The number of bits of an entry in a message: its level and its sign."""
         return (2 * self.levels).bit_length()
 
     def words(self, layout: Layout) -> int:
@@ -151,7 +151,7 @@ class _Quantizer(Compressor):
         return len(self.starts(layout)) - 1 + words_of_bits(self.width * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the scales, then the levels."""
+        """Return the message: the scales of all buckets, then the levels of all entries."""
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
         digits = np.empty(len(array), np.uint16 if self.width > 8 else np.uint8)

@@ -33,14 +33,14 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
 
 
 def _as_words(values: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor as words of 32 bits; zeros fill the last word."""
+    """Return the bytes of a tensor as words of 32 bits; the last word is filled up with zeros."""
     raw = values.view(torch.uint8).numpy()
     missing = -len(raw) % (WORD_BITS // 8)
     return np.pad(raw, (0, missing)).view(np.uint32) if missing else raw.view(np.uint32)
 
 
 def _from_words(words: np.ndarray, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` numbers in words that `_as_words` returned."""
+    """Return the first `count` numbers of a tensor that `_as_words` has turned into words."""
     raw = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
     return raw[: count * dtype.itemsize].view(dtype)
 
@@ -68,11 +68,11 @@ class Float16(Compressor):
 def _scale_blocks(
     values: np.ndarray, block: int, largest: float, scales: np.ndarray, scaled: np.ndarray
 ) -> None:
-    """Write the scale of each block, and the values divided by their block's scale.
+    """Divide the values of each block by the block's scale; write scales and quotients.
 
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
-    scales, scaled: are filled.
+    scales, scaled: the arrays to fill.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
@@ -90,11 +90,11 @@ def _scale_blocks(
 def _quantize_blocks(
     values: np.ndarray, block: int, largest: float, scales: np.ndarray, numbers: np.ndarray
 ) -> None:
-    """Write the scale of each block, and the values divided by it, rounded to integers.
+    """Divide the values of each block by the block's scale, and round; write scales and integers.
 
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
-    scales, numbers: are filled.
+    scales, numbers: the arrays to fill.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
@@ -112,7 +112,7 @@ def _quantize_blocks(
 def _restore_blocks(
     codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
-    """Fill `out`: decode each code and multiply the number by the scale of its block.
+    """Decode each code and multiply the number by its block's scale; write the result into `out`.
 
     codes: uint8 [entries].
     block: the number of entries in a block.

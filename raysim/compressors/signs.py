@@ -29,7 +29,7 @@ from raysim.vectors.layout import Layout
 
 
 def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
-    """Fill `words`: set a bit for each value that is at least 0."""
+    """Fill `words` with one bit for each value: 1 if the value is at least 0."""
     for word in range(len(words)):
         bits = np.uint32(0)
         first = 32 * word
@@ -39,7 +39,7 @@ def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
 
 
 def _unpack_signs(words: np.ndarray, scale: float, out: np.ndarray) -> None:
-    """Fill `out` with `scale` for each bit that is set, and with -`scale` for all other bits."""
+    """Fill `out` with `scale` for each bit that is 1, and with -`scale` for each bit that is 0."""
     for word in range(len(words)):
         bits = words[word]
         first = 32 * word

@@ -33,9 +33,9 @@ SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
 
 
 def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of entries v with |v| >= threshold; return their number.
+    """Write the positions of all entries v with |v| >= threshold; return the number of positions.
 
-    If there are more positions than `places` has room for, return that room plus 1.
+    If there are more positions than `places` can hold, return its length plus 1.
     """
     count, room = 0, len(places)
     for place in range(len(values)):
@@ -66,10 +66,10 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
-    """Return positions that include those of the `count` largest entries; None means all.
+    """Return ascending positions, among them those of the `count` largest entries; None means all.
 
-    The positions are ascending. A threshold is estimated from a sample of the entries. Then one
-    pass over the long vector finds few candidates.
+    A threshold is estimated from a sample of the entries. Then one pass over the long vector finds
+    few candidates.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:
@@ -84,7 +84,7 @@ def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
 
 
 class _Sparse(Compressor):
-    """A compressor that sends some of the entries.
+    """A compressor that sends only some entries of the vector.
 
     share: the share of the entries that are sent, above 0 and at most 1.
     """

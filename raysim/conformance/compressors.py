@@ -29,7 +29,7 @@ def checks(compressor: Compressor, study: Study) -> Iterator[tuple[str, Callable
 
 
 def _examples(layout: Layout) -> dict[str, Tensor]:
-    """Return values to encode, float32 [trained]."""
+    """Return example vectors to encode, float32 [trained], by their descriptions."""
     numbers = stream(0, "compressor").standard_normal(layout.trained, dtype=np.float32)
     normal = torch.from_numpy(numbers)
     one = torch.zeros_like(normal)

@@ -42,7 +42,7 @@ def check_initial(make: Make) -> None:
 
 
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
-    """Return the initial parameters by name; the global generators have another seed."""
+    """Return a learner's initial parameters by name, made after seeding all global generators."""
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002
     network: LearnerNetwork = declare_run(make()).networks["model"].net  # type: ignore[assignment]

@@ -39,7 +39,7 @@ def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], obj
 
 
 def _call_check(check: Callable[[], object]) -> None:
-    """Call the check, and turn an error that ends a run into an AssertionError."""
+    """Call a check; raise AssertionError instead of an error that ends a run."""
     try:
         check()
     except (RunStoppedError, RefusedError) as error:
@@ -178,7 +178,7 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
 
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
-    """Return the part of a message that contains one of the secrets."""
+    """Return the name of the part of a training result that contains one of the secrets."""
     for part in (*map(vars, result.updates), {"sums": result.sums}):
         for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
@@ -187,7 +187,7 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if an update begins with a client state that fills most of the update.
+    """Return True if an update begins with a stored client state that fills most of the update.
 
     A shorter beginning may be equal by chance.
     """
@@ -199,7 +199,7 @@ def _bytes(array: np.ndarray) -> bytes:
 
 
 def _check_costs(seen: Seen, pooled: bool) -> None:
-    """Check that the history's numbers of floats are those that the messages contain."""
+    """Check that the history counts exactly the floats that messages contain."""
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
@@ -239,7 +239,7 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return the message format of a run whose clients send steps; None for other runs."""
+    """Return the messages with the server's compressed steps; None if whole models are sent."""
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:
         return None
@@ -247,7 +247,7 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: Seen, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return how many floats of the model a job need not send or receive, as methods declare."""
+    """Return how many floats of the model a job does not receive (down), or does not send (up)."""
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec
     facts = RunFacts(spec.task, spec.settings.local, coordinator.layout, 0, frozenset())

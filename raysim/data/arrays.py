@@ -135,7 +135,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
 
 
 def _split_halves(data: object) -> tuple[object, object]:
-    """Return the training half, and the half for central tests or None."""
+    """Return the user's training data, and the data for central tests or None."""
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return data["train"], data.get("test")
     if isinstance(data, Dataset):
@@ -158,10 +158,10 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and, if there are some, the users of one half.
+    """Return the inputs, the labels and, if there are any, the users of training or test data.
 
     kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
-    fields: a list to which the parts of a row of inputs are appended; () for a single input.
+    fields: a list to which the parts of a row of inputs are appended; nothing for a single input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -196,7 +196,7 @@ def _read_half(
 
 
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
-    """Return the inputs, and the parts of their rows if a sample has several inputs."""
+    """Return the inputs as one array, and its fields if a sample has several inputs."""
     if isinstance(column, Mapping):
         arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
         return pack_fields(arrays, place)
@@ -220,7 +220,7 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 
 
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the columns of a torch data set whose items are (input, label[, user])."""
+    """Return the items (input, label[, user]) of a torch data set as columns."""
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
     if items and isinstance(items[0], Mapping):
         items = [_split_item(item, row, name) for row, item in enumerate(items)]
@@ -236,7 +236,7 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
-    """Return an item that is a dictionary as (input, label) or (input, label, user)."""
+    """Return a data set's item, a dictionary, as a tuple (input, label) or (input, label, user)."""
     names = [str(key) for key in item]
     label = find_label(names, f"data: item {row} of the data set for {name}")
     user = find_column([key for key in names if key != label], USER_NAMES)
@@ -246,7 +246,7 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 
 
 def _join_inputs(inputs: Sequence[Any]) -> Any:
-    """Return the inputs of all items: one column, or a column for each of several inputs."""
+    """Return the inputs of all items as one column, or as a column for each of several inputs."""
     first = inputs[0]
     if isinstance(first, Mapping):
         return {key: [item[key] for item in inputs] for key in first}
@@ -258,9 +258,9 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return labels that are lists of different lengths or of text, or target dictionaries.
+    """Return a column as lists of labels if its items are lists or dictionaries, else None.
 
-    Return None for other columns.
+    Lists count if they differ in length or contain text.
     kind: with "multilabel", lists of integers that are not all 0 or 1 are lists of labels, too;
     with "positions" no column is a column of such lists.
     """
@@ -297,7 +297,7 @@ def _describe_shape(labels: NDArray[Any] | LabelLists) -> str:
 
 
 def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
-    """Return images of 8 bits as [n, c, h, w]; other inputs stay unchanged."""
+    """Return images of 8 bits with the channels before rows and columns; change no other inputs."""
     if inputs.dtype != np.uint8 or inputs.ndim not in (3, 4):
         return inputs
     if inputs.ndim == 3:
@@ -309,7 +309,7 @@ def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
 def _concatenate(
     parts: Sequence[NDArray[Any] | LabelLists], name: str
 ) -> NDArray[Any] | LabelLists:
-    """Join a column of training rows and of test rows."""
+    """Join a column of the training data with the same column of the test data."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:
         rows: LabelLists = []

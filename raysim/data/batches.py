@@ -92,7 +92,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Pad with zeros and crop, flip and rotate. No pixel gets a new value."""
+        """Crop, flip and rotate images at random, as the settings say; pixels move, values stay."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -119,9 +119,10 @@ class Pipeline:
 def _rotation_sources(
     height: int, width: int, degrees: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source pixel of each pixel of a turned image, and True if it is in the image.
+    """Return which pixel of an image each pixel of the rotated image shows: [B, h * w].
 
-    Both results are [B, h * w]. Images are turned counter-clockwise.
+    The second result, bool [B, h * w], is False where a pixel shows nothing of the image. Images
+    turn counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]
@@ -142,5 +143,5 @@ def _to_tensor_like(images: Tensor, values: np.ndarray) -> Tensor:
 def _channel_constants(
     values: tuple[float, ...], dtype: torch.dtype, device: str, inner_axes: int
 ) -> Tensor:
-    """Return one value per channel, followed by `inner_axes` axes of size 1."""
+    """Return a tensor with a value for each channel, followed by `inner_axes` axes of length 1."""
     return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *inner_axes * [1])

@@ -248,7 +248,11 @@ def pack(
 
 
 def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
-    """Return the inputs and the labels of a stream, which have the same length."""
+    """Join documents into one sequence; return its tokens, and the token that follows each one.
+
+    The second array has `IGNORED` for tokens of prompts.
+    end: the token that separates documents.
+    """
     tokens, labels = [np.array([end])], []
     for document in documents:
         tokens += [document.tokens, np.array([end])]
@@ -351,7 +355,7 @@ def _encode(value: str | Ints, vocabulary: Vocabulary, suffix: str = "") -> Ints
 def _table_vocabulary(
     values: Sequence[str | Ints], settings: DocumentSettings, place: str
 ) -> Vocabulary:
-    """Return the vocabulary of texts, or of rows of token numbers."""
+    """Return the vocabulary of a table's column of texts, or of lists of token numbers."""
     texts = [value for value in values if isinstance(value, str)]
     if texts:
         if settings.prompt is not None:

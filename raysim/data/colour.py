@@ -81,7 +81,7 @@ def from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def _per_image(values: Tensor) -> Tensor:
-    """Add the axes of channels, rows and columns."""
+    """Return a value for each image [B] in a shape that multiplies images: [B, 1, 1, 1]."""
     return values.reshape(-1, 1, 1, 1)
 
 

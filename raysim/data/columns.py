@@ -125,7 +125,7 @@ def describe_origin(
 
 
 def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
-    """Return a text of columns with their types; of more than four columns only some."""
+    """Describe columns with their types in one line; of more than four columns only some."""
     shown = [f"{name} ({_stored_type(types[name])})" for name in names]
     if len(shown) > MAX_COLUMNS_IN_MESSAGE:
         shown = [f"{len(names)} columns: {shown[0]}", shown[1], "...", shown[-1]]
@@ -208,7 +208,7 @@ def read_inputs(
 def _read_column(
     column: pa.Array, name: str, settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Read a column of text or lists."""
+    """Return a column of texts or lists as an array, and its tokens if it has any."""
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
     if not _is_list(column.type):
@@ -490,17 +490,17 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_picture(kind: pa.DataType) -> bool:
-    """Return True for a struct with the bytes of a picture, as Hugging Face stores images."""
+    """Return True if a column has pictures as Hugging Face stores images: structs with bytes."""
     return bool(pa.types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the items of lists."""
+    """Return the type of the items of a column of lists."""
     return values_type(kind.value_type)
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which the values of a column are read."""
+    """Return the plain type of a column's values: the one under dictionaries and extensions."""
     if isinstance(kind, pa.BaseExtensionType):
         return _stored_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -511,10 +511,10 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
-    """Return a column in the plain type of its values.
+    """Return a column of a table, converted to the plain type of its values; see `_stored_type`.
 
-    key: the name of the column in errors.
-    Raise ValueError if it is missing or cannot be read.
+    key: the column's name in errors.
+    Raise ValueError if the column is missing or cannot be read.
     """
     if name not in table.column_names:
         raise ValueError(
@@ -536,6 +536,6 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
 
 
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return a text with the first row that has an empty value (", the first in row 3")."""
+    """Return the place of a column's first empty value for an error (", the first in row 3")."""
     rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
     return f", the first in row {rows[0]}"

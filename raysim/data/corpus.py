@@ -60,7 +60,7 @@ class _Corpus(Source):
 
 
 def _describe_empty(names: Sequence[str]) -> str:
-    """Return the names of files without text; "" if there are none."""
+    """Describe the files that have no text, for a warning; "" if there are none."""
     if not names:
         return ""
     shown = ", ".join(names[:MAX_NAMED_FILES])
@@ -112,7 +112,7 @@ class Text(_Corpus):
         return self._pack(texts, f"data.root={self.root}", _describe_empty(empty))
 
     def _documents(self, path: Path) -> Iterator[_NamedText]:
-        """Yield the documents of a file that are not empty."""
+        """Yield the documents of a file; empty documents are left out."""
         try:
             content = regular_file(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +133,7 @@ class Text(_Corpus):
             yield _NamedText(user, part, is_test)
 
     def _user_of(self, path: Path) -> tuple[str, bool]:
-        """Return the name of a file's user, and True if it is a test file."""
+        """Return the name of the user whose text is in a file, and True for a test file."""
         root = require_root(self.root, "data=text", "a file of text")
         if root.is_file():
             return path.stem, False

@@ -75,7 +75,10 @@ def _build(source: Source, clean: Dataset, partition: Partition, seed: int) -> S
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
-    """Return all labels; floor(ratio * n_k) of client k's n_k training labels are made wrong."""
+    """Return all labels; a share `ratio` of the training labels of each client becomes wrong.
+
+    Of a client's n training labels, floor(ratio * n) change.
+    """
     rng = stream(seed, "noise")
     order = rng.permutation(clean.train_rows)
     shifts = rng.integers(1, max(clean.num_classes, 2), len(clean))
@@ -94,7 +97,10 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
 def _draw_angles(
     source: Source, clean: Dataset, partition: Partition, seed: int
 ) -> tuple[Ints, Ints]:
-    """Return for each image of the new file its row in the clean file, and the angle's number."""
+    """Draw an angle for each image; return the images' rows in the clean data, and the angles.
+
+    An angle is its index in `rotation.angles`, or `NO_ANGLE`.
+    """
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)
     numbers = np.full(clean.train_rows, NO_ANGLE)
@@ -120,7 +126,7 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`; images are rotated and then pooled."""
+    """Return some rows of inputs, of which images are rotated and then pooled."""
     if not clean.is_images:
         return clean.inputs[rows]
     channels, height, width = clean.shape

@@ -134,7 +134,10 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Floats]:
-    """Return the x and y that each pixel of the turned image comes from, each [h * w]."""
+    """Return the position (x, y) in the image that each pixel of the rotated image shows.
+
+    Both arrays are [h * w].
+    """
     cos, sin = _cos_sin(angle)
     y, x = np.mgrid[:height, :width].reshape(2, -1)
     centre_x, centre_y = (width - 1) / 2, (height - 1) / 2
@@ -150,7 +153,10 @@ def _cos_sin(angle: float) -> tuple[float, float]:
 
 
 def _pixels_at(images: NDArray[Pixel], x: Ints, y: Ints) -> NDArray[Pixel]:
-    """Return the pixels at (x, y) of images [n, c, h, w], as [n, c, len(x)]; zero outside."""
+    """Return the pixels of images [n, c, h, w] at the positions (x, y): [n, c, len(x)].
+
+    Pixels outside an image are 0.
+    """
     n, channels, height, width = images.shape
     is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     places = np.where(is_inside, y * width + x, 0)

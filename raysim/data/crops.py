@@ -65,9 +65,9 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return the coordinates at which each of `size` pixels is read, [B, size].
+    """Return the coordinates at which each of `size` pixels of a crop is read: [B, size].
 
-    They are inside the rectangle; -1 and 1 are the edges of the image.
+    All are inside the cropped rectangle; -1 and 1 are the edges of the image.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)

@@ -216,7 +216,7 @@ def _label_dtype(kind: Kind) -> type[np.generic]:
 
 
 def _binary_column(values: NDArray[Any]) -> pa.Array:
-    """Return a column of one binary value per row."""
+    """Return an Arrow column that has the bytes of each row of an array."""
     width = values.itemsize * math.prod(values.shape[1:])
     flat = values.reshape(-1).view(np.uint8)
     return pa.FixedSizeBinaryArray.from_buffers(
@@ -225,13 +225,13 @@ def _binary_column(values: NDArray[Any]) -> pa.Array:
 
 
 def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Return a view of a column that `_binary_column` wrote."""
+    """Return a column that `_binary_column` made as an array, without copying it."""
     values = np.frombuffer(column.buffers()[1], dtype=dtype, count=math.prod(shape))
     return values.reshape(shape)
 
 
 def _map_file(path: Path) -> Samples:
-    """Return the data that `_write` wrote, as views of the file.
+    """Return the data set in a file as arrays that share the file's memory.
 
     A damaged file can raise errors of many types.
     """
@@ -279,7 +279,7 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_mark(path: Path) -> tuple[Path, str]:
-    """Return the file that marks a data set as verified on this machine, and its content."""
+    """Return the path and the content of the file that marks a data set as verified here."""
     stat = path.stat()
     mark = path.parent / ".verified" / socket.gethostname() / path.name
     return mark, f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
@@ -291,7 +291,7 @@ def _is_verified(path: Path) -> bool:
 
 
 def _mark_verified(path: Path) -> None:
-    """Mark the file as verified; in a read-only folder each process verifies it again."""
+    """Mark a data set as verified; in a read-only folder each process verifies it again."""
     mark, content = _verification_mark(path)
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)

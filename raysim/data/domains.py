@@ -71,7 +71,7 @@ class Domains(Source):
         return Raw(images, labels, train_rows, class_names, domains, list(self.domains))
 
     def _check_classes(self, parts: list[Raw]) -> list[str]:
-        """Return the class names of all domains. Raise ValueError if they differ."""
+        """Return the class names, which all domains must share; raise ValueError otherwise."""
         for name, part in zip(self.domains, parts, strict=True):
             if part.kind != "classification":
                 raise ValueError(
@@ -126,9 +126,9 @@ class Domains(Source):
 
 
 def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
-    """Return the row numbers that each part gets in the joined data set.
+    """Return for each domain the rows that its samples get in the joined data set.
 
-    The training rows of all parts come first, part after part, then the test rows.
+    The training rows of all domains come first, then the test rows.
     """
     train_sizes = [part.train_rows for part in parts]
     test_sizes = [len(part.labels) - part.train_rows for part in parts]
@@ -143,7 +143,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
 
 
 def _without_words(names: list[str]) -> list[str]:
-    """Return the class names; names such as "0 - zero" (torchvision's MNIST) become "0"."""
+    """Return class names in which "0 - zero" (torchvision's MNIST) is replaced by "0"."""
     have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
     return [name.partition(" ")[0] for name in names] if have_words else names
 

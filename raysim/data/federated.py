@@ -108,7 +108,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
 
 def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
-    """Return the rows that have a label."""
+    """Return those rows whose sample has a label."""
     if not dataset.has_unlabelled:
         return rows
     labelled: Ints = rows[dataset.labels[rows] != IGNORED]
@@ -133,7 +133,7 @@ def _score_labelled(partition: Partition, dataset: Dataset) -> Partition:
 
 
 def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
-    """Raise ValueError if the partitioner needs classes and the data has none."""
+    """Raise ValueError if the partition needs classes and the data have none."""
     if clean.kind == "classification" or not getattr(partitioner, "by_class", False):
         return
     action = "Set partition=iid, quantity, domain, natural or listed"
@@ -149,7 +149,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return for each client the rows of the central test set that it is tested on."""
+    """Return for each client the rows of the central test set on which the client is scored."""
     if source.rotation.per != "none":
         raise ValueError(
             "partition.test_fraction=null takes clients' test samples from the central test set, "
@@ -171,7 +171,7 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
 
 
 def _check_settings(source: Source, clean: Dataset) -> None:
-    """Raise ValueError if a setting of the source does not fit its data."""
+    """Raise ValueError if a setting of the data does not fit their kind or their inputs."""
     channels = clean.shape[0]
     for key, values in (("mean", source.mean), ("std", source.std)):
         if values is not None and len(values) not in (1, channels):
@@ -238,7 +238,7 @@ def _check_image_sizes(source: Source, clean: Dataset) -> None:
 
 
 def _title(settings: Source | Partitioner) -> str:
-    """Return the class name and the settings that differ from their defaults."""
+    """Return the name of a data set or partition with its settings that are not the defaults."""
     changed = []
     for entry in fields(settings) if is_dataclass(settings) else ():
         value = getattr(settings, entry.name)
@@ -319,7 +319,7 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
 
 
 def _remove_rows(part: CSR, clients: Ints) -> CSR:
-    """Return a part in which the clients of `clients` have no rows; other clients keep theirs."""
+    """Return the rows of all clients, after removing all rows of the clients in `clients`."""
     counts = part.counts
     counts[clients] = 0
     is_kept = ~np.isin(part.owners, clients)

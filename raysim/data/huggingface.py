@@ -127,9 +127,9 @@ class HuggingFace(Source):
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
     ) -> Raw:
-        """Return each row as a document.
+        """Return the samples of a table in which each row is a document.
 
-        is_test: None without a split `test`.
+        is_test: None if there is no split `test`.
         """
         user = self._find_user(table.column_names, place)
         users = None if user is None else group_values(table, user, place)
@@ -146,7 +146,7 @@ class HuggingFace(Source):
         return read_documents(table, user, users, is_test, settings, place)
 
     def _find_user(self, names: list[str], place: str) -> str | None:
-        """Return the column of users, or None if there is none."""
+        """Return the name of the column that has the users, or None if there is none."""
         user = self.user or self.domain_column
         if user in names:
             return user
@@ -158,7 +158,7 @@ class HuggingFace(Source):
         )
 
     def _load_splits(self) -> list[Any]:
-        """Return the training split, and the test split or None."""
+        """Load the data set; return its training split, and its test split or None."""
         if not self.root and not self.name:
             raise ValueError(
                 "data=huggingface needs data.root (a folder that save_to_disk wrote) or data.name "
@@ -192,7 +192,7 @@ class HuggingFace(Source):
 
 
 def _class_names(feature: Any) -> list[str] | None:
-    """Return the class names of a label or of a list's items; None if there are no names."""
+    """Return the class names of a column of labels, or of lists of labels; None without names."""
     names: list[str] | None = getattr(feature, "names", None)
     if names:
         return names

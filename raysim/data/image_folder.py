@@ -126,7 +126,7 @@ def _read_split_file(path: Path) -> list[PictureFile]:
 
 
 def _search(root: Path) -> list[PictureFile]:
-    """Return the pictures in a folder, or in its subfolders train and test."""
+    """Return the pictures below a folder; subfolders train and test mark their pictures."""
     if not all((root / split).is_dir() for split in SPLITS):
         return _search_split(root, root, "")
     pictures = []
@@ -136,7 +136,7 @@ def _search(root: Path) -> list[PictureFile]:
 
 
 def _search_split(root: Path, folder: Path, split: str) -> list[PictureFile]:
-    """Return the pictures in class/ or domain/class/ below `folder`."""
+    """Return the pictures of one split, which are in class/ or domain/class/ below `folder`."""
     pictures = []
     depths = set()
     for path in folder.glob("*/**/*"):

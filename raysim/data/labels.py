@@ -115,7 +115,7 @@ def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
 def _read_lists(
     rows: Sequence[Sequence[Any]], kind: Kind | None, names: list[str] | None, place: str
 ) -> LabelSet:
-    """Read a list of labels for each row."""
+    """Return the labels of samples that have a list of labels each."""
     kind = kind or "multilabel"
     if kind == "multilabel":
         indicators, label_names = _to_indicators(rows, names, place)
@@ -133,7 +133,7 @@ def _read_lists(
 
 
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
-    """Return numbers as float32 [n, outputs]."""
+    """Return labels that are numbers: float32 [n, outputs]."""
     if values.dtype.kind not in "iuf":
         raise ValueError(
             f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and "
@@ -149,7 +149,10 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
 def _read_positions(
     values: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> LabelSet:
-    """Return one class for each position, int64 [n, ...]; [n, 1, ...] is read as [n, ...]."""
+    """Return labels that have a class for each position: int64 [n, ...].
+
+    An array [n, 1, ...] is read as [n, ...].
+    """
     if values.ndim > 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.ndim < 2:
@@ -163,7 +166,7 @@ def _read_positions(
 
 
 def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> NDArray[Any]:
-    """Return lists of labels as an array; short ones are filled up with the ignored label."""
+    """Return lists of labels as one array; short lists are filled up with the ignored label."""
     width = max(map(len, rows), default=0)
     has_text = any(isinstance(label, str) for row in rows for label in row)
     if not has_text and isinstance(ignore, str):
@@ -178,7 +181,7 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
 def _number_counted(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return classes [n] as numbers, with `IGNORED` for ignored labels, and the class names."""
+    """Return each label's class as a number (`IGNORED` for ignored labels), and the class names."""
     if classes.dtype.kind == "V":  # records cannot be labels; `number_labels` raises that error
         return number_labels(classes, names, place)
     counts = classes != (str(ignore) if classes.dtype.kind in "OU" else ignore)
@@ -196,7 +199,7 @@ def _number_counted(
 
 
 def _are_whole_classes(values: NDArray[Any]) -> bool:
-    """Return True if floats are whole numbers from 0 on, with few different values."""
+    """Return True if floats look like classes: a few different whole numbers, from 0 on."""
     if not len(values) or not np.isfinite(values).all() or (np.floor(values) != values).any():
         return False
     if values.min() < 0 or values.max() >= len(values):
@@ -224,7 +227,7 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
-    """Return values as float32. Raise ValueError for finite values outside its range."""
+    """Return values as float32; raise ValueError if float32 cannot hold a finite value."""
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(floats)):
@@ -239,7 +242,7 @@ def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.floa
 def _to_indicators(
     rows: Sequence[Sequence[Any]], names: list[str] | None, place: str
 ) -> tuple[NDArray[np.float32], list[str]]:
-    """Return an array [n, labels] with 1 where a row has a label, else 0, and the labels' names."""
+    """Return an array [n, labels], 1 where a row has the label and 0 elsewhere, and the names."""
     flat: list[Any] = []
     for row in rows:
         flat += row

@@ -90,7 +90,7 @@ def is_lists_of_rows(part: object) -> bool:
 
 
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
-    """Return the lists of all clients. Raise ValueError for wrong rows.
+    """Return the rows of each client, as the user lists them; raise ValueError for wrong rows.
 
     total: the number of training rows; None if it is not known yet.
     """

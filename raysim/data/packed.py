@@ -76,7 +76,7 @@ def are_strips(folder: Path) -> bool:
 
 
 def _strip_files(folder: Path, split: str) -> list[Path]:
-    """Return the strips of a split in order; if there are none, the path of the first one."""
+    """Return the files of a split, in order; if there are none, the path of the missing first."""
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 
@@ -85,7 +85,7 @@ def _label_file(folder: Path, split: str) -> Path:
 
 
 def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
-    """Return the height of an image and the names of the classes; None for a missing entry."""
+    """Return the height of an image, and the class names, from a file; None for a missing entry."""
     is_there = bool(existing_file(path))
     try:
         description = parse_json(path.read_bytes()) if is_there else {}
@@ -102,7 +102,7 @@ def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
 
 
 def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uint8], Ints]:
-    """Return the images of all strips of a split, uint8 [n, c, h, w], and their labels."""
+    """Return all images of a split, uint8 [n, c, h, w], and their labels."""
     label_file = _label_file(folder, split)
     try:
         with label_file.open("rb") as content:
@@ -131,7 +131,7 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
 
 
 def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
-    """Return the images of one strip.
+    """Return the images that are side by side in one file.
 
     height: the height of an image; None for square images.
     """

@@ -174,7 +174,10 @@ class Parquet(Source):
         )
 
     def _read_documents(self, folders: list[Path]) -> Raw:
-        """Return each row as a document; without users, each of several folders is a user."""
+        """Return the samples of files in which each row is a document.
+
+        If no column has users, each of several folders is a user.
+        """
         names = _read_schema(split_files(folders[0], "train")[0]).names
         user: str | None = self.user or self.domain_column
         if user not in names and self.user is None:
@@ -208,7 +211,7 @@ class Parquet(Source):
         )
 
     def _find_columns(self, path: Path) -> ParquetColumns:
-        """Return the columns that follow from the settings and the first file's schema."""
+        """Choose the columns by the settings and the first file's schema."""
         types = _column_types(path)
         names = list(types)
         label = label_column(names, self.label, self.label_column, str(path))
@@ -266,10 +269,10 @@ class Parquet(Source):
         return folders
 
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
-        """Return the domain of each row, an integer or text.
+        """Return the domain of each row of a file, as integers or text.
 
-        Without a column of domains, the domain is the folder's name. Raise ValueError if a column
-        in the settings is missing.
+        If there is no column of domains, the domain is the folder's name. Raise ValueError if a
+        column in the settings is missing.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -353,7 +356,7 @@ def has_parquet_files(folder: Path) -> bool:
 # ---- files ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError with the file's name if it cannot be read."""
+    """Raise ValueError with the file's name if reading fails inside `with`."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:
@@ -387,9 +390,9 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domains of all files, each with its folder's name in front, and their order.
+    """Return the domain of each row with its folder's name in front, and the order of domains.
 
-    parts: the domains of each file. The order is None if some domains are text.
+    parts: the domains of each file's rows. The order is None if some domains are text.
     """
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}
@@ -408,7 +411,7 @@ def _prefix_folders(
 
 
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
-    """Raise ValueError if files mix text and numbers, or lists and single labels.
+    """Raise ValueError if some files have text and others numbers, or some lists and others not.
 
     kind: `data.kind`; with None and "classification" floats and integers cannot be mixed either,
     because integers would silently become values.
@@ -430,7 +433,7 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 
 
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
-    """Return the labels of all files in the form of the first file's labels.
+    """Return the labels of all files, in the form that the first file has.
 
     The form is an array of numbers or text, a list for each row, or rows of a fixed length.
     """

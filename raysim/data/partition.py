@@ -328,7 +328,7 @@ class DirichletClient(Partitioner):
         return distributions
 
     def _draw_next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
-        """Return the class of each sample that the next client takes; update `pools`."""
+        """Draw the class of each sample of the next client; take these samples out of `pools`."""
         distribution = self._draw_distributions(draws, pools, 1)
         turns = np.zeros(size, dtype=np.int64)
         return draw_classes(distribution, turns, draws.proportions.random(size), pools)

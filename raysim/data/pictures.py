@@ -88,7 +88,7 @@ def stack_images(
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:
-    """Yield each image with its name for errors."""
+    """Yield each image as an image of Pillow, with its name for errors."""
     from PIL import Image
 
     if not isinstance(images, np.ndarray):

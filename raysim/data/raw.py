@@ -239,7 +239,7 @@ class Source:
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
-        """Return the inputs as they are stored, and their tokens."""
+        """Return the inputs in the form in which they are stored, and the tokens in them."""
         if isinstance(raw.inputs, dict):
             raise ValueError(
                 f"data source {name} has a dictionary of inputs ({', '.join(map(str, raw.inputs))})"
@@ -331,7 +331,7 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 
 
 def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) -> Raw:
-    """Return the samples with labels of `data.kind`. Raise ValueError if that is impossible."""
+    """Return samples whose labels fit `data.kind`; raise ValueError if that is impossible."""
     if kind in (None, raw.kind):
         return raw
     if kind == "causal":
@@ -360,7 +360,7 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
 
 
 def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
-    """Describe in one line which columns became inputs, labels and users."""
+    """Describe in one line which columns have the inputs, the labels and the users."""
     if raw.fields:
         form = f"{len(raw.fields)} inputs: {_describe_fields(raw.fields)}"
     elif tokens:
@@ -412,7 +412,7 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return the source file of a user's class; the data set is built again if it changes."""
+    """Return the source file of a user's class, because the data set depends on its content."""
     if cls.__module__.partition(".")[0] == "raysim":
         return []
     try:
@@ -422,7 +422,7 @@ def _code_files(cls: type[Source]) -> list[Path]:
 
 
 def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
-    """Return the samples of these classes. Pictures of other classes are never decoded."""
+    """Return only the samples of some classes; pictures of other classes are never decoded."""
     if raw.kind != "classification":
         raise ValueError(
             f"data.only={list(classes)} keeps some classes, but this data has none (it is for "

@@ -64,9 +64,9 @@ class Shapes(Source):
 
 
 def _draw_mask(rng: np.random.Generator, kind: int, pixels: int) -> NDArray[np.bool_]:
-    """Return a mask of a shape at a random place: bool [pixels, pixels].
+    """Draw a shape at a random place: bool [pixels, pixels], True inside the shape.
 
-    kind: the class of the shape, from 1 on.
+    kind: the class of the shape: 1 is a circle, 2 a square, 3 a triangle.
     """
     size = rng.uniform(0.12, 0.25) * pixels
     centre_y, centre_x = rng.uniform(size, pixels - size, 2)

@@ -141,7 +141,7 @@ class WebDataset(Source):
         return assemble(inputs, labels, users, is_test, None, origin, fields=fields)
 
     def _find_shards(self) -> tuple[list[Path], list[Path]]:
-        """Return the tar files for training and for testing, each ordered by name."""
+        """Return the tar files for training and those for testing, both sorted by name."""
         root = require_root(self.root, "data=webdataset", "a folder of tar files")
         train, test = _tar_files(root / "train"), _tar_files(root / "test")
         for path in _tar_files(root):
@@ -156,7 +156,7 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return the endings of the inputs, of the label and of the user."""
+        """Return the endings of the files with the inputs, the label and the user of a sample."""
         by_name = {_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
         user = self.user or by_name.get(find_column(list(by_name), USER_NAMES) or "")
@@ -184,7 +184,7 @@ class WebDataset(Source):
         return values if has_lists else plain_array(values, f"{self.root}, {ending}")
 
     def _read_mask(self, part: Part) -> NDArray[np.uint8]:
-        """Return the classes of a picture's pixels, [height, width]."""
+        """Return the class of each pixel of a picture with classes as values: [height, width]."""
         picture = Picture(part.place, part.read()).open()
         if picture.mode not in ("1", "L", "P"):
             raise ValueError(
@@ -198,7 +198,7 @@ class WebDataset(Source):
     def _read_input(
         self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
     ) -> tuple[NDArray[Any], Tokens | None]:
-        """Return one input of all samples, [n, ...]."""
+        """Return the files with one ending as an array [n, ...], and their tokens if any."""
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
             return stack_images(pictures, len(samples), self.size, self.channels), None
@@ -215,7 +215,7 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _name(ending: str) -> str:
-    """Return the name of a sample's part by its ending: `image` for image.png, `jpg` for jpg."""
+    """Return the field's name for a file's ending: `image` for image.png, `jpg` for jpg."""
     return ending.rpartition(".")[0] or ending
 
 
@@ -224,7 +224,7 @@ def _is_picture(ending: str) -> bool:
 
 
 def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
-    """Return the parts of each sample by their endings, in the order of the tar files."""
+    """Return for each sample its files by ending, in the order of the tar files."""
     samples: dict[tuple[Path, str], dict[str, Part]] = {}
     for shard in shards:
         try:
@@ -248,7 +248,7 @@ def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
 
 
 def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
-    """Raise ValueError if a sample lacks a file with one of the endings."""
+    """Raise ValueError if a sample has no file with one of the endings."""
     for ending in endings:
         if ending not in sample:
             other = next(iter(sample.values()))
@@ -260,7 +260,10 @@ def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
 
 
 def _pictures(samples: Sequence[Mapping[str, Part]], ending: str, order: Ints) -> Iterator[Picture]:
-    """Yield the pictures of the samples in this order."""
+    """Yield the pictures of some samples in a given order.
+
+    order: the indices of the samples.
+    """
     for row in order.tolist():
         part = samples[row][ending]
         yield Picture(part.place, part.read())
@@ -274,7 +277,7 @@ def _read_text(part: Part) -> str:
 
 
 def _read_value(part: Part, ending: str) -> Any:
-    """Return the value in a file that is not a picture."""
+    """Return the content of a file that is not a picture: a number, text or array."""
     form = ending.rpartition(".")[2]
     try:
         if form == "npy":

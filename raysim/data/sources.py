@@ -240,9 +240,9 @@ def _root_folder(source: Downloadable) -> Path:
 
 
 def _find_complete_folder(root: Path, set_name: str) -> Path | None:
-    """Return the folder with all of torchvision's files, or None.
+    """Return the folder that has all of torchvision's files of a data set, or None.
 
-    The folder is the root, or the folder in the root that has the data set's name.
+    This is the root, or the folder in the root that has the data set's name.
     """
     for folder in (root, find_folder(root, set_name)):
         if folder and all((folder / name).is_file() for name in TORCHVISION_FILES[set_name]):
@@ -274,7 +274,7 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
 
 
 def _download_error(error: Exception) -> str:
-    """Return the reason of a failed download, without the address in the error."""
+    """Describe why a download failed, without the internet address in the error."""
     reasons = re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))
     return reasons[0] if reasons else str(error)
 

@@ -68,7 +68,10 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
 
 def _even_offsets(total: int, parts: int) -> Ints:
-    """Return the bounds of even parts, [parts + 1]; the first total % parts have one more."""
+    """Return where each of several equal parts starts and ends: [parts + 1].
+
+    If `total` cannot be divided evenly, the first parts have one more.
+    """
     numbers = np.arange(parts + 1)
     return numbers * (total // parts) + np.minimum(numbers, total % parts)
 
@@ -285,5 +288,5 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
 
 
 def _sort_by_class(labels: Ints, order: Ints) -> Ints:
-    """Return all row numbers, sorted by class; within a class they are in `order`."""
+    """Return all rows sorted by class; rows of one class keep their positions in `order`."""
     return np.asarray(order[np.argsort(labels[order], kind="stable")], dtype=np.int64)

@@ -137,7 +137,7 @@ class TextTable(Source):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the columns of the structured target, or the column of labels."""
+        """Return the names of the columns that have the labels."""
         if self.targets and self.label:
             raise ValueError(
                 f"data.targets={'+'.join(self.targets)} and data.label={self.label} both name the "
@@ -148,9 +148,9 @@ class TextTable(Source):
     def _read_documents(
         self, table: pa.Table, is_test: NDArray[np.bool_] | None, place: str
     ) -> Raw:
-        """Return each row as a document.
+        """Return the samples of a table in which each row is a document.
 
-        is_test: None without a test file.
+        is_test: None if there is no test file.
         """
         user = self.user or find_column(table.column_names, USER_NAMES)
         users = None if user is None else group_values(table, user, place, "data.user")
@@ -162,7 +162,7 @@ class TextTable(Source):
         return read_documents(table, user, users, is_test, settings, place)
 
     def _read_file(self, path: Path) -> pa.Table:
-        """Return a file's rows. Raise ValueError if it is empty or two columns have one name."""
+        """Return a file's rows; raise ValueError if it is empty or repeats a column name."""
         try:
             table = self.parse(regular_file(path))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -231,7 +231,7 @@ class JsonLines(TextTable):
 
 
 def _concatenate(tables: list[pa.Table], paths: list[Path]) -> pa.Table:
-    """Return the rows of all files. Raise ValueError if their columns differ."""
+    """Return the rows of all files; raise ValueError if two files have different columns."""
     for table, path in zip(tables, paths, strict=True):
         if set(table.column_names) != set(tables[0].column_names):
             raise ValueError(

@@ -172,12 +172,12 @@ class Npz(Source):
 
 
 def _is_plain_number(text: str) -> bool:
-    """Return True for the text of an integer from 0 on without leading zeros."""
+    """Return True if a text is an integer from 0 on without leading zeros."""
     return text.isascii() and text.isdecimal() and str(int(text)) == text
 
 
 def _numbered_archives(folder: Path) -> list[Path]:
-    """Return the archives in a folder, ordered by number, then by name."""
+    """Return the archives in a folder, sorted by the number in their names, then by name."""
     if not folder.is_dir():
         return []
     paths = [regular_file(path) for path in folder.glob("*.npz")]
@@ -193,7 +193,7 @@ def _assemble(
     padding: int,
     place: str,
 ) -> Raw:
-    """Return the samples in the arrays of an archive.
+    """Return the samples that the arrays of an archive describe.
 
     is_test: the mask of test rows; with None, `test_fraction` of the rows become test rows.
     """
@@ -220,7 +220,7 @@ def _assemble(
 
 
 def _count_samples(arrays: Mapping[str, NDArray[Any]]) -> int:
-    """Return the number of samples: the length of the first input."""
+    """Return the number of samples in an archive: the length of its first input."""
     return next(len(array) for key, array in arrays.items() if _is_input(key))
 
 
@@ -229,7 +229,7 @@ def _is_input(key: str) -> bool:
 
 
 def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[str, Any]]:
-    """Return the target of each sample as a dictionary of its parts y.NAME."""
+    """Return for each sample a dictionary of its targets, from the arrays named y.NAME."""
     parts: dict[str, Any] = {}
     for key, values in arrays.items():
         if not key.startswith(TARGET) or key.endswith(ROWS):
@@ -278,7 +278,7 @@ def _concatenate(
 
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
-    """Return what a type's values are: levels, integers (classes or tokens), values or text."""
+    """Describe which kind of values an array has: levels of pixels, integers, floats or text."""
     if _is_input(key) and dtype == np.uint8:
         return "levels"
     return "integers" if dtype.kind in "iub" else dtype.kind

@@ -102,8 +102,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters, as in Shakespeare, each follows its text, and the
-        texts are overlapping windows of a longer text; see `join_windows`.
+        If the answers are single characters, as in Shakespeare, the texts are overlapping windows
+        of a longer text, and the answer is the next character; see `join_windows`.
         """
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
@@ -221,7 +221,7 @@ class _LeafRows:
 
 
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
-    """Return the text of the chosen field for each input that is a list of fields."""
+    """Return from each input, a list of fields, the text in one field."""
     texts = []
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
@@ -250,7 +250,7 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
 
 
 def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return the samples of every user in a file: lists x and y."""
+    """Return the samples of every user in a file, as lists x and y."""
     try:
         users: dict[str, dict[str, list[Any]]] = parse_json(regular_file(path).read_bytes())[
             "user_data"
@@ -342,7 +342,10 @@ class Markov(Source):
     def _pack(
         self, sequences: Ints, lengths: Ints, names: NDArray[Any], is_test: NDArray[np.bool_]
     ) -> Raw:
-        """Return each sequence as a separate document; token t of a chain is stored as t + 1."""
+        """Return sequences as samples, each of which is a document.
+
+        Token t of a chain is stored as t + 1.
+        """
         documents = []
         for sequence, length, name, test in zip(sequences, lengths, names, is_test, strict=True):
             documents.append(Document(sequence[:length] + 1, str(name), bool(test)))
@@ -350,7 +353,7 @@ class Markov(Source):
         return pack(documents, vocabulary, self.length + 1, False, "data=markov", Origin())
 
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
-        """Return the transition probabilities, [chains, V, V], and the chain of each row."""
+        """Draw the transitions of all chains, [chains, V, V], and the chain of each row."""
         size = self.vocabulary
 
         def draw(count: int) -> Floats:
@@ -368,7 +371,10 @@ class Markov(Source):
 def _draw_sequences(
     transitions: Floats, chains: Ints, length: int, rng: np.random.Generator
 ) -> Ints:
-    """Draw a sequence of each entry of `chains` by inverse CDF, [n, length]."""
+    """Draw a sequence of tokens from the chain of each row: [n, length].
+
+    Each token is drawn by inverting the cumulative distribution.
+    """
     cumulative = np.cumsum(transitions, axis=2)
     sequences = np.empty((len(chains), length), np.int64)
     sequences[:, 0] = rng.integers(transitions.shape[2], size=len(chains))

@@ -130,7 +130,7 @@ def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
 
 
 def _read_series(column: Any, place: str) -> NDArray[Any]:
-    """Return a series, an index or an extension array of pandas as an array."""
+    """Return a series, an index or an extension array of pandas as a NumPy array."""
     import pandas as pd
 
     series = pd.Series(column)
@@ -189,7 +189,7 @@ def _unequal_shapes(place: str) -> ValueError:
 
 
 def _read_items(items: list[Any], place: str) -> NDArray[Any]:
-    """Return Python values, which must have the same type, as a flat array."""
+    """Return Python values as a flat array; raise an error if they have different types."""
     types: tuple[tuple[tuple[type, ...], Any], ...] = (
         ((str,), np.str_),
         ((bool, np.bool_), np.bool_),

@@ -138,7 +138,7 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return a complete configuration unchanged; compose one from overrides and settings."""
+    """Return the run's configuration: a complete one unchanged, another one after composing it."""
     folders = allow_packages(allow)
     if not isinstance(config, (DictConfig, Mapping)):
         return to_dict(compose(_split_text(config), folders, settings=settings))
@@ -269,10 +269,7 @@ def _build_experiment(
 
 
 def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why aggregations are planned one at a time.
-
-    Return "" if the planner may work ahead of training.
-    """
+    """Return the reason for planning one aggregation at a time; "" if planning can work ahead."""
     if not spec.selection.plans_ahead:
         return "the selection needs reports"
     if varying_tensors(declarations):
@@ -281,7 +278,7 @@ def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
 
 
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
-    """Write the names of metrics for which a lower score is better into the configuration.
+    """Store the names of the metrics whose lower scores are better in the configuration.
 
     Reports read the names from the key `evaluate.lower`. Raise ValueError if `evaluate.lower`
     already has a name that is no metric of the run. Names are not checked if the run has a learner,
@@ -306,7 +303,7 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Return the spec with lanes, graph and precision; choose those that the user did not set."""
+    """Return the spec with lanes, graph and precision; values that the user left out are chosen."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise RefusedError(
             f"runtime.precision=tf32 needs an NVIDIA GPU, but device={spec.device}. Set "

@@ -100,7 +100,7 @@ def _draft_config(
     stored: Node | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Draft:
-    """Compose a configuration and set the user's values in it.
+    """Compose a configuration of options, and set the user's values in it.
 
     A group without an override gets its option from `stored` or, with resume=, from the
     configuration of the resumed run.
@@ -175,10 +175,10 @@ def _restore_objects(
 
 
 def _keep_runtime(config: DictConfig, stored: Node) -> None:
-    """Copy stored runtime settings if the overrides of a resumed run choose a runtime.
+    """Copy the stored runtime settings of a resumed run to `config`.
 
-    If the option is the stored one, all settings are copied; otherwise only those on which the bits
-    of the results depend.
+    If the overrides choose another runtime, only the settings on which the bits of the results
+    depend are copied.
     """
     stored_runtime = stored.get("runtime") or {}
     is_same = stored["choices"].get("runtime") == config.choices.get("runtime")
@@ -188,10 +188,7 @@ def _keep_runtime(config: DictConfig, stored: Node) -> None:
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:
-    """Add keys to the list of keys that the user set.
-
-    Methods cannot change the keys in this list.
-    """
+    """Add keys to the list of keys that the user set, which methods cannot change."""
     earlier_keys = config.choices.get(SET_KEYS) or []
     config.choices[SET_KEYS] = sorted({*earlier_keys, *keys})
 
@@ -312,9 +309,9 @@ def _is_complete(node: Node) -> bool:
 
 
 def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]:
-    """Return the options of a stored configuration, by group, without options that are gone.
+    """Return the options of a stored configuration, by group, if they still exist.
 
-    The preset is not included, because the configuration stores its values.
+    The preset is left out, because the configuration stores its values.
     """
     options: dict[str, list[str]] = {}
     if stored is None:
@@ -329,9 +326,9 @@ def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]
 
 
 def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) -> DictConfig:
-    """Return the stored configuration with the new values of the keys that the user set.
+    """Return the stored configuration after setting the keys that the user gives.
 
-    config: the configuration with these values.
+    config: the configuration that has the user's values.
     """
     result = OmegaConf.create(stored)
     for set_key in set_keys:

@@ -183,7 +183,7 @@ def _local(local: Local, declarations: Declarations) -> str:
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:
-    """Return the forecast for schedule and fleet; "" if one client has all data."""
+    """Describe what schedule and fleet will do, by a forecast; "" if one client has all data."""
     schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
     concurrency = schedule.concurrency
     if concurrency < 2:
@@ -220,10 +220,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """Describe the rule that chooses clients, and how far ahead it decides.
-
-    Return "" if clients are chosen at random.
-    """
+    """Describe which clients the selection chooses, and how far ahead; "" for a random choice."""
     if type(selection) is Random:
         return ""
     ahead = "planned ahead of the training"
@@ -234,7 +231,7 @@ def _selection(selection: Selection) -> str:
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Return the file of the initial weights and the tensors that it lacks; "" without a file."""
+    """Describe the file of the initial weights, and which tensors it lacks; "" without a file."""
     init, weights = experiment.spec.settings.init, experiment.spec.weights
     if weights is None:
         return ""
@@ -257,9 +254,8 @@ def _best(experiment: Experiment) -> str:
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
-    """Say whether BatchNorm's parameters and its statistics are personal.
+    """Describe which parts of BatchNorm are personal; "" if the run has no BatchNorm.
 
-    Return "" if there is no BatchNorm.
     personal: names of the personal tensors.
     """
     networks_by_text: dict[str, list[str]] = {}
@@ -277,7 +273,7 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 
 
 def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the full names of BatchNorm's parameters, and of its running statistics."""
+    """Return the full names of all parameters and of all running statistics of BatchNorm."""
     parameters, statistics = [], []
     for path, layer in module.named_modules():
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -326,7 +322,7 @@ def _workers(experiment: Experiment) -> str:
 
 
 def _sums(experiment: Experiment, declarations: Declarations) -> str:
-    """Return why workers send every update separately; "" if they send sums of updates."""
+    """Return the reason for sending every update separately; "" if workers send sums of updates."""
     uses = declarations.uses_of_single_updates
     if experiment.network.moves_clients:
         uses.append("the topology moves clients by them")

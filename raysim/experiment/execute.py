@@ -191,7 +191,7 @@ def _build_once(
 def _run_with_restarts(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Run to the end; restart from the last checkpoint after a process was lost."""
+    """Execute a run; if a process is lost, continue from the last checkpoint."""
     options = experiment.spec.settings.checkpoint
     restarts_left = MAX_RESTARTS
     while True:
@@ -218,7 +218,7 @@ def _run_with_restarts(
 def _run_once(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Run to the end. If a process is lost, the error goes to the caller."""
+    """Execute a run; raise the error if a process is lost."""
     if place.is_finished:
         say(console, place.note)
         return load_finished(experiment, place.folder, console)

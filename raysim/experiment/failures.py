@@ -28,7 +28,7 @@ def explain_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _name_failing_method() -> Iterator[None]:
-    """Raise `RunStoppedError` with the method's name if a hook fails outside a client's job."""
+    """Raise `RunStoppedError` with the method's name if a server hook fails inside `with`."""
     try:
         yield
     except (RefusedError, RunStoppedError):
@@ -44,7 +44,7 @@ def _name_failing_method() -> Iterator[None]:
 
 @contextmanager
 def _report_unwritable_files(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` if a file cannot be written; the message says what to do."""
+    """Raise `RunStoppedError` with advice if a file cannot be written inside `with`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -148,7 +148,7 @@ def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
 
 
 def _has_key(path: Path, key: str, group: str) -> bool:
-    """Return True if an option's file, or a file that it includes, has a key."""
+    """Return True if the file of an option, or a file that the option includes, has a key."""
     node = load_option(path, group)
     included = [entry for entry in node.get("defaults") or () if isinstance(entry, str)]
     files = [path.with_name(f"{entry}.yaml") for entry in included]

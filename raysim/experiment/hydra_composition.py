@@ -210,7 +210,7 @@ def _quote(name: str) -> str:
 
 
 def _values(config: DictConfig) -> Node:
-    """Return a configuration without Hydra's own values.
+    """Return the values of a configuration, without those of Hydra itself.
 
     References such as `${seed}` stay unresolved.
     """
@@ -222,7 +222,7 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Start Hydra on the files of these folders inside a `with` block; later folders win."""
+    """Let Hydra read the files of these folders inside `with`; later folders win."""
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
         Plugins.instance().register(SearchConfigFiles)
@@ -240,7 +240,7 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 
 
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the options that a preset chooses, and all groups that the preset mentions."""
+    """Return the options that a preset chooses, by group, and all groups that the preset names."""
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()
     # A preset's entries replace those of the files that it includes.

@@ -170,7 +170,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Add the key to a constructor's error message, unless the message contains it."""
+    """Return a constructor's error message with the key, which is added if the message lacks it."""
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):
         return message
@@ -214,7 +214,7 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
 
 
 def _split_list(text: str, item_kind: Any) -> list[Any]:
-    """Split "a+b" or "1+28+28" into a list.
+    """Return the items of a text such as "a+b" or "1+28+28" as a list.
 
     Lists with "+" need no brackets, which shells read as patterns.
     """
@@ -225,7 +225,7 @@ def _split_list(text: str, item_kind: Any) -> list[Any]:
 
 
 def _convert_to_union(value: Any, union: Any, path: str) -> Any:
-    """Return the value in the first type of a union to which it can be converted."""
+    """Convert a value to the first type of a union that fits; return the converted value."""
     kinds = get_args(union)
     for kind in kinds:
         try:
@@ -256,12 +256,12 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    """Return True if a value is an integer of 64 bits, as NumPy and torch need it."""
+    """Return True if a value is an integer that fits into 64 bits, as NumPy and torch need."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _misfit(value: Any, kind: Any, path: str) -> str:
-    """Return the error for a value that does not have the annotated type."""
+    """Return the error text for a value whose type is not the annotated one."""
     allowed = describe_type(kind)
     if isinstance(value, float) and not math.isfinite(value):
         allowed += ", not infinite or nan"
@@ -273,9 +273,9 @@ def _misfit(value: Any, kind: Any, path: str) -> str:
 
 
 def _nearest_choice(value: Any, kind: Any) -> str:
-    """Return the most similar text of a `Literal`; "" if none is similar.
+    """Return the allowed text that is most similar to the value; "" if none is similar.
 
-    kind: the `Literal`, or a union with one.
+    kind: the `Literal` that lists the allowed texts, or a union with one.
     """
     if not isinstance(value, str):
         return ""

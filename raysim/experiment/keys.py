@@ -63,10 +63,10 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
 def _unknown_key(
     config: DictConfig, node: Any, path: list[str], part: str, key: str, groups: Groups
 ) -> str:
-    """Return the error for a key of which only the first parts exist.
+    """Return the error text for a key whose last parts do not exist.
 
-    path: the parts that exist.
-    part: the next part, which does not.
+    path: the first parts of the key, which exist.
+    part: the next part, which does not exist.
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
@@ -99,7 +99,7 @@ def _unknown_key(
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
-    """Return the error for a key of an option that the run has not chosen.
+    """Return the error text for a key of an option that the run has not chosen.
 
     Such a key is method.fedprox.mu in a run without fedprox.
     group: "method" or another group with a list of options.
@@ -121,7 +121,7 @@ def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, gro
 
 
 def _suggest_top_key(config: DictConfig, key: str) -> str:
-    """Return advice for a key whose first part does not exist."""
+    """Return advice for a key of which not even the first part exists."""
     for word, advice in _HYDRA_ADVICE.items():
         if f"{key}.".startswith((f"{word}.", f"{word}/")):
             return advice

@@ -67,7 +67,7 @@ def dated_folder(root: Path, title: str = "") -> Path:
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield the folder's path, and then the same path with 2, 3, ... at its end."""
+    """Yield the folder, and then folders with 2, 3, ... added to the name."""
     yield folder
     for number in itertools.count(2):
         yield folder.with_name(f"{folder.name}-{number}")
@@ -88,7 +88,7 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
 
 
 def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
-    """Create the folder and its parents; if they stay empty, `cleanup` removes them."""
+    """Create a folder and its parents; empty ones are removed again when `cleanup` closes."""
     for parent in reversed(folder.parents):
         if not parent.exists():
             cleanup.callback(_remove_empty, parent)
@@ -106,7 +106,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
 
 
 def _make_with_parents(path: Path) -> None:
-    """Create a folder; try again if another process removes an empty parent at the same time."""
+    """Create a folder and its parents, even if other processes remove empty parents meanwhile."""
     for _ in range(MAX_CREATE_ATTEMPTS - 1):
         with suppress(FileNotFoundError):
             path.mkdir(parents=True)

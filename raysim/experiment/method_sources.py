@@ -111,7 +111,7 @@ def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 
 
 def _constants(node: ast.ClassDef | ast.Module, name: str) -> Iterator[str]:
-    """Yield the texts that the body of a module or class assigns to a name."""
+    """Yield the texts that a module or a class assigns to the variable `name`."""
     for statement in node.body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
             continue

@@ -209,7 +209,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _no_effect(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override of a key that a finished Python object no longer reads."""
+    """Return the error for an override that would change nothing, because an object is finished."""
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
     argument = key.split(".")[0]
@@ -225,7 +225,7 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
 
 
 def _needs_wrapper(place: str, part: object) -> bool:
-    """Return True if raysim must wrap the object: arrays, lists of rows, or a network."""
+    """Return True if raysim must wrap a user's object: arrays, lists of rows, or a network."""
     if place == "data":
         return not hasattr(part, PARTS["data"])
     if place == "partition":
@@ -234,7 +234,7 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True for a PyTorch module, a class of modules, or a function that makes a module.
+    """Return True if an object is a PyTorch module, or a class or function that makes one.
 
     The class or function may be in a `functools.partial` with named arguments.
     """
@@ -258,10 +258,10 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 def _wrapper_settings(
     cls: type, place: str, overrides: Overrides, stored: object, identity: str
 ) -> dict[str, Any]:
-    """Return the checked arguments of the class that wraps a user's object.
+    """Return the checked arguments for the class that wraps a user's object.
 
-    The values come from the overrides, else from the stored configuration.
-    identity: name of the argument that is computed from the object, such as "digest".
+    The values come from the overrides, or else from the stored configuration.
+    identity: the name of the argument that is computed from the object, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != identity]
     for key in overrides:
@@ -275,7 +275,7 @@ def _wrapper_settings(
 
 
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
-    """Return a recipe that makes the user's own network.
+    """Return a description from which workers can make the user's network.
 
     overrides: values for the head, the adapters (`lora`), and the arguments of the class or
     function that makes the network.
@@ -315,7 +315,7 @@ def _stored_values(stored: object, target: str, *without: str) -> Node:
 
 
 def _merge(values: Mapping[str, Any], overrides: Overrides) -> Node:
-    """Return the values with the overrides set.
+    """Return the values after setting the overrides in them.
 
     The key "rotation.per" sets the entry "per" of the value "rotation".
     """
@@ -333,7 +333,7 @@ def _merge(values: Mapping[str, Any], overrides: Overrides) -> Node:
 
 
 def _title(part: object) -> str:
-    """Return a part's name in titles and tables."""
+    """Return the name of a user's object for titles and tables."""
     source = part.source if isinstance(part, CustomModel) else part
     return str(getattr(source, "__name__", type(source).__name__)).strip("<>").lower()
 
@@ -386,7 +386,7 @@ def object_node(part: object) -> Node:
 
 
 def _network_node(part: CustomModel) -> Node:
-    """Return the node of a user's network, with the function or class that makes it."""
+    """Return the configuration of a user's network, with the function or class that makes it."""
     source = part.source
     is_maker = inspect.isfunction(source) or isinstance(source, type)
     maker: Any = source if is_maker else type(source)

@@ -107,7 +107,7 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for texts for which Hydra's grammar would give an unclear error."""
+    """Raise `RefusedError` for an override for which Hydra's error would be unclear."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
             f"{text!r} is not text in UTF-8. Rename the file, or set the shell's encoding (LANG)."
@@ -147,7 +147,10 @@ def _to_setting(override: Override, text: str, letters: _Letters) -> SettingOver
 
 
 def _expand_counts(text: str) -> str:
-    """Write "0..4" as "0,1,2,3,4"; leave a quoted value unchanged."""
+    """Return a text in which a range such as "0..4" is written as "0,1,2,3,4".
+
+    A quoted value stays unchanged.
+    """
 
     def expand(count: re.Match[str]) -> str:
         first, last = int(count[1]), int(count[2])
@@ -163,7 +166,7 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """A mapping of characters that the grammar does not know to letters that it knows."""
+    """Letters that replace the characters that Hydra's grammar does not accept."""
 
     def __init__(self, text: str):
         self._mark = "Zq"
@@ -172,7 +175,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Return the text with these letters, so that the grammar accepts it."""
+        """Replace the characters in a text by letters, so that the grammar accepts the text."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)
@@ -181,7 +184,7 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Return a value with the original characters in all its texts."""
+        """Replace the letters in all texts of a value by the original characters."""
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)
         if isinstance(value, QuotedString):

@@ -72,7 +72,7 @@ def build_part(
 
 
 def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
-    """Return a recipe if `_target_` names a module's class or a function, else None.
+    """Return the description of a network whose class or function `_target_` names, else None.
 
     A function must return a module. The node's keys besides `head` and `lora` are the arguments of
     the class or function.
@@ -89,7 +89,7 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
-    """Return the function that `_target_` names, or None if the name is not a function.
+    """Return the user's loss if `_target_` names a function, else None.
 
     The node's keys are the function's arguments after outputs and labels.
     """

@@ -104,13 +104,13 @@ def conf_folders_of(packages: Sequence[str]) -> list[Path]:
 
 
 def _package_locations(package: str) -> list[str]:
-    """Return the folders of a package; none for a single file, or for a missing package."""
+    """Return the folders of a package; [] if the package is a single file or does not exist."""
     spec = _find_spec(package)
     return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _find_spec(package: str) -> ModuleSpec | None:
-    """Return Python's description of a package without importing it, or None if missing."""
+    """Find a package without importing it; return its import spec, or None if it does not exist."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):

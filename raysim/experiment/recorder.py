@@ -142,7 +142,7 @@ class Follower:
             raise
 
     def _notify_all(self, error: BaseException) -> None:
-        """Pass an error to all observers, even if one of them fails."""
+        """Tell an error to every observer, even if an earlier observer fails."""
         problems: list[Exception] = []
         while self._started:
             try:
@@ -266,7 +266,7 @@ def run_observers(
 
 
 def _find_presence(experiment: Experiment) -> Availability | None:
-    """Return the availability of the run's clients; None if all are always available."""
+    """Return when each client is available; None if all clients are always available."""
     spec = experiment.spec
     clients = len(spec.data.partition.train.counts)
     flops = functools.partial(sample_flops, spec)
@@ -311,7 +311,7 @@ def _can_be_rebuilt(experiment: Experiment) -> bool:
 
 
 def _study_of(folder: Path) -> Path | None:
-    """Return the folder of the study if the run's folder is STUDY/runs/NAME.
+    """Return the folder of the study to which the run of a folder STUDY/runs/NAME belongs.
 
     Return None for any other folder, and if the study is not tracked.
     """
@@ -320,7 +320,7 @@ def _study_of(folder: Path) -> Path | None:
 
 
 def _study_folder(folder: Path) -> Path | None:
-    """Return the folder of the study if the run's folder is STUDY/runs/NAME, else None."""
+    """Return the study's folder of a folder STUDY/runs/NAME; None for any other folder."""
     study = folder.resolve().parent.parent
     return study if (study / "study.yaml").is_file() else None
 

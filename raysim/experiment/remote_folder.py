@@ -118,9 +118,9 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Return the run with another folder on this machine.
+    """Return the run with another results folder.
 
-    checkpoints: the address that the run's checkpoints get.
+    checkpoints: the address at which the run stores its checkpoints.
     """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint

@@ -305,9 +305,10 @@ def _no_best_client() -> RefusedError:
 
 
 class _FinalState:
-    """The coordinator and a worker in this process, restored to the end of a run.
+    """The coordinator and a worker of a finished run, restored from the last checkpoint.
 
-    path: the checkpoint of the last round; "" without one.
+    Both are in this process.
+    path: the checkpoint; "" if the run has none.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
@@ -331,9 +332,9 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return these weights as the version that workers receive.
+        """Return shared tensors in the form in which the coordinator publishes a version.
 
-        shared: tensors by full name.
+        shared: the tensors by full name.
         """
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
@@ -342,7 +343,7 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return everything that scores a client's model: worker, task, version and client state.
+        """Return what scoring a client's model needs: worker, task, version and client state.
 
         The task has no rows; the caller adds them.
         client: None scores the shared model.
@@ -366,7 +367,7 @@ class _FinalState:
         return self.worker, task, published, client_states.state(client)
 
     def _server_of(self, client: int) -> Server:
-        """Return the server of the replica whose model a client is scored with."""
+        """Return the server of the replica with which a client is scored."""
         replicas = self.coordinator.replicas
         if not replicas.network.chosen_by_loss:
             return replicas.server_of(client)
@@ -382,9 +383,9 @@ class _FinalState:
 
 
 def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the run's model with a copy of these tensors.
+    """Return the run's model, in which tensors have the given values.
 
-    tensors: by full name.
+    tensors: the values by full name.
     """
     model = build_networks(spec)[0]["model"]
     state = model.state_dict()

@@ -128,9 +128,9 @@ def _latest_place(experiment: Experiment) -> Place:
 
 
 def _has_just_begun(folder: Path) -> bool:
-    """Return True if the folder has only the files that a run writes at its start.
+    """Return True if a folder has only files that a run writes at its start.
 
-    Such a folder remains if the run was killed.
+    A run that was killed early leaves such a folder.
     """
     if not folder.is_dir():
         return False
@@ -161,7 +161,7 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return the folder of the checkpoint's run, or a new folder that continues from it.
+    """Return the folder in which a run from a checkpoint writes: the run's own or a new one.
 
     address: the checkpoint's address.
     """
@@ -244,7 +244,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
 
 def _check_run_in(address: str | None, config: Node) -> None:
-    """Raise `RefusedError` if a folder contains results or checkpoints of another run.
+    """Raise `RefusedError` if a folder has results or checkpoints of another run.
 
     address: the folder or URL; None checks nothing.
     """
@@ -257,7 +257,7 @@ def _check_run_in(address: str | None, config: Node) -> None:
 
 
 def _check_same_run(stored: Node, config: Node, store: Store) -> None:
-    """Raise `RefusedError` if a resumed run has other settings than the stored configuration."""
+    """Raise `RefusedError` if settings of a resumed run differ from the stored configuration."""
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
     for key in _keys_of_bits([*stored_values, *values]):
@@ -276,7 +276,7 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 
 
 def _keys_of_bits(keys: list[str]) -> Iterator[str]:
-    """Yield those keys that must not change when a run is resumed."""
+    """Yield the keys that decide the bits of a run, so that a resumed run cannot change them."""
     for key in dict.fromkeys(keys):
         head = key.partition(".")[0]
         is_free = head in FREE_KEYS or key in FREE_KEYS
@@ -289,7 +289,7 @@ def _hide_password(value: object) -> object:
 
 
 def _finished_rounds(folder: Path) -> int:
-    """Return the number of rounds of a finished run; 0 if the run has not finished."""
+    """Return the number of rounds of the finished run in a folder; 0 without a finished run."""
     for summary in existing_file(folder / SUMMARY):
         try:
             return int(json.loads(summary.read_text())["rounds"])

@@ -194,7 +194,7 @@ class SteppedRun:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the run's folder during one call.
+        """Lock the run's folder during a `with` block.
 
         Ray Tune may move a paused trial to another process without notice, so the lock is not kept
         between calls.
@@ -214,9 +214,9 @@ class SteppedRun:
 
 
 def _close_events(events: Iterator[Event]) -> None:
-    """Stop a run's workers by closing the generator of its events.
+    """End a run before its last event, and stop its workers.
 
-    The type of the events, an iterator, does not have `close`.
+    The events come from a generator, which closes them.
     """
     close = getattr(events, "close", None)
     if close is not None:

@@ -87,7 +87,7 @@ class AppRunner:
 
     @contextlib.contextmanager
     def _app_errors(self) -> Iterator[None]:
-        """Turn errors of the app into AppError, and print the app's output to stderr."""
+        """Raise `AppError` for errors of the user's app; print the app's output to stderr."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield

@@ -47,7 +47,7 @@ class MessageRecord:
 
 @dataclass
 class _Pending:
-    """A message that is sent and whose reply is not delivered.
+    """A message whose reply is not delivered yet.
 
     answer: None until a worker has answered the message.
     """
@@ -60,7 +60,7 @@ class _Pending:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The key by which messages are sorted in the order of virtual time."""
+        """The key that sorts messages by the virtual time of their replies."""
         return self.arrival.time, self.request.client, self.request.number
 
 
@@ -227,7 +227,7 @@ class VirtualGrid(SimpleGrid):
             return self._deliver(in_time)
 
     def _drop(self, pending: _Pending) -> None:
-        """Forget a message whose reply would arrive after the timeout; no worker answers it."""
+        """Forget a message whose reply would come after the timeout; no worker answers it."""
         del self._pending[pending.request.message_id]
         self._record(pending, "lost", "the reply arrives after the timeout", {})
 
@@ -293,7 +293,7 @@ class VirtualGrid(SimpleGrid):
 
     # --- answers ------------------------------------------------------------------------------
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
-        """Give stored answers to messages that have one; return the messages that need a worker.
+        """Give stored answers to those messages that have one; return the other messages.
 
         Raises ReplayError if a message differs from the stored run.
         """
@@ -315,7 +315,7 @@ class VirtualGrid(SimpleGrid):
         return unanswered
 
     def _answer(self, pending: Sequence[_Pending]) -> None:
-        """Let the workers answer all messages that need an answer."""
+        """Let workers answer all messages that have no stored answer."""
         unanswered = self._prepare(pending)
         unanswered.sort(key=lambda one: (one.request.number, one.request.client))
         while unanswered:
@@ -328,7 +328,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.forget_digests()
 
     def _answer_round(self, pending: Sequence[_Pending]) -> None:
-        """Let the workers answer messages, at most one for each client."""
+        """Let workers answer messages, of which each client gets at most one."""
         workers = self.runtime.workers
         size = max(1, len(pending) // (workers * _CHUNKS_PER_WORKER))
         if self.runtime.is_in_process:
@@ -361,7 +361,7 @@ class VirtualGrid(SimpleGrid):
                 self._keep(one, answer)
 
     def _call(self, worker: int, requests: Sequence[Request]) -> list[Answer]:
-        """Let one worker answer messages; if it dies, replace it and try again."""
+        """Let a worker answer messages; if the worker dies, let a new worker answer them."""
         for attempt in range(MAX_ATTEMPTS):
             with self._lock:
                 current = [self._request_with_state(request) for request in requests]
@@ -394,7 +394,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.add(pending.request, answer)
 
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
-        """Return the replies to these messages, which are not pending any more."""
+        """Return the replies to these messages, and end the messages."""
         delivered: list[Message] = []
         for one in pending:
             self._pending.pop(one.request.message_id, None)
@@ -433,7 +433,7 @@ class VirtualGrid(SimpleGrid):
 
 
 def _own_message(message: Message, request: Request) -> GridMessage:
-    """Return a copy of the app's message with raysim's ids and times."""
+    """Return a copy of the ServerApp's message with the ids and the times that raysim gives."""
     sent = message.metadata
     metadata = Metadata(
         run_id=RUN_ID,

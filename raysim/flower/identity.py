@@ -23,10 +23,7 @@ class _IdleServer(Server):
     """A server that sends no messages."""
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Return an empty history and 0 seconds.
-
-        num_rounds, timeout: are not used.
-        """
+        """Return an empty history and 0 seconds; both arguments have no effect."""
         return History(), 0.0
 
 

@@ -87,7 +87,7 @@ class _FirstMessage(BaseException):
 
 
 class _FirstMessageGrid(SimpleGrid):
-    """A Grid that keeps the first message for training, and then stops the ServerApp."""
+    """A Grid that keeps the first training message, and then stops the ServerApp."""
 
     def __init__(self, runner: AppRunner):
         super().__init__()
@@ -101,9 +101,9 @@ class _FirstMessageGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Let clients answer the messages before the first one for training; stop at that one.
+        """Return the clients' replies; stop the ServerApp at the first training message.
 
-        timeout: is not used.
+        timeout: has no effect.
         """
         replies = []
         for number, message in enumerate(messages):
@@ -119,7 +119,7 @@ class _FirstMessageGrid(SimpleGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Stop at the first message for training; see `send_and_receive`."""
+        """Stop the ServerApp at the first training message; see `send_and_receive`."""
         self.send_and_receive(messages)
         return []
 

@@ -89,7 +89,7 @@ class FlowerLearner(Learner):
         return read_project(self._root)
 
     def _load(self) -> LoadedClientApp:
-        """Return the app, which is loaded once in each process."""
+        """Return the ClientApp, which each process loads once."""
         return load_client_app(self._reference, self._root, KEY)
 
     # --- the model ----------------------------------------------------------------------------
@@ -171,5 +171,5 @@ class FlowerLearner(Learner):
 
 
 def _no_records(samples: int) -> bytes:
-    """Return the records of a client that was never trained."""
+    """Return the encoded records of a client that has never been trained."""
     return b""

@@ -103,7 +103,7 @@ def evaluate(
 
 
 def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return the config with the number of the round, which starts at 1."""
+    """Return the config of a message after adding the number of the round, which starts at 1."""
     values = {**config, ROUND: version + 1}
     for name in LEGACY_ROUNDS:
         if name in config:

@@ -89,9 +89,9 @@ def read_project(folder: str | Path) -> Project:
 
 
 def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
-    """Return the number of clients in the default federation; None if it is not given.
+    """Return the number of clients that a pyproject.toml gives; None without one.
 
-    Only the pyproject.toml of older projects has federations.
+    Only older projects give this number, in the default federation.
     """
     federation = federations.get(federations.get("default", ""), {})
     clients = federation.get("options", {}).get("num-supernodes")
@@ -188,7 +188,7 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
 
 
 def _is_foreign(file: Path) -> bool:
-    """Return True for a file of raysim, of Python or of an installed package."""
+    """Return True if a file belongs to raysim, to Python or to an installed package."""
     is_installed = "site-packages" in file.parts or file.is_relative_to(_PYTHON_FOLDER)
     return is_installed or file.is_relative_to(_OWN_FOLDER) or str(file).startswith("<")
 
@@ -268,9 +268,9 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
 
 
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
-    """Return a client_fn that makes a client of a class.
+    """Return a function `client_fn` that makes a client of a class.
 
-    The client_fn passes the context to the class if the class needs one argument.
+    The function passes the context to the class if the class needs one argument.
     """
     from flwr.client import NumPyClient
 
@@ -295,9 +295,9 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app already has a function of a kind.
+    """Return True if an app already has a function for training, or for evaluation.
 
-    This is found out by registering another function: Flower refuses a second one. If there was
+    To find out, another function is registered, because Flower refuses a second one. If there was
     none, the registered function stays; it raises an error when it is called.
     register: `app.train` or `app.evaluate`.
     """

@@ -17,13 +17,13 @@ _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 
 
 class _BytesWriter:
-    """A list that collects byte strings and numbers them from 0."""
+    """A list of byte strings, numbered from 0."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
     def add(self, data: bytes) -> int:
-        """Add a byte string; return its number."""
+        """Append a byte string; return its number."""
         self.parts.append(data)
         return len(self.parts) - 1
 
@@ -72,7 +72,7 @@ def unpack_records(data: bytes) -> RecordDict:
 def _pack_value(value: Any, writer: _BytesWriter) -> Any:
     """Return a value that JSON can express; a byte string becomes {"bytes": number}.
 
-    writer: stores byte strings under these numbers.
+    writer: the list that gets the byte strings.
     """
     if isinstance(value, bytes):
         return {"bytes": writer.add(value)}

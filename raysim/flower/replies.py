@@ -51,7 +51,7 @@ class StoredReplies:
         return len(self._places)
 
     def _read(self, path: Path) -> None:
-        """Find all complete entries of the file; remove an incomplete one at the end."""
+        """Find the complete entries of a file, and remove an incomplete entry at its end."""
         end = 0
         with path.open("rb") as file:
             while True:
@@ -116,9 +116,9 @@ class StoredReplies:
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:
-        """Return a digest of a message's type and content.
+        """Return a checksum of a message's type and content.
 
-        For messages that share their content the digest of the content is computed once.
+        Messages that share their content also share the checksum of the content, computed once.
         """
         stored = self._digests.get(id(request.content))
         if stored is None:

@@ -146,7 +146,7 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
 
 
 def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
-    """Call the ServerApp with seeded random generators.
+    """Seed the random generators, and call the ServerApp.
 
     Raises RunStoppedError, which contains the line of the app that failed.
     """
@@ -181,9 +181,9 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
 
 @contextlib.contextmanager
 def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
-    """Yield the runtime of the workers: one worker in this process, or actors on Ray.
+    """Yield the workers: one in this process, or actors on Ray.
 
-    say: function that gets texts for the user.
+    say: function that prints a text for the user.
     """
     if run.runtime.name == "inprocess":
         yield InProcess(AppWorker(run.spec()))
@@ -199,9 +199,9 @@ def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
 # --- the folder -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredReplies]:
-    """Lock the run's folder, and yield the replies that it stores.
+    """Lock the run's folder inside `with`, and yield the replies that the folder stores.
 
-    say: function that gets texts for the user.
+    say: function that prints a text for the user.
     Raises `RefusedError` if the folder contains another run.
     """
     if run.out is None:
@@ -249,7 +249,7 @@ class _ModelDigest:
         self.record: ArrayRecord | None = None
 
     def hexdigest(self) -> str:
-        """Return the SHA-256 as a text; "" if no parameters were sent."""
+        """Return the SHA-256 in hexadecimal; "" if no parameters were sent."""
         if self.record is None:
             return ""
         digest = hashlib.sha256()
@@ -259,14 +259,14 @@ class _ModelDigest:
 
 
 class _DigestingGrid(OrderedGrid):
-    """A Grid that keeps the last parameters that were sent."""
+    """A Grid that keeps the last parameters that were sent, to compute their SHA-256."""
 
     def __init__(self, *arguments: Any):
         *usual, self._digest = arguments
         super().__init__(*usual)
 
     def on_content(self, content: RecordDict) -> None:
-        """Keep the arrays of a message as the last parameters."""
+        """Keep the arrays of a message that is sent."""
         for record in content.array_records.values():
             self._digest.record = record
 
@@ -305,9 +305,9 @@ def _summarise(
 
 
 def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
-    """Return a row for each group of messages that were sent at the same time.
+    """Return a row for all messages that were sent at the same virtual time.
 
-    A row has the weighted means of the numbers in the replies.
+    The row has the weighted means of the numbers in the replies.
     """
     groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
     for record in records:
@@ -331,9 +331,9 @@ def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
 
 
 def _means(members: list[MessageRecord]) -> dict[str, float]:
-    """Return the mean of each number over some replies.
+    """Return the weighted mean of each number in some replies.
 
-    If a reply has a number of examples, that is its weight; otherwise its weight is 1.
+    The weight of a reply is its number of examples; without this number, the weight is 1.
     """
     totals: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)

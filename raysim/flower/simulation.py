@@ -92,7 +92,7 @@ def start_simulation(
     usual_register = manager.register
 
     def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Call the server's own `fit`, and keep the history; return the history and the seconds.
+        """Call the server's original `fit`, keep the history, and return history and seconds.
 
         The `fit` of an older server returns only the history; then the seconds are 0.
         """
@@ -102,7 +102,7 @@ def start_simulation(
         return history, seconds
 
     def register(client: ClientProxy) -> bool:
-        """Register a client under its number instead of its node id."""
+        """Register a client under its number, not under its node id."""
         client.cid = str(client_number(int(client.cid)))
         return bool(usual_register(client))
 
@@ -136,6 +136,6 @@ def start_simulation(
 
 
 def _main_folder() -> Path:
-    """Return the folder of the user's program, to find its lines in errors."""
+    """Return the folder of the user's program; errors show lines of its files."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return Path(file).resolve().parent if file else Path.cwd()

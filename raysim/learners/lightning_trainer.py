@@ -129,7 +129,7 @@ def _default_module(job: LocalJob) -> Any:
 
 
 def _quiet() -> dict[str, Any]:
-    """Return the arguments with which the Trainer writes no files and prints nothing."""
+    """Return arguments for the Trainer, so that it writes no files and prints nothing."""
     return {
         "logger": False,
         "enable_checkpointing": False,
@@ -141,7 +141,7 @@ def _quiet() -> dict[str, Any]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Hide Lightning's hints on devices and data loaders, which would appear for each job."""
+    """Hide Lightning's advice on devices and data loaders, which would appear for each job."""
     loggers = [logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

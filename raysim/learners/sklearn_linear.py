@@ -161,7 +161,7 @@ class SklearnLinear(Learner):
 
 
 def _fit(model: Any, rows: np.ndarray, targets: np.ndarray) -> None:
-    """Call `model.fit`; hide scikit-learn's warnings that it has not converged."""
+    """Call `model.fit` without the warning that it has not converged."""
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
@@ -177,7 +177,7 @@ def _fit_present(
     coef: np.ndarray,
     intercept: np.ndarray,
 ) -> int:
-    """Train by `fit`, and write the result into `coef` and `intercept`.
+    """Train on the classes that a client has; write the result into `coef` and `intercept`.
 
     Return the number of passes over the samples.
     present: the classes of the client's samples, ascending; one entry for a regression.

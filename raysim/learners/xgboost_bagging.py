@@ -152,7 +152,7 @@ def _save(booster: Any) -> bytes:
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of XGBoost's JSON that contains the trees."""
+    """Return the part of a saved XGBoost model, as JSON, that contains the trees."""
     model: dict[str, Any] = saved["learner"]["gradient_booster"]["model"]
     return model
 

@@ -245,9 +245,9 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
 
 
 def _make_method(make: MakeMethod, rounds: int) -> Method | None:
-    """Make the method.
+    """Return a new method; None for FedAvg.
 
-    Methods that change over a run, such as FRAug, get the number of rounds.
+    A method that changes over a run, such as FRAug, gets the number of rounds.
     """
     if make is None:
         return None
@@ -256,7 +256,7 @@ def _make_method(make: MakeMethod, rounds: int) -> Method | None:
 
 
 def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
-    """Run to the end; return the vector followed by all client states, and the coordinator."""
+    """Execute a run; return its final vector followed by all client states, and the coordinator."""
     runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
     server_spec = replace(spec, device="cpu")
     coordinator = Coordinator(server_spec, Synchronous(CHECK_CLIENTS), Ideal(), runtime)
@@ -269,7 +269,7 @@ def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator
 
 
 def _floats(state: StoredState) -> Iterator[np.ndarray]:
-    """Yield those arrays of a client state that training changes."""
+    """Yield the arrays of a client state that contain floats, each as a flat array."""
     for values in (state.personal, *state.methods.values()):
         if values.dtype.kind == "f":
             yield values.ravel()
@@ -280,9 +280,9 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Yield, for every execution mode, the distance of its results from the loop on the CPU.
+    """Yield for every execution mode how far its results are from those of the loop on the CPU.
 
-    Each row has the distance and the largest allowed one, both as shares of the largest change of a
+    A row has this distance and the largest allowed one, both as shares of the largest change of a
     parameter. A model that draws random numbers in its steps draws different ones on another
     device, so it is compared with the loop on the same device.
     """
@@ -386,7 +386,7 @@ def _spec_of(
 
 
 def _coordinator(spec: RunSpec, workload: GpuWorkload) -> Coordinator:
-    """Return the coordinator of a run on one worker in this process."""
+    """Return a coordinator that executes a run with one worker in this process."""
     runtime = InProcess(Worker(spec))
     server_spec = replace(spec, device="cpu")
     return Coordinator(server_spec, Synchronous(workload.cohort), Ideal(), runtime)
@@ -424,7 +424,7 @@ class UtilizationMonitor(threading.Thread):
 
 @contextmanager
 def _device_use(device: str) -> Iterator[ResultRow]:
-    """Yield a row; at the end of the block, add the device's peak memory and utilization."""
+    """Yield a row inside `with`; at its end, add the device's peak memory and utilization."""
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
     if is_cuda:
@@ -441,7 +441,7 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 
 
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
-    """Return seconds per round and client steps per second.
+    """Return a row with the seconds per round and the client steps per second.
 
     times: the end times of rounds, in seconds. The first two rounds are left out, because they
     allocate memory and record graphs.

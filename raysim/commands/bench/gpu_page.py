@@ -120,9 +120,9 @@ def _speed(name: str, workload: Mapping[str, Any], rows: Rows, folder: Path) -> 
 
 
 def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row of the table of speeds.
+    """Return a measurement as a row of the table of speeds.
 
-    plain: the measurement of the plain loop; None if it is missing.
+    plain: the measurement of the loop in plain PyTorch; None if it is missing.
     """
     line = dict(row)
     if "seconds_per_round" not in row:
@@ -140,7 +140,7 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     """Yield the lines of a Markdown table.
 
-    If a measurement was refused, the last cell of its row says why.
+    If a measurement is missing, the last cell of its row says why.
     """
     lines = []
     for row in rows:

@@ -364,7 +364,12 @@ def measure_workload(
 
 
 def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
-    """Summarise the times of all blocks as medians."""
+    """Return the medians of the times that were measured in several blocks.
+
+    limit: the largest allowed ratio of raysim's time to the time of the textbook loop.
+    rows: for each block the seconds per round of raysim, of the textbook loop and, if measured, of
+    the tuned loop.
+    """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)
     if not floor:

@@ -113,9 +113,9 @@ def _run_spec(spec: RunSpec) -> Coordinator:
 
 
 def _sum_column(coordinator: Coordinator, column: str) -> float:
-    """Return the sum of a column over all rounds but the first.
+    """Return the sum of a column of the history over all rounds but the first.
 
-    The first round is left out, because MOON has no previous model there, and memory is allocated.
+    In the first round MOON has no previous model, and memory is allocated.
     """
     return sum(float(row[column] or 0) for row in coordinator.rows[1:])
 

@@ -44,7 +44,7 @@ class _DataUnpickler(pickle.Unpickler):
     """An unpickler for containers and numbers; it never calls code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a type that the file names, if it is allowed.
+        """Return an allowed type that the file names.
 
         Raise `UnpicklingError` for any other name.
         """
@@ -86,7 +86,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 
 
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
-    """Return the dictionary of a pickled file: for each client, a dictionary.
+    """Return the content of a pickled file: a dictionary for each client.
 
     Raise `ValueError` if the file has other contents, or if the dictionary of a client lacks `key`.
     """

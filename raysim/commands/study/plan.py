@@ -161,7 +161,7 @@ def _folder(out: Sequence[str]) -> Path:
 
 
 def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
-    """Add the overrides of the folder's stored study; for equal keys, new overrides win."""
+    """Return the study with the stored overrides of its folder; new overrides replace old ones."""
     stored = run_table.load_plan(study.folder, "study")
     before = {key: tuple(texts) for key, texts in map(expand_override, stored["overrides"])}
     overrides = {**before, **study.overrides}
@@ -206,10 +206,10 @@ def _seed(override: str) -> int:
 
 
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
-    """Yield settings and configuration of each combination of values; seeds are not combined.
+    """Yield the settings and the configuration of each combination of values, without seeds.
 
-    If a run's options lack the key of an override, the run leaves the override out. Several
-    combinations may then be equal; only one of them is yielded.
+    A run leaves out an override if its options lack the key. Several combinations may then be
+    equal; only one of them is yielded.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files
@@ -255,7 +255,7 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to the text for this key in a run's name.
+    """Map each key to the short text that stands for the key in a run's name.
 
     The text is the last part of the key, or the whole key if several keys have the same last part.
     Tables have shorter texts, but a continued study finds its folders by these names.

@@ -142,7 +142,7 @@ def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], 
 
 
 def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the metrics that a report compares if the user names none."""
+    """Return the metrics that a report compares if the user chooses none."""
     has_many_rounds = any((score(summary, "rounds") or 0) > BEST_ROUNDS for summary in summaries)
     names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
     for metric in dict.fromkeys(str(summary.get("metric", "accuracy")) for summary in summaries):
@@ -179,7 +179,7 @@ def compared_keys(study: StudyPlan) -> list[str]:
 
 
 def _other_keys(study: StudyPlan) -> list[str]:
-    """Return the keys that vary but are not compared.
+    """Return the keys that have several values in a study but are not the compared keys.
 
     Runs are compared only with runs that have equal values of these keys.
     """
@@ -513,7 +513,7 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return the page's sections about differences, and write the study's picture.
+    """Return the sections of a page about differences, and write the study's picture.
 
     The picture shows the differences of the first metric.
     """

@@ -78,7 +78,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
 
 def _share_cpus(config: Node, parallel: int) -> Node:
-    """Set a local run's number of workers so that `parallel` such runs fit on this machine."""
+    """Return a configuration whose number of workers lets `parallel` local runs share the CPUs."""
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
@@ -183,7 +183,7 @@ def _make_one_by_one(
     begin: Callable[[StudyRun], None],
     show_progress: Say,
 ) -> Generator[RunEnd]:
-    """Execute the runs in this process, one after another, with the same Ray and workers."""
+    """Execute runs one after another in this process, with the same Ray; yield their ends."""
     with ExitStack() as session:
         for run in runs:
             since = time.monotonic()

@@ -102,7 +102,7 @@ def study(
 
 
 def _own_metrics(planned: StudyPlan) -> list[str]:
-    """Return the columns of the metrics in `evaluate.metrics` of all runs."""
+    """Return the metrics that the runs compute because `evaluate.metrics` names them."""
     names: dict[str, None] = {}
     for run in planned.runs:
         for path in run.config["evaluate"].get("metrics") or ():

@@ -128,7 +128,7 @@ def find_folder(entrypoint: str) -> str:
 
 
 def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
-    """Run a command on the node and in the folder of a job, and return the printed text.
+    """Run a command on the node and in the folder of a job; return the text that it prints.
 
     details: Ray's `JobDetails` of the job.
     entrypoint: the command.

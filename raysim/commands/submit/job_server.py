@@ -79,7 +79,7 @@ def connect(url: str) -> JobSubmissionClient:
 
 
 def _check_connection(url: str) -> None:
-    """Raise `ValueError` if nothing answers; without this check Ray would try for minutes."""
+    """Raise `ValueError` if no server answers; without this check Ray would try for minutes."""
     parts = urlsplit(url)
     target = (str(parts.hostname), int(parts.port or PORT))
     try:

@@ -213,7 +213,7 @@ def with_plugins(
 
 
 def _used_packages(command: JobCommand) -> dict[str, Path]:
-    """Return the installed packages whose parts the command uses, and their folders."""
+    """Return the folders of the installed packages that a command uses, by the package's name."""
     folders = {}
     for name in installed_packages():
         conf = conf_folders_of([name])

@@ -87,7 +87,7 @@ def _check_renamed(option: str) -> None:
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
-    """Convert a range that a file gives.
+    """Return the values to search for a key, as a file gives them.
 
     values: a list, or text as on the command line.
     """

@@ -280,9 +280,9 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 
 
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `RefusedError` for a searched key that PBT cannot change during a run.
+    """Raise `RefusedError` if PBT cannot change one of the searched keys during a run.
 
-    chosen: the options of the searched groups.
+    chosen: the searched options of groups.
     """
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
@@ -333,7 +333,7 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the stored sweep of a folder; overrides may give it more trials or more time."""
+    """Return the sweep that a folder has stored; overrides may give it more trials or more time."""
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}
     changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))

@@ -333,7 +333,7 @@ class TrialRecords:
 
 
 def _ignore(text: str) -> None:
-    """Print nothing: the parent's tracker already reports all problems with MLflow."""
+    """Print nothing: the parent run's tracker already reports all problems with MLflow."""
 
 
 class StatusLine:

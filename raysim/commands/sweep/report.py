@@ -91,7 +91,7 @@ def _write_tables(records: TrialRecords) -> list[Path]:
 
 
 def _columns(records: TrialRecords) -> dict[str, list[Any]]:
-    """Return the columns of trials.csv; the best trial comes first.
+    """Return the columns of trials.csv; the best trial is in the first row.
 
     The column `folder` has the folder of the trial's first run.
     """
@@ -121,9 +121,9 @@ def _is_number(value: object) -> bool:
 
 
 def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Column]:
-    """Return the columns to print; a dash marks a value that a setting does not have.
+    """Return the columns of the printed table; a dash marks a value that a setting does not have.
 
-    most: the largest number of trials; None takes all.
+    most: the largest number of trials; None shows all.
     """
     keys = list(records.plan.space)
     titles = ["trial", *short_names(keys), records.metric, "rounds", "time", ""]
@@ -157,7 +157,7 @@ def table(records: TrialRecords, width: int = 0) -> str:
 
 # --- files --------------------------------------------------------------------------------------
 def _write_page(records: TrialRecords) -> Path | None:
-    """Write report.html and return its path; return None if no trial has finished.
+    """Write report.html; return its path, or None if no trial has finished.
 
     The page has all trials as a table, the pictures, and the curves of the best trials.
     """
@@ -257,7 +257,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _is_rate(key: str) -> bool:
-    """Return True for the key of a learning rate: local.lr, method.fedadam.server_lr."""
+    """Return True if a key is a learning rate, such as local.lr or method.fedadam.server_lr."""
     leaf = key.rpartition(".")[2]
     return leaf == "lr" or leaf.endswith(("_lr", "learning_rate"))
 

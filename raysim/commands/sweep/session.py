@@ -92,7 +92,7 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few of the runs, to find values that no run can have.
+    """Build a few runs of a sweep, to find values that no run can have.
 
     Raise `RefusedError` for such a value.
     """
@@ -110,18 +110,18 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
 
 
 def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
-    """Return the cluster to join; unless runtime=cluster, Ray starts on this machine."""
+    """Return the options for Ray: on this machine or, with runtime=cluster, on the cluster."""
     return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
 
 
 def _room(
     options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
-    """Return what a worker reserves on the cluster, and how many trials fit at once.
+    """Return the resources that a worker reserves, and the number of trials that fit at once.
 
-    With sweep.workers=0, return what a trial reserves.
-    threads: CPU threads of a worker.
-    Raise `ValueError` if not one trial fits on the cluster.
+    With sweep.workers=0, the resources are those of a trial.
+    threads: the CPU threads of a worker.
+    Raise `ValueError` if the cluster is too small for a single trial.
     """
     resources = worker_resources(runtime, device, threads)
     nodes = cluster.node_resources()
@@ -151,10 +151,10 @@ def _room(
 def _choose_metric(
     plan: SweepPlan, experiments: Sequence[Experiment], console: Console
 ) -> SweepPlan:
-    """Choose the column that ranks the trials, and whether its highest or lowest value wins.
+    """Return the plan with the metric that ranks the trials, and with "max" or "min".
 
-    The validation score is chosen if all trials have validation samples. Otherwise it is a test
-    score, and a line tells the user so. Return the plan with this choice.
+    The metric is the validation score if all trials have validation samples. Otherwise it is a test
+    score, and a printed line says so.
     experiments: a few runs of the sweep.
     """
     options = plan.options
@@ -315,7 +315,7 @@ def _describe(values: ValueRange) -> str:
 
 
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
-    """Return the last line: the time, the command that trains the best setting, the folder.
+    """Return the last printed line: the time, the command for the best setting, and the folder.
 
     numbers: the entries of the sweep's summary.
     """

@@ -158,7 +158,7 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if this process would compute other bits than the sweep's."""
+        """Raise `UnequalWorkersError` if this process and the sweep's compute different bits."""
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
         Participants(self._task.driver, self._task.mixed).add(identity)
@@ -291,7 +291,7 @@ def trial_task(
 
 
 def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
-    """Return Tune's trial class with its resources: for the trial, and for each worker."""
+    """Return Tune's class for trials, with the resources of a trial and of each of its workers."""
     workers = plan.options.workers
     trial_bundle = {"memory": TRIAL_PROCESS_BYTES} if workers else dict(task.resources)
     worker_bundles = [multiply(task.resources, plan.options.seeds)] * workers
@@ -305,9 +305,9 @@ def multiply(resources: Resources, count: int) -> dict[str, float]:
 
 
 def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the config that Tune gives to a trial.
+    """Return the dictionary that Tune gives to a trial.
 
-    replay: the measurements of a trial that had ended in an earlier session, else [].
+    replay: the measurements of a trial that ended in an earlier session; [] for a new trial.
     """
     return {"number": number, "point": point, "replay": list(replay)}
 
@@ -348,9 +348,9 @@ def _population_based_training(plan: SweepPlan) -> PopulationBasedTraining:
 
 
 def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
-    """Return the searcher of an Optuna search; None for a grid or a random search.
+    """Return the Optuna search of a sweep; None if the sweep is a grid or a random search.
 
-    The searcher suggests the settings of earlier sessions again before it suggests new ones.
+    The search suggests the settings of earlier sessions again before it suggests new ones.
     """
     if plan.options.search != "optuna":
         return None
@@ -363,7 +363,7 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
     replays = {record.number: records.measurements(record.number) for record in earlier}
 
     class NumberedSearch(OptunaSearch):
-        """Optuna's search, which numbers its suggestions and returns them as configs of trials."""
+        """An Optuna search that numbers its suggestions and returns them as configs of trials."""
 
         count = 0
 
@@ -406,7 +406,7 @@ def _distributions(space: Space) -> dict[str, Any]:
 
 
 def _decode(space: Space, params: Mapping[str, Any]) -> Point:
-    """Return the point that parameters of Optuna describe."""
+    """Return the setting that Optuna's parameters describe; see `_distributions`."""
     point: Point = {}
     for key, values in space.items():
         point[key] = values.values[params[key]] if isinstance(values, Choice) else params[key]
@@ -414,7 +414,7 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return the parameters by which Optuna represents a point."""
+    """Return the parameters that describe a setting to Optuna; see `_distributions`."""
     params = {}
     for key, values in space.items():
         value = point[key]

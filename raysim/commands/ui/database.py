@@ -64,7 +64,7 @@ def find_root(place: str) -> Path:
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs and studies that belong to the database of a folder."""
+    """Yield the folders of runs and studies whose results the database of `root` has."""
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
         for record in sorted(root.glob(f"{pattern}/{RECORD}")):
@@ -109,7 +109,7 @@ class RunDatabase:
         return count
 
     def _send(self, folder: Path, record: Record) -> bool:
-        """Send the new rows and files of a run; return False if that failed."""
+        """Send new rows and files of a run to the database; return False if that failed."""
         try:
             server = self._servers.get(folder)
             is_open = server is not None
@@ -143,7 +143,7 @@ class RunDatabase:
             self._examined[folder] = _changed_at(folder / RECORD)
 
     def _add_model(self, folder: Path, record: Record) -> None:
-        """Build a run again, save its shared model, and record whether this succeeded."""
+        """Build a run, store its final model in the database, and record whether this succeeded."""
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model
 
@@ -167,7 +167,7 @@ class RunDatabase:
 
 
 def _changed_at(path: Path) -> int:
-    """Return the time at which a file was changed, in ns; 0 if it does not exist."""
+    """Return the time of a file's last change, in ns; 0 if the file does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

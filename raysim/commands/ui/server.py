@@ -85,7 +85,7 @@ def update_database(place: str) -> int:
 
 
 def _follow(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
-    """Send models and new rows until the server ends."""
+    """Add models and new rows of the history to the database until the server ends."""
     while server.poll() is None:
         for _ in database.add_models():
             database.update()  # before the next model, so that curves of running runs do not wait
@@ -116,7 +116,7 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Wait until the server answers; raise `RefusedError` if it ends before.
+    """Wait until the server answers; raise `RefusedError` if the server ends first.
 
     log: the file with the server's output, for the error.
     """
