@@ -256,7 +256,7 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
 def _check_user_files(
     chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
 ) -> None:
-    """Check the user's files that a run uses, because Hydra's errors do not say what is wrong."""
+    """Raise a clear error for a broken file of the user, because Hydra's error would be unclear."""
     roots = config_roots(folders)
     if len(roots) == 1:
         return

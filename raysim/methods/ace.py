@@ -107,10 +107,10 @@ def all_client_step(
 def _refresh(
     fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor
 ) -> None:
-    """Put new updates into the cache, and make `total` the sum of the active rows, in place.
+    """Store new updates in the cache, and make `total` the sum of the active rows, in place.
 
-    fresh: updates [D] by row.
-    cache: R rows, [R, D].
+    fresh: updates [D], by row of the cache.
+    cache: an update in each of R rows, [R, D].
     total: float64 [D], the sum of the rows `counted`.
     counted, active: bool [R], the rows in the sum before and after.
     """
@@ -131,7 +131,7 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """Return eta times the mean of the active rows, float64 [D]; zeros without active rows."""
+    """Return server_lr times the mean of the active rows, float64 [D]; zeros without any."""
     return total * (server_lr / max(1, int(active.sum())))
 
 
@@ -184,7 +184,7 @@ class ACE(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a row. Raise ValueError if all rows do not fit into the budget."""
+        """Return the shape of the cache's rows; raise ValueError if it exceeds the budget."""
         check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

@@ -92,7 +92,7 @@ class APFL(Method):
         job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])
 
     def _adapted(self, job: LocalJob) -> float:
-        """Return the mixing weight alpha after its step on the job's first batch."""
+        """Return the mixing weight alpha, after its step on the job's first batch."""
         personal = job.network("model")
         alpha: float = job.state["alpha"]
         own_params, shared_params = (
@@ -116,7 +116,7 @@ class APFL(Method):
         return min(1.0, max(0.0, alpha - job.rate * slope))
 
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the task loss of the mixture of both models."""
+        """Return the task loss of the mixture of the local and the shared model."""
         personal = job.network("model")
         mixture = mix(personal, job.model, job.scratch["alpha"])
         outputs = functional_call(personal, mixture, (out.batch.inputs,))

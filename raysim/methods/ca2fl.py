@@ -79,8 +79,8 @@ def _calibrate(
     """Return `scale` times the calibrated direction; update the cache and its sum in place.
 
     The result has the dtype of `deltas`.
-    rows: the row in the cache of each update's client.
-    cache: R rows, [R, D].
+    rows: the row of the cache that belongs to each update's client.
+    cache: an update in each of R rows, [R, D].
     total: float64 [D], the sum of the rows.
     """
     into = torch.empty_like(deltas[0])
@@ -141,7 +141,7 @@ class CA2FL(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a row of the cache. Raise ValueError if it exceeds the budget."""
+        """Return the shape of the cache's rows; raise ValueError if it exceeds the budget."""
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

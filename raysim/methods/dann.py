@@ -80,7 +80,7 @@ def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
 
 
 class _Reversal(torch.autograd.Function):
-    """The identity function with a gradient that is multiplied by -weight (gradient reversal)."""
+    """The identity function, whose gradient is multiplied by -weight (gradient reversal)."""
 
     @staticmethod
     def forward(features: Tensor, weight: float) -> Tensor:
@@ -164,7 +164,7 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the steps for discriminator and classifier in turn, or one step for both."""
+        """Return the training steps: discriminator and classifier in turn, or both in one step."""
         if self.mode == "grl":
             return [[Stage(trains=("model", DISCRIMINATOR))]]
         adversary = Stage(

@@ -72,7 +72,11 @@ def _step(
     every: int,
     activation: float,
 ) -> None:
-    """Write the step into `arrays[0]`; the momentum and the sum of updates change in place."""
+    """Write the server's step into `arrays[0]`; the other arrays are updated in place.
+
+    arrays: the result, the update, the momentum and the sum of updates.
+    step: the number of the step, from 1; the momentum changes every `every` steps.
+    """
     is_due = step % every == 0
     share = activation
     if is_due:
@@ -92,7 +96,7 @@ def _delayed_nesterov(
     part: float,
     is_due: bool,
 ) -> None:
-    """Compute one step in place; compiled, all arrays [d]."""
+    """Compute the server's step and update the momentum in place (compiled); all arrays are [d]."""
     for i in range(len(into)):
         total[i] = total[i] + delta[i]
         if is_due:

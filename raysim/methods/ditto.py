@@ -47,7 +47,7 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return pairs of a personal model's parameter and the same parameter of the shared model."""
+    """Return each parameter of the personal model with the same parameter of the shared model."""
     counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]
 
@@ -100,7 +100,7 @@ class Ditto(Method):
             optimizer.step(values, grads, job.rate * self.lr_factor)
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a batch for each step of the personal model, shuffled again in every pass."""
+        """Yield a batch for each step of the personal model; each pass shuffles again."""
         rows, size = job.rows, job.local.batch
         order, augment = job.stream("batches"), job.stream("augment")
         left = rows[:0]

@@ -84,7 +84,7 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Return the Renyi divergences of one round, at the orders `_ORDERS`."""
+    """Return the Renyi divergence of one round for each order in `_ORDERS`."""
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
     accountant = import_optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
@@ -165,7 +165,7 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if anything but clipped updates is sent or read."""
+        """Raise ValueError if a run shares more than clipped updates; return no warnings."""
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:
             if entry.network != "model":
@@ -213,7 +213,10 @@ class DPFedAvg(Method):
         return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Report the bound, the share of updates within it, and the epsilons so far."""
+        """Report the clipping bound, the share of updates within it, and epsilon.
+
+        Epsilon is the privacy loss of all rounds so far.
+        """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}
         if self.noise:

@@ -87,9 +87,10 @@ def _step(
     eps: float,
     step: int | None,
 ) -> None:
-    """Write the step into `arrays[0]`.
+    """Write the server's step into `arrays[0]`; the moments change in place.
 
-    arrays[1] is the update; the moments follow and change in place.
+    arrays: the result, the update, and the moments.
+    step: the number of the step, from 1; None makes no bias correction.
     """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
@@ -112,7 +113,7 @@ def _amsgrad(
     growth: float,
     eps: float,
 ) -> None:
-    """Compute one step in place; compiled, all arrays [d]."""
+    """Compute the server's step and update the moments in place (compiled); all arrays are [d]."""
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]
         second[i] = beta2 * second[i] + weight2 * (delta[i] * delta[i])

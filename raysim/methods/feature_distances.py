@@ -46,9 +46,9 @@ def _squared_distances(rows: Tensor) -> Tensor:
 
 
 def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
-    """Return the sum of the Gaussian kernels of squared distances.
+    """Return the sum of Gaussian kernels of different widths, for squared distances.
 
-    mean: the mean squared distance, of each row or of all.
+    mean: the mean squared distance, of each row or of all rows.
     """
     scaled = -squares / torch.where(mean > 0, mean, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]

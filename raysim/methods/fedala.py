@@ -148,7 +148,10 @@ class FedALA(Method):
     def _learn_weights(
         self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor
     ) -> Tensor:
-        """Return the mixing weights after the passes of this job."""
+        """Train the mixing weights on some of the client's batches; return them.
+
+        old, new: the parameters of the top layers, before and after receiving.
+        """
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
         if is_first_time:
@@ -172,7 +175,7 @@ class FedALA(Method):
     def _loss(
         job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor
     ) -> Tensor:
-        """Return the loss of the received model with other top layers."""
+        """Return the loss of the received model after replacing its top layers by `top`."""
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {
             entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)
@@ -182,7 +185,7 @@ class FedALA(Method):
         return loss
 
     def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
-        """Return the batches on which the mixing weights are learnt, the same in each pass."""
+        """Return the batches that train the mixing weights; all passes use the same ones."""
         order = job.stream("subset").permutation(job.rows)
         rows = order[: self._subset_size(len(order))]
         size = job.local.batch

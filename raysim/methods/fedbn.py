@@ -156,7 +156,7 @@ class FedBN(Method):
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Return the tensor names of normalisation layers, found by the layers' type or names."""
+        """Return the names of tensors in normalisation layers, found by type or by name."""
         model = networks["model"]
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:

@@ -73,7 +73,7 @@ def contrastive_loss(
 
 
 def _similarity_scale(tau: float, temperature_mode: str) -> float:
-    """Return the factor of a similarity: tau or 1/tau."""
+    """Return the factor by which a similarity is multiplied: tau or 1/tau."""
     if temperature_mode == "multiply":
         return tau
     if temperature_mode != "divide":
@@ -283,7 +283,7 @@ class FedBR(Method):
         return job.once("global", compute)
 
     def _features(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return features of pseudo-data without changing BatchNorm's running statistics."""
+        """Return the features of pseudo-data; BatchNorm's running statistics stay unchanged."""
 
         def compute() -> Tensor:
             with job.keep_statistics():

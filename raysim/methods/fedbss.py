@@ -208,9 +208,10 @@ class FedBSS(Method):
         self._report(job)
 
     def _report(self, job: LocalJob) -> None:
-        """Report the share of biased samples, the loss at the split and the mean uncertainty.
+        """Report the share of biased samples, the loss above which they begin, and the uncertainty.
 
-        Figure 3d of the FedBSS paper shows them.
+        Figure 3d of the FedBSS paper shows these numbers. The uncertainty is the mean over all
+        samples.
         """
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]
         split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
@@ -247,7 +248,10 @@ class FedBSS(Method):
         return (job.drawn("weights").to(losses.dtype) * losses).mean()
 
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
-        """Return the positions of the easy samples and of a growing part of the biased samples."""
+        """Return the positions of all easy samples, and of a part of the biased samples.
+
+        The part grows from epoch to epoch.
+        """
         if not self._selects(job.version):
             return None
         if self.fraction_of == "loss":

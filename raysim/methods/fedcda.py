@@ -138,11 +138,11 @@ def greedy_selection(
 
 
 class _Selection:
-    """The models chosen so far, as sums in float64: number, losses, differences and squares.
+    """The set of models chosen so far, as sums in float64.
 
-    Differences are relative to a centre. The objective is the same around any centre, and rounding
-    errors are small if the centre is near the models. Norms use only the first `trained` entries of
-    a model [D].
+    The sums are the number of models, their losses, their differences to a centre, and the squares
+    of these. The objective is the same for any centre, and rounding errors are small if the centre
+    is near the models. Norms use only the first `trained` entries of a model [D].
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -154,11 +154,11 @@ class _Selection:
         self.total = torch.zeros(len(centre), dtype=torch.float64)
 
     def mean(self) -> Tensor:
-        """Return the mean of the models minus the centre: [D] float64."""
+        """Return the mean of the chosen models minus the centre: float64 [D]."""
         return self.total / self.count
 
     def add(self, model: Tensor, loss: float) -> None:
-        """Add a model [D] to the set."""
+        """Add a model [D] and its loss to the set."""
         self.count += 1
         self.loss += loss
         for block in split_range(0, self.trained, _BLOCK):
@@ -175,7 +175,10 @@ class _Selection:
         smoothness: float,
         num_batches: int,
     ) -> list[int]:
-        """Choose one model of each client, batch after batch of clients, and add it to the set."""
+        """Choose one model of each client, for a group of clients at a time; add them to the set.
+
+        Return the index of each client's chosen model.
+        """
         choices: list[int] = []
         for batch in np.array_split(np.arange(len(models)), num_batches):
             if not len(batch):
@@ -220,7 +223,7 @@ class _Selection:
         return [int(index) for index in np.unravel_index(first, sizes)]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return inner products of models [T, T], and their products with the set's sum [T]."""
+        """Return the models' inner products, [T, T], and those with the set's sum, [T]."""
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)
         for block in split_range(0, self.trained, _BLOCK):
@@ -231,7 +234,7 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise `RefusedError` for more than MAX_COMBINATIONS, with a sufficient `batches`."""
+    """Raise `RefusedError` if a search has too many combinations, with a sufficient `batches`."""
     clients = -(-participants // batches)
     combinations = memory**clients
     if combinations <= MAX_COMBINATIONS:
@@ -314,7 +317,7 @@ class FedCDA(Method):
         run.server_state("rounds", lambda server: torch.empty(0, memory, dtype=torch.int64))
 
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a client's models, after checking their memory and the search."""
+        """Check the memory and the size of the search; return the shape of a client's models."""
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))
         remedy = f"method.fedcda.memory={fitting}" if fitting else ""
@@ -363,9 +366,9 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Return the memory [layout.shared] of the client's oldest model, for its new model.
+        """Select a client's new model; return the memory into which it must be copied.
 
-        The new model becomes the client's selected model.
+        This is the memory of the client's oldest model: [layout.shared].
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory
@@ -376,7 +379,7 @@ class FedCDA(Method):
         return state["models"][row, place]
 
     def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
-        """Select a model for each participant; return the direction to the mean of all selected.
+        """Select a model for each participant; return the direction to the selected models' mean.
 
         The result is float64 [layout.shared].
         """
@@ -406,7 +409,7 @@ class FedCDA(Method):
 
 
 def _newest_first(pushes: int, memory: int) -> list[int]:
-    """Return the positions in a ring buffer that hold a model, the newest first."""
+    """Return the positions of a ring buffer that hold models; the newest model comes first."""
     return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
 
 

@@ -104,7 +104,7 @@ def server_step(
 
 
 def _normalised(deltas: Tensor, weights: Tensor | None) -> Tensor:
-    """Return normalised weights, float64 [M]."""
+    """Return weights that sum to 1, float64 [M]; equal ones if `weights` is None."""
     if weights is None:
         weights = torch.ones(len(deltas))
     return weights.double() / weight_total(weights)
@@ -173,7 +173,7 @@ class FedExP(Method):
         return step
 
     def _mean_iterate(self, server: ServerView) -> Tensor:
-        """Return the mean of the last two models, with the buffers of the newest one."""
+        """Return the mean of the last two versions, with the float buffers of the newer one."""
         if "previous" not in server.state:
             return server.vector
         mean = (server.params + server.state["previous"]).mul_(0.5)

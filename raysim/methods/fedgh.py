@@ -70,13 +70,13 @@ Pairs: TypeAlias = Iterable[Sequence[int]]
 
 @dataclass
 class _ConflictCounts:
-    """Pairs that conflicted, and projections made, in one aggregation."""
+    """How many pairs of updates conflicted, and how many projections were made, in a round."""
 
     conflicts: int = 0
     projections: int = 0
 
     def report(self, server: ServerView) -> None:
-        """Add the numbers of conflicts and projections to the row of the history."""
+        """Write the numbers of conflicts and projections into the history's row."""
         server.report["conflicts"] = float(self.conflicts)
         server.report["projections"] = float(self.projections)
 
@@ -85,8 +85,9 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients float64 [m, m]; row i combines the updates to harmonised update i.
+    """Return coefficients, float64 [m, m], that make harmonised updates from the original ones.
 
+    Row i has the coefficients of harmonised update i.
     products: the Gram matrix [m, m] of the m original updates.
     pairs: the pairs of updates to harmonise; None takes all, in order.
     """
@@ -197,10 +198,10 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients float64 [m] that combine m updates to the root of the tree of pairs.
+    """Return the weights, float64 [m], of m updates in the result of a tree of harmonised pairs.
 
     products: the Gram matrix [m + 1, m + 1] of the updates and, last, of the running mean.
-    factors: [m], the weights of the updates.
+    factors: [m], the weights of the updates before.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 
@@ -208,13 +209,13 @@ def _harmonize_in_tree(
         return float(a @ inside @ b)
 
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
-        """Return `a` minus `direction` times the overlap over the direction's square."""
+        """Return `a` minus its projection on `direction`; `overlap` is their inner product."""
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
         return changed
 
     def meet(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the sum of the two updates, which are projected first if they conflict."""
+        """Return the sum of two updates, after removing conflicting parts from each."""
         overlap = inner(a, b)
         if overlap < 0:
             counts.conflicts += 1
@@ -301,7 +302,7 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Return the weighted sum [layout.trained] of the updates, harmonised in each tensor."""
+        """Harmonise the updates in each tensor; return their weighted sum [layout.trained]."""
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)
         factors = np.array(weights) / mean_weight

@@ -115,7 +115,7 @@ def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) ->
 
 
 def _heaviest(targets: Tensor) -> Tensor:
-    """Return labels [B]; of soft targets [B, C] the class with the largest weight."""
+    """Return the labels [B]; for soft targets [B, C], the class with the largest weight."""
     if targets.ndim == 1:
         return targets
     return targets.argmax(dim=1)
@@ -191,8 +191,9 @@ def num_principal_components(*, num_clients: int, fraction: float) -> int:
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Return coefficients float64 [m, m] of each revised update (a row) in the original ones.
+    """Return coefficients, float64 [m, m], that make revised updates from the original ones.
 
+    Row i has the coefficients of revised update i.
     products: the Gram matrix [m, m] of the original updates.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))

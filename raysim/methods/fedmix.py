@@ -255,12 +255,12 @@ class FedMix(Method):
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
     def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return this step's "inputs" and "targets", a row for each sample or one row."""
+        """Return rows of the received pool: one row, or a row for each sample of the batch."""
         chosen = job.drawn("chosen")[: len(batch.inputs)]
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return means of raw data, whose rows are drawn at the job's first step."""
+        """Return means of raw samples of other clients, drawn for all steps at the first step."""
         if job.step == 0:
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean
             job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))

@@ -132,11 +132,11 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the step into `arrays[0]`; the further arrays are the update and both moments.
+    """Write the server's step into `arrays[0]`; both moments change in place.
 
-    The moments change in place.
+    arrays: the result, the update, and the first and second moment.
     beta2: the decay of the second moment; None computes FedAdagrad.
-    step: None makes no bias correction.
+    step: the number of the step, from 1; None makes no bias correction.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
@@ -214,7 +214,7 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """A server rule with two moments; subclasses differ in the second moment."""
+    """A server rule with two moments; subclasses compute the second moment."""
 
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
@@ -227,22 +227,22 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep both moments, at first 0 and tau^2."""
+        """Declare the server's step and both moments, which begin with 0 and tau^2."""
         run.owns("step")
         run.server_state("first_moment", run.zeros)
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step of the rule."""
+        """Return the server's step for a direction."""
         step = torch.empty_like(direction)
         moments = [server.state["first_moment"], server.state["second_moment"]]
         _adapt([step, direction, *moments], **self._settings(server.version + 1))
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """Return the arguments of `_adapt`.
+        """Return the arguments with which the rule calls `_adapt`.
 
-        step: number of the server's step, from 1.
+        step: the number of the server's step, from 1.
         """
         return dict(vars(self))
 

@@ -87,9 +87,10 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
 
 
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
-    """Return the statistics of batches.
+    """Return the statistics of the features in some batches.
 
-    Three sums over the samples are enough: features of each class, counts, and squared norms.
+    Three sums over the samples are enough: the features of each class, the counts, and the squared
+    norms.
     """
     batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
     sums = torch.stack([row[0] for row in batch_sums]).sum(0)
@@ -107,7 +108,7 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return feature sums [C, D] and sample counts [C] of the classes, and the sum of squares."""
+    """Return for each class the sum of features [C, D] and the count [C], and all squares' sum."""
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes.unsqueeze(1)).double()
@@ -167,7 +168,7 @@ def classifier_combination_weights(
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return points [m, at most m], float64, with the distances of the weighted means."""
+    """Return points with the same distances as the weighted means have: float64 [m, at most m]."""
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
     return triangle.T
@@ -182,9 +183,9 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 
 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
-    """Return the argmin of a'Pa over a >= 0, sum(a) = 1; all float64.
+    """Return the weights a >= 0 with sum 1 that minimise a'Pa, in float64.
 
-    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A the argmin
+    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A the minimum
     is b / sum(b), where b >= 0 minimises |Ab|^2 + (sum(b) - 1)^2.
     """
     diagonal = variances + offsets.square().sum(1)
@@ -216,7 +217,7 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
 
 def _head_slices(layout: Layout) -> tuple[slice, ...]:
-    """Return the slices of the vector that hold the head."""
+    """Return the slices of the vector that contain the head's parameters."""
     return layout.stretches(layout.entries_in(["model.head"]))
 
 
@@ -232,17 +233,17 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return True if there was an aggregation, which made prototypes."""
+    """Return True after the first aggregation, which makes the prototypes."""
     return view.version > 0
 
 
 def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that returns a server state after prototypes exist, and None before."""
+    """Return a function that returns a server state once prototypes exist, and None before."""
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
 def _budget(local: Local) -> tuple[str, int]:
-    """Return the key of the local budget, and its value."""
+    """Return the key of the setting for local work (local.epochs or local.steps), and its value."""
     if local.epochs is not None:
         return "local.epochs", local.epochs
     return "local.steps", local.steps or 0
@@ -319,7 +320,7 @@ class FedPAC(Method):
 
     @staticmethod
     def _require_parts(run: Setup) -> None:
-        """Refuse a model without an extractor or a linear head."""
+        """Raise an error if the model has no extractor or no linear head."""
         parts = dict(run.model.named_children())
         kind = type(parts.get("head")).__name__
         run.require(
@@ -329,7 +330,7 @@ class FedPAC(Method):
         )
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return one stage for each step: first the head's, then the extractor's."""
+        """Return what each step trains: first the head, and then the extractor."""
         modes = {"model": True, "model.extractor": False}
         head = Stage("fedpac.head", ("model.head",), rate=self.head_lr_factor, modes=modes)
         extractor = Stage("fedpac.extractor", ("model.extractor",), modes={"model": True})
@@ -383,7 +384,7 @@ class FedPAC(Method):
 
     @staticmethod
     def _alignment(job: LocalJob, out: Outputs) -> Tensor:
-        """Return the alignment loss of a batch."""
+        """Return the loss that aligns a batch's features with the prototypes of their classes."""
 
         def alignment(labels: Tensor) -> Tensor:
             return feature_alignment_loss(

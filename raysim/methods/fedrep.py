@@ -71,7 +71,7 @@ class FedRep(Method):
 
     @property
     def _fewest_steps(self) -> int:
-        """Return the smallest local.steps that leaves at least one step for the head."""
+        """Return the smallest local.steps with which the head is trained for at least one step."""
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
@@ -106,7 +106,7 @@ class FedRep(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return one stage for each step: first the head's, then the extractor's."""
+        """Return what each step trains: first the head, and then the extractor."""
         first = head_steps(plan.steps, self.head_epochs, self.body_epochs)
         head = Stage("fedrep.head", ("model.head",))
         body = Stage("fedrep.body", ("model.extractor",))

@@ -198,7 +198,7 @@ class FedSR(Method):
         return loss + sum(terms)
 
     def _information(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the divergence of the batch from the references of its classes."""
+        """Return the divergence of a batch's features from the references of their classes."""
         reference = cast(Reference, job.network("reference"))
         labels = out.batch.targets
         if labels.ndim > 1:
@@ -215,7 +215,10 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and deviation of features [B, Z], maybe the first rows of a larger pass."""
+    """Return the mean and the deviation of the distributions of features [B, Z].
+
+    The features may be the first rows of a larger pass.
+    """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]
     return mean[: len(features)], std[: len(features)]

@@ -124,7 +124,7 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return the models whose products are summed, each with its share in the sum.
+    """Return models, each with the share that the product of its factors has in the sum.
 
     They are the current model, with the share 1; the trained models; and with negative shares the
     models that clients received. Without stale updates the first and the last ones cancel.
@@ -153,7 +153,10 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return B and A of the sum of the models' products, in float64."""
+    """Return new factors B and A whose product is close to the weighted sum of models' products.
+
+    All is computed in float64.
+    """
     left, right = [], []
     for vector, share in models:
         a, b = factors.matrices(vector)

@@ -96,9 +96,9 @@ class FLoRA(Method):
 
     @staticmethod
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
-        """Count the floats that FLoRA sends.
+        """Declare how many floats FLoRA sends, so that traffic is counted.
 
-        sizes: the floats of each weight with an adapter.
+        sizes: the number of floats of each weight that has an adapter.
         """
         mean_rank = float(ranks.of_client.mean())
         stack = 0
@@ -146,7 +146,7 @@ class FLoRA(Method):
 
 
 def _make_buffer(run: Setup, adapter: Adapter) -> int:
-    """Turn the frozen weight of an adapted layer into a buffer; return its number of floats."""
+    """Turn the frozen weight of an adapted layer into a buffer; return its size in floats."""
     layer = run.model.get_submodule(f"{adapter.layer}.base_layer")
     run.require(
         isinstance(layer, (nn.Linear, *CONVOLUTIONS)),
@@ -167,14 +167,14 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 
 
 def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return the setting that names the layers of all other adapters."""
+    """Return the setting `model.lora.layers` that has all adapted layers but one."""
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
     names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     return f"model.lora.layers={'+'.join(names)}"
 
 
 def _weight_slices(layout: Layout) -> list[slice]:
-    """Return the places of the weights with adapters, in the order of `find_factors`."""
+    """Return the slices of the vector with adapted weights, in the order of `find_factors`."""
     entries = {entry.path: entry for entry in layout.entries if entry.network == "model"}
     slices = []
     for path in entries:
@@ -186,7 +186,10 @@ def _weight_slices(layout: Layout) -> list[slice]:
 
 
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the step [shared - trained] to the mean of the clients' buffers of floats."""
+    """Return the step that makes the float buffers the mean of the clients' buffers.
+
+    Its length is layout.shared - layout.trained.
+    """
     trained, total = server.layout.trained, float(sum(aggregation.weights))
     step = torch.zeros_like(server.vector[trained:])
     for update, delta, weight in zip(

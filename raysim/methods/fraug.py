@@ -294,7 +294,7 @@ class FRAug(Method):
         run.warn_when(self.scale_warning)
 
     def _check(self, run: Setup) -> None:
-        """Require the number of rounds for ramps, batches of two or more and a linear head."""
+        """Raise an error if the rounds, the batch size or the head do not fit FRAug."""
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
@@ -472,7 +472,7 @@ class FRAug(Method):
         job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
-        """Return RTNet's input: generated features of noise and labels, or the noise itself.
+        """Return the input of RTNet: features that the generator makes from noise, or the noise.
 
         noise: [2, B, Z].
         labels: [2B].
@@ -485,7 +485,7 @@ class FRAug(Method):
     def _synthetic(
         self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
     ) -> Tensor:
-        """Return features generated around real features and around prototypes: [2B, D]."""
+        """Return synthetic features [2B, D], made around real features and around prototypes."""
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
@@ -497,7 +497,7 @@ def _optional_count(key: str, value: int | None) -> int | None:
 
 # --- what a step needs --------------------------------------------------------------------------
 def _anchors(job: LocalJob) -> Tensor:
-    """Return the prototype of each label, [B, D]."""
+    """Return the prototype of the class of each drawn label, [B, D]."""
     prototypes: Tensor = job.state["prototypes"]
     return prototypes.index_select(0, job.drawn("labels"))
 
@@ -507,23 +507,23 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
-    """Return the real features after the classifier's step, in eval mode.
+    """Return the features of the real batch after the classifier's step, in eval mode.
 
-    The steps of generator and RTNet share this pass.
+    The steps of generator and RTNet use the same features.
     """
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
 
 
 def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
-    """Return the head's weight and bias as constants; another method may have removed the bias."""
+    """Return the head's weight and bias without gradients; the bias is None if it was removed."""
     head = job.model.head
     bias = cast("Tensor | None", head.bias)
     return head.weight.detach(), None if bias is None else bias.detach()
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step's mean norms, and the share of correct synthetic features, to the job's sums."""
+    """Add a step's feature norms and share of correct synthetic features to the job's sums."""
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()
     sums = torch.stack([real_norm, generated_norm, correct, torch.ones_like(real_norm)])

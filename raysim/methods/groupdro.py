@@ -53,9 +53,9 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Add step_size times the losses to the logarithms of the weights, in place.
+    """Add `step_size` times the losses to the logarithms of weights, in place.
 
-    They are not normalised, so that clients without a loss cost nothing. A client may be in
+    Weights are not normalised here, so that clients without a loss cost nothing. A client may be in
     `indices` twice.
     """
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))
@@ -91,7 +91,7 @@ class GroupDRO(Method):
         run.upload("loss", 1)
 
     def _first_log_weights(self, server: ServerView) -> Tensor:
-        """Return the logarithms of the first weights, up to a constant: float64 [clients]."""
+        """Return the logarithms of all initial weights, up to a constant: float64 [clients]."""
         ones = np.ones(server.clients)
         start = ones if self.prior == "uniform" else np.maximum(server.sample_counts, 1e-9)
         return torch.from_numpy(np.log(start / start.sum()))

@@ -171,7 +171,10 @@ class HetLoRA(Method):
 
 
 def _add_term(grad: Tensor, at: slice, place: slice, values: Tensor, factor: Tensor) -> None:
-    """Add factor * values / |values| to the part of the gradient that belongs to `place`."""
+    """Add factor * values / |values| to the gradient of the parameters at `place`.
+
+    at: the slice of the vector to which `grad` belongs; a `place` outside is ignored.
+    """
     if at.start <= place.start and place.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)
         grad[place.start - at.start : place.stop - at.start] += factor * unit

@@ -78,7 +78,7 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return the rows [groups, group size] to mix separately: kernels, or the whole tensor."""
+    """Return a tensor as rows that are mixed one by one: its kernels, or the whole tensor."""
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
         size = values.numel()
@@ -88,7 +88,7 @@ def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
 def _settings(
     values: Tensor, clamp_max: float, value_clip: float | None, eps: float
 ) -> tuple[float, ...]:
-    """Return clamp_max, value_clip and eps as numbers of the vector's dtype."""
+    """Return clamp_max, value_clip and eps as numbers of the dtype of `values`."""
     number = values.numpy().dtype.type
     clip = math.inf if value_clip is None else value_clip
     return number(clamp_max), number(clip), number(eps)
@@ -97,7 +97,7 @@ def _settings(
 def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
-    """Replace each of `rows` [n, k] by its mixed update (compiled); sums are in float64."""
+    """Mix each row [n, k] with its row of `sources`, in place (compiled); sums are in float64."""
     chunk = 64  # rows whose factors are computed at once
     square = np.empty(chunk, rows.dtype)
     square0 = np.empty(chunk, rows.dtype)
@@ -144,7 +144,7 @@ def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str,
 
 
 def _candidates(name: str) -> Sequence[str]:
-    """Return names of possible sources of a parameter, the best one first."""
+    """Return the names of parameters that may be the source of a parameter, the best one first."""
     convolution = _CONVOLUTION.fullmatch(name)
     if convolution:
         stage, block, layer = convolution.groups()

@@ -44,7 +44,7 @@ class LocalTraining(Method):
 
 
 def _all_names(networks: Mapping[str, nn.Module]) -> Sequence[str]:
-    """Return the trainable parameters and buffers of all networks."""
+    """Return the names of all trainable parameters and buffers."""
     names = []
     for name, network in networks.items():
         trained = [path for path, tensor in network.named_parameters() if tensor.requires_grad]

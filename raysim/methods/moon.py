@@ -128,6 +128,6 @@ class Moon(Method):
 
     @staticmethod
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
-        """Return the features that a previous model computes for the batch, without gradient."""
+        """Return the features that a previous model has for the batch, without gradients."""
         model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
         return without_gradient(lambda: model.features(out.batch.inputs))

@@ -175,7 +175,7 @@ class PartialFed(Method):
         self._check_strategy()
 
     def _check_strategy(self) -> None:
-        """Raise ValueError for settings that the strategy does not use, or that are missing."""
+        """Raise ValueError if a setting is missing, or if the strategy does not use it."""
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
@@ -251,13 +251,13 @@ class PartialFed(Method):
         return self.max_staleness is not None and age > self.max_staleness
 
     def _mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return True for the layers that this job loads: bool [L]."""
+        """Return which layers this job loads from the received model: bool [L]."""
         if self.strategy == "adaptive":
             return self._learnt_mask(job, layers)
         return self._fixed_mask(layers, job.model)
 
     def _fixed_mask(self, layers: Sequence[str], model: nn.Module) -> Tensor:
-        """Return True for the layers that a fixed strategy loads: bool [L]."""
+        """Return which layers a fixed strategy loads: bool [L]."""
         if self.num_loaded is not None:
             return fixed_loading_mask(
                 num_layers=len(layers), strategy=self.strategy, num_loaded=self.num_loaded
@@ -265,7 +265,7 @@ class PartialFed(Method):
         return torch.tensor([self._loads(path, model) for path in layers], dtype=torch.bool)
 
     def _loads(self, path: str, model: nn.Module) -> bool:
-        """Return True if a strategy that depends on the kind of layer loads this layer."""
+        """Return True if a strategy that depends on the type of a layer loads this layer."""
         if self.strategy == "none":
             return False
         if "no_bn" in self.strategy and isinstance(model.get_submodule(path), BATCHNORM):
@@ -274,7 +274,7 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return True for the layers that the learnt policy loads, bool [L], after its steps.
+        """Train the policy for some steps; return which layers it loads: bool [L].
 
         The model does not change.
         """
@@ -306,7 +306,7 @@ class PartialFed(Method):
         return decision["load_global"]
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `policy_steps` batches of the client's samples, shuffled again in each pass."""
+        """Yield `policy_steps` batches of the client's samples; each pass shuffles them again."""
         generator, rows = job.stream("batches"), job.rows
         order = rows[:0]
         for _ in range(self.policy_steps):
@@ -317,7 +317,7 @@ class PartialFed(Method):
 
 
 def _layer_indices(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
-    """Return the index of each entry's layer; len(layers) for entries of other networks."""
+    """Return the index of each entry's layer in `layers`; len(layers) for other networks."""
     index_of = {path: index for index, path in enumerate(layers)}
     indices = []
     for entry in entries:
@@ -332,9 +332,10 @@ def _mix(
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return the received values of layers in the mask, bool [L], and previous values elsewhere.
+    """Return the received values of the layers in a mask, and the previous values of all others.
 
-    `received` and `previous` are flat tensors, which the entries cover.
+    mask: bool [L].
+    received, previous: flat tensors, which the entries cover.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -346,7 +347,10 @@ def _mix(
 
 
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
-    """Return the model's shared tensors by path, mixed by the shares [L] of received values."""
+    """Return the shared tensors, mixed from received and previous values, by path in the model.
+
+    shares: [L], the share of the received values in each layer.
+    """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal
     ]
@@ -365,7 +369,7 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a BatchNorm's tensors with the statistics folded into weight and bias.
+    """Return tensors for a BatchNorm in which the statistics are parts of weight and bias.
 
     torch has no derivative for running statistics. The outputs in eval mode are the same.
     """

@@ -111,7 +111,7 @@ class PseudoData:
         run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
     def _check(self, run: Setup) -> None:
-        """Raise ValueError for too few means, one row with BatchNorm, or a wrong proxy set."""
+        """Raise ValueError for too few means, a single row with BatchNorm, or a wrong proxy set."""
         check_pseudo_batch(run, self.rows)
         if self.kind == "mixture":
             assert self.proxy is not None
@@ -217,7 +217,7 @@ def rows_by_samples(
 
 
 def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the width of each client's share of [0, 1)."""
+    """Return where each client's part of [0, 1) starts, and its width; see `_ends`."""
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
 
@@ -240,7 +240,10 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _ends(partition: CSR, is_uniform: bool) -> np.ndarray:
-    """Return the end of each client's share of [0, 1), float64 [clients]; cached."""
+    """Divide [0, 1) by the clients' probabilities to be drawn; return the end of each part.
+
+    The result is float64 [clients], and cached.
+    """
     chances = (partition.counts > 0) if is_uniform else partition.counts
     ends = (chances / chances.sum()).cumsum()
     return np.asarray(ends / ends[-1])

@@ -76,7 +76,7 @@ def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[sl
 
 
 def _layer_name(name: str) -> str:
-    """Return the name up to the first number; without one, the name of the module."""
+    """Return the name of a parameter's layer: up to the first number, or else the module's name."""
     numbered = re.match(r".*?\.\d+(?=\.)", name)
     return numbered.group() if numbered else name.rpartition(".")[0]
 
@@ -141,7 +141,10 @@ class StreamingDiLoCo(Method):
         return sum(place.stop - place.start for place in places)
 
     def _floats_down(self, layout: Layout, job: Participation) -> int:
-        """Return the floats of the fragments that were due since the client's last job."""
+        """Return how many floats a client receives.
+
+        The client receives the fragments that were due since its last job.
+        """
         if not job.earlier_jobs:
             return layout.trained
         since = job.earlier_jobs - 1  # its last version, unless it missed rounds

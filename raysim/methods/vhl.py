@@ -288,7 +288,7 @@ class Vhl(Method):
         return loss + sum(terms)
 
     def _aligns(self, job: LocalJob) -> bool:
-        """Return True if features are aligned in this step."""
+        """Return True if this step aligns features."""
         if self.gamma == 0 and self.kappa == 0:
             return False
         epochs = job.local.epochs
@@ -305,7 +305,10 @@ class Vhl(Method):
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
-        """Return the features of the unchanged real and of the virtual batch, from one pass."""
+        """Return the features of the real and of the virtual batch, from one pass.
+
+        The real batch is not mixed with other samples.
+        """
         if not self._are_inputs_changed:
             return out.features, out.rows(self.name)
         real = out.batch.raw_inputs

@@ -126,13 +126,13 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _linear_types() -> tuple[type[nn.Module], ...]:
-    """Return the classes of linear layers, with the class Conv1D of transformers (for GPT-2)."""
+    """Return the classes of linear layers, among them Conv1D of transformers (for GPT-2)."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
 
 
 def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the names of the layers that get an adapter with `model.lora.layers=null`."""
+    """Return the layers that get an adapter if `model.lora.layers` names none."""
     output_layers = _output_layers(inner)
     modules = []
     for name, module in inner.named_modules():
@@ -159,7 +159,10 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
 
 
 def _output_layers(inner: nn.Module) -> list[object]:
-    """Return the layers that make the logits of tokens; often they share the embedding's weight."""
+    """Return the layers that turn features into logits of tokens.
+
+    They often share the weight of the token embedding.
+    """
     finders = [getattr(module, "get_output_embeddings", None) for module in inner.modules()]
     return [find() for find in finders if callable(find)]
 
@@ -196,7 +199,7 @@ def _advice(layer: str, names: Iterable[str]) -> str:
 
 
 def _width(layer: nn.Module) -> int:
-    """Return the largest useful rank of a layer: the smaller dimension of its weight matrix."""
+    """Return the largest useful rank of an adapter: the smaller dimension of the layer's weight."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim < 2:
         return sys.maxsize  # unknown here; peft checks the rank

@@ -72,7 +72,7 @@ class ResNet(ModelRecipe):
 
 
 def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
-    """Replace the first convolution for other inputs; a small stem also removes the max-pool."""
+    """Replace the first convolution to fit the inputs; a small stem also has no max-pool."""
     size, stride, padding = (3, 1, 1) if is_small else (7, 2, 3)
     net.conv1 = nn.Conv2d(channels, 64, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -81,7 +81,7 @@ def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
 
 
 def _load_imagenet(net: Network, depth: int) -> None:
-    """Load the ImageNet weights. Raise ValueError if they are missing."""
+    """Load the weights trained on ImageNet; raise ValueError if they are missing."""
     from torchvision.models import ResNet18_Weights, ResNet50_Weights
 
     weights = ResNet18_Weights.IMAGENET1K_V1 if depth == 18 else ResNet50_Weights.IMAGENET1K_V1

@@ -33,13 +33,13 @@ def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> st
 
 
 def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
-    """Return the inputs on a parameter's device, and in its dtype unless they are token numbers."""
+    """Return the inputs with a parameter's device and, unless they are token numbers, its dtype."""
     dtype = parameter.dtype if inputs.is_floating_point() else inputs.dtype
     return inputs.to(parameter.device, dtype)
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
-    """Return the first layer with an error or with outputs that are not finite; "" if none."""
+    """Describe the first layer that raises an error or has outputs that are not finite; else ""."""
     names = {module: name for name, module in model.named_modules()}
     entered: list[nn.Module] = []
     failed: list[nn.Module] = []

@@ -208,7 +208,7 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Return True if the layer `name` returns the network's outputs, also in training mode.
+    """Return True if a network returns the outputs of its layer `name`, also in training mode.
 
     The outputs must be the same tensor object. Equal numbers are not enough: a scale that starts at
     1, or dropout in evaluation, may follow the layer without changing the numbers.
@@ -238,7 +238,7 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
 
 
 def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
-    """Return True if the features are [B, F] and the head turns them into these outputs."""
+    """Return True if features are [B, F] and the head turns them into the given outputs."""
     with torch.no_grad():
         features = model.extractor(inputs)
         if not isinstance(features, Tensor):

@@ -21,7 +21,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 class _ViewOfWeight(NamedTuple):
-    """A view of the weight that the backward pass needs."""
+    """How to view a stored weight as a tensor that the backward pass needs."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -122,7 +122,7 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
-    """Yield the layers whose weight is frozen and used by such layers alone.
+    """Yield the layers in `LAYERS` whose weight is frozen and used by no other kind of module.
 
     A class derived from `LAYERS` may use its weight in other ways, so it does not count.
     """

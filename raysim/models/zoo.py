@@ -161,7 +161,7 @@ class HuggingFaceModel(ExternalModel):
 
 
 class _TokenLogits(nn.Module):
-    """A network of transformers from token numbers [B, T] to logits; padding is masked."""
+    """A network of `transformers` that returns logits for tokens [B, T]; padding is masked."""
 
     def __init__(self, net: nn.Module, padding: int):
         super().__init__()
@@ -174,10 +174,10 @@ class _TokenLogits(nn.Module):
 
 
 class _NextTokenLogits(nn.Module):
-    """A causal network of transformers from tokens [B, T] to logits [B, C, T].
+    """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
     No mask is needed: padding is at the end of a sequence, where no earlier position can see it.
-    Outputs for tokens that the data does not have are left out.
+    Outputs for tokens that the data do not have are left out.
     """
 
     def __init__(self, net: nn.Module, num_classes: int):
@@ -190,7 +190,7 @@ class _NextTokenLogits(nn.Module):
 
 
 class _ImageLogits(nn.Module):
-    """A network of transformers from images [B, c, h, w] to logits."""
+    """A network of `transformers` that returns logits for images [B, c, h, w]."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -202,7 +202,7 @@ class _ImageLogits(nn.Module):
 
 
 def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Load those values for which the network has a tensor of the same name and shape."""
+    """Load only those values for which the network has a tensor of the same name and shape."""
     state = net.state_dict()
     fitting = {}
     for key, value in values.items():
@@ -212,7 +212,7 @@ def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _suggest_name(name: str, names: list[str]) -> str:
-    """Return a suggestion for a wrong name: the nearest valid name, or some valid names."""
+    """Return advice for a wrong name: the nearest valid name, or some valid names."""
     near = nearest(name, names)
     if near:
         return f"did you mean {near}?"

@@ -19,7 +19,7 @@ class RefusedError(ValueError):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows instead of a traceback through raysim."""
+        """Return the lines that a notebook shows in place of raysim's traceback."""
         return [f"RefusedError: {self}"]
 
 

@@ -226,7 +226,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _lock_soon(handle: TextIO) -> bool:
-    """Try to lock a file until the wait has to be reported; return True on success."""
+    """Try to lock a file for a short time; return False if another process still has the lock."""
     deadline = time.monotonic() + SILENT_WAIT_S
     while not _lock(handle):
         if time.monotonic() >= deadline:

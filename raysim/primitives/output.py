@@ -60,7 +60,7 @@ def ascii_equivalent(character: str) -> str:
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Return a replacement of characters that an encoding lacks, and the position after them."""
+    """Return text in place of characters that an encoding lacks, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

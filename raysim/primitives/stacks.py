@@ -43,7 +43,10 @@ def open_stack_source() -> StackSource | None:
 
 @functools.cache
 def _own_file() -> IO[bytes]:
-    """Return the file for the stacks of this process; it has no name any more."""
+    """Make the file into which this process writes its stacks; return it.
+
+    The file has no name any more, so that nothing is left when the process ends.
+    """
     assert _SIGNAL is not None, "the caller checks it"
     import fcntl
 
@@ -75,7 +78,7 @@ def read_stacks(source: StackSource | None) -> str:
 
 
 def _read_new_text(path: Path) -> str:
-    """Return the text of a file once it grows no more; "" if nothing is written."""
+    """Wait until a file stops growing, and return its text; "" if nothing is written."""
     end = time.monotonic() + ANSWER_TIMEOUT_S
     size = 0
     while time.monotonic() < end:

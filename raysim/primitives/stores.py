@@ -152,7 +152,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def _errors_with_address(self, name: str) -> Iterator[None]:
-        """Replace any error inside `with` by an `OSError` with the address of the file."""
+        """Raise `OSError` with the file's address in place of any error inside `with`."""
         try:
             yield
         except Exception as error:

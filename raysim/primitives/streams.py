@@ -13,7 +13,7 @@ _MASK_32 = (1 << 32) - 1
 
 @functools.cache
 def _purpose_code(purpose: str) -> int:
-    """Return a 64-bit number for a name, equal in all processes (Python's own hash is not)."""
+    """Return a 64-bit number for a purpose; unlike Python's hash it is equal in all processes."""
     return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "big")
 
 
@@ -27,7 +27,7 @@ def _words(number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return the words of all streams of a purpose."""
+    """Return the words with which the seeds of all streams of a purpose begin."""
     return (*_words(seed), *_words(_purpose_code(purpose)))
 
 

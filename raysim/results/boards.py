@@ -111,7 +111,7 @@ class WeightsAndBiases(Observer):
 
 
 def _finite_numbers(row: Row) -> dict[str, float]:
-    """Return the finite numbers of a row except `round`, which is passed as the step."""
+    """Return the finite numbers of a row; `round` is left out, because it is passed as the step."""
     numbers = {}
     for name, value in row.items():
         if name != "round" and value is not None and math.isfinite(value):
@@ -120,7 +120,7 @@ def _finite_numbers(row: Row) -> dict[str, float]:
 
 
 def _summary_numbers(run: CurrentRun) -> dict[str, float]:
-    """Return the finite numbers of the summary that are in no row of the history."""
+    """Return the finite numbers of the summary that no row of the history has."""
     summary = {key: value for key, value in run.summary().items() if key not in run.facts}
     in_rows = {"rounds", *(key for row in run.rows for key in row)}
     numbers = {}
@@ -132,7 +132,7 @@ def _summary_numbers(run: CurrentRun) -> dict[str, float]:
 
 
 def _plain_value(value: object) -> object:
-    """Return numbers unchanged, and other values as text without passwords."""
+    """Return a number unchanged, and any other value as text without passwords."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return without_password(str(value))

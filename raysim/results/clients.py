@@ -236,9 +236,9 @@ def _write_table(table: pa.Table, path: Path) -> None:
 
 
 def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """Read a table, or return None if the file does not exist.
+    """Return the table in a file, or None if the file does not exist.
 
-    names: columns that it must have.
+    names: the columns that the table must have.
     """
     if not path.exists():
         return None
@@ -258,7 +258,7 @@ def _integers(table: pa.Table, name: str) -> Ints:
 
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    """Return a column as floats; True becomes 1."""
+    """Return a column as floats; True becomes 1 and False becomes 0."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     return np.asarray(column.cast(pa.float64()).to_numpy())

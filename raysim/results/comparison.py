@@ -274,6 +274,6 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 
 
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
-    """Return the longest of `names` at the start of a text, followed by `end` or by nothing."""
+    """Return the longest of `names` with which a text begins; `end` or nothing must follow it."""
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)

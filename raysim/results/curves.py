@@ -115,7 +115,7 @@ def _bytes(row: Row) -> float:
 
 
 def _value(key: str) -> Callable[[Row], float]:
-    """Return a function that reads a column of a row; a missing or infinite value is 0."""
+    """Return a function that reads a column of a row; missing and infinite values become 0."""
 
     def read(row: Row) -> float:
         values = finite_values([row.get(key)])
@@ -148,7 +148,7 @@ USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have t
 
 
 def _bounds(ylabel: str) -> tuple[float, float]:
-    """Return the lowest and highest possible value of a metric; infinite if unknown."""
+    """Return the lowest and the highest possible value of a metric; infinite if not known."""
     metric = ylabel.partition(" ")[0]
     lowest = 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf
     highest = math.inf
@@ -318,7 +318,7 @@ def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str
 def _draw_png(
     curves: Sequence[Curve], title: str, ylabel: str, axes_shown: Sequence[Axis] = ()
 ) -> bytes:
-    """Return a PNG with a panel for each axis.
+    """Draw curves as a PNG, with a panel for each axis; return the PNG.
 
     axes_shown: the axes; () takes the usual ones, and the others on which some curve is not 0.
     """
@@ -357,7 +357,7 @@ def _draw_png(
 
 
 def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int) -> None:
-    """Leave space, in inches, for a title, a legend, and the labels of the axes.
+    """Leave space in a figure for a title, a legend, and the labels of the axes.
 
     rows: rows of panels. Matplotlib's own layout would measure every text first, which takes as
     long as the drawing.

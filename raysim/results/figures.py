@@ -68,7 +68,7 @@ def figure_file(
 
 
 def _draw_sentence(ax: Axes, sentence: str) -> None:
-    """Write a sentence in place of a drawing."""
+    """Write a sentence where the figure has nothing to draw."""
     ax.set_axis_off()
     text = textwrap.fill(sentence, 30)
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", alpha=0.8)
@@ -101,9 +101,9 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return probes of the same rows and the same version.
+    """Return the probes of one version and of the same rows, which can be compared.
 
-    Of all versions, the one with most probes is taken; of equal ones, the newest.
+    Of all versions the one with most probes is taken; of several such versions, the newest.
     """
     finite = []
     for probe in probes:
@@ -117,9 +117,9 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def _shown_rows(labels: Ints) -> Ints:
-    """Return about `_FEATURE_ROWS` positions of rows: the first ones of up to 10 classes.
+    """Return the positions of the rows to draw: equally many of each of up to 10 classes.
 
-    Each class has equally many rows.
+    They are about `_FEATURE_ROWS` positions.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))
@@ -127,7 +127,10 @@ def _shown_rows(labels: Ints) -> Ints:
 
 
 def _embed(features: Floats) -> Floats:
-    """Map m rows [m, F] to [m, 2] by t-SNE, m >= 2; equal features always give equal points."""
+    """Map features of m rows, [m, F], to points [m, 2] by t-SNE, for m >= 2.
+
+    Equal features always give equal points.
+    """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
@@ -412,7 +415,7 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def _dotted_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns with a dot in their names that hold numbers, by first appearance."""
+    """Return the columns of numbers whose names have a dot, in the order in which they appear."""
     keys: dict[str, None] = {}
     for row in rows:
         for key, value in row.items():
@@ -422,7 +425,7 @@ def _dotted_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _draw_column(ax: Axes, rows: Sequence[Row], key: str, label: str, **style: Any) -> list[Line2D]:
-    """Draw the finite values of a column over the rounds; return [line], or [] without values."""
+    """Draw the finite values of a column over the rounds; return the line in a list, or []."""
     from matplotlib.ticker import MaxNLocator
 
     ax.set_xlabel("round")

@@ -74,9 +74,9 @@ def _column_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
-    """Return an Arrow array.
+    """Return values as an Arrow array.
 
-    kind: the type of its values; None takes int64 if all values are integers, else float64.
+    kind: the type of the values; None takes int64 if all values are integers, else float64.
     """
     if kind is None:
         measured = [value for value in values if value is not None]
@@ -281,7 +281,7 @@ def score(summary: Mapping[str, object], metric: str) -> float | None:
 
 # --- JSON -----------------------------------------------------------------------------------------
 def _as_json(value: object) -> object:
-    """Convert a value for JSON: NumPy scalars to numbers, paths to text, nan to null."""
+    """Convert a value for JSON: NumPy numbers to numbers, paths to text, nan to null."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

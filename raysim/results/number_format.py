@@ -84,7 +84,7 @@ def format_seconds(value: float | None, *, like: float | None = None) -> str:
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return value / size with three digits, or with the decimals that `like` has."""
+    """Return value / size as text with three digits, or with as many decimals as `like` gets."""
     if like is None:
         return f"{value / size:.3g}"
     decimals = 0

@@ -524,7 +524,7 @@ class FailureFile(Observer):
                 stream.write(json.dumps(record) + "\n")
 
     def _fields(self, failure: Failure) -> dict[str, object]:
-        """Return the fields of a failure; the user's name follows the client's number."""
+        """Return the entries of a failure's line; the user's name follows the client's number."""
         values: dict[str, object] = {}
         for field_ in fields(failure):
             values[field_.name] = getattr(failure, field_.name)
@@ -536,7 +536,7 @@ class FailureFile(Observer):
 
 
 def _round_of(line: str) -> int:
-    """Return the round in a line of failures.jsonl.
+    """Return the round of a line in failures.jsonl.
 
     If a crash cut off the line, return a number larger than any round.
     """
@@ -597,7 +597,7 @@ class Pictures(Observer):
                 run.pictures.append(path)
 
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
-        """Draw the numbers of all probed rounds; draw features and outputs of the last one."""
+        """Draw the numbers of all probed rounds, and the last probe's features and outputs."""
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:
             return []
@@ -719,7 +719,7 @@ class TrackingObserver(Observer):
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the entries of the summary that neither the last row, the settings nor tags have."""
+    """Return the summary's entries that the last row, the settings and the tags do not have."""
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}
 

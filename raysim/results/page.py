@@ -204,7 +204,7 @@ def _swatch(index: int, label: str) -> Shown:
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
-    """Return a table for the template.
+    """Return a table as a value for the page's template.
 
     has_swatches: True puts the colour of each group's curve in front of its row.
     """
@@ -238,7 +238,7 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Return a row of plots.
+    """Return plots as a value for the page's template.
 
     layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
     """
@@ -269,7 +269,7 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Show the rounds, bytes and times that each setting needs to reach a score."""
+    """Return the page's part about the rounds, bytes and times that settings need for a score."""
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
         return None
@@ -303,7 +303,7 @@ def setting_curves(
 
 
 def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
-    """Draw each metric against each axis: one row of panels for each metric.
+    """Return the page's part with the curves: a row for each metric, a panel for each axis.
 
     folder: where the PNGs are written.
     """
@@ -361,7 +361,10 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 
 # --- clients --------------------------------------------------------------------------------------
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
-    """Show how client scores differ at the last evaluation; the runs of all seeds are pooled."""
+    """Return the page's part about the clients' scores at the last evaluation.
+
+    The runs of all seeds are pooled.
+    """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
     title = "Spread over clients"
@@ -437,7 +440,7 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a table of the users with the lowest scores in the first seed of each setting.
+    """Return a table of the users with the lowest scores, from the first seed of each setting.
 
     factor: 100 for scores in percent, else 1. Returns [] if no run stores names of users.
     """
@@ -462,7 +465,7 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
 
 
 def _scores(run: Run) -> np.ndarray:
-    """Return the score of each client, nan for clients that were not scored.
+    """Return the score of each client; nan for a client that was not scored.
 
     The array is empty if no client was scored.
     """
@@ -505,7 +508,7 @@ class _SharedSplit:
 
 
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
-    """Show the classes of each client; each different split is shown once."""
+    """Return the page's part with the classes of each client; equal splits are shown once."""
     title = "Split of the data"
     splits: dict[bytes, _SharedSplit] = {}
     for group in groups:
@@ -574,7 +577,7 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Draw a map of clients and classes; a deeper colour means a larger share of the samples.
+    """Draw each client's share of each class: the larger the share, the deeper the colour.
 
     The depth is the square root of the share, because small shares would be invisible.
     """
@@ -647,7 +650,7 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
 
 # --- texts ----------------------------------------------------------------------------------------
 def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Show texts that the final model of each setting writes, if the data is text."""
+    """Return the page's part with texts that final models write; None without such texts."""
     texts: list[Shown] = []
     for index, group in enumerate(groups):
         path = group.runs[0].folder / SAMPLES
@@ -663,7 +666,10 @@ def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- virtual time ---------------------------------------------------------------------------------
 def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Show the first run of each setting on virtual time, unless its timeline shows nothing."""
+    """Return the page's part with a timeline of each setting's first run.
+
+    Return None if the timelines show nothing.
+    """
     pictures: list[Shown] = []
     left_out = 0
     for group in groups:
@@ -687,7 +693,10 @@ def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- failures -------------------------------------------------------------------------------------
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
-    """Count the jobs that failed or were not used, over all rounds and seeds; list the errors."""
+    """Return the page's part about jobs that failed or were not used, with the errors.
+
+    The jobs are those of all rounds and seeds.
+    """
     titles = {
         "failures": "failed",
         "lost": "lost",
@@ -751,7 +760,7 @@ def _read_errors(path: Path) -> list[str]:
 
 # --- settings and how to repeat -------------------------------------------------------------------
 def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
-    """List the keys whose values differ between the settings, with the settings of each value."""
+    """Return the page's part with the keys whose values differ between settings, or None."""
     if len(groups) < 2:
         return None
     different, left_out = distinguishing_settings([group.runs[0] for group in groups])
@@ -774,7 +783,7 @@ def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
 
 
 def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
-    """Return the configuration of each setting's first run as YAML for `raysim run --config`."""
+    """Return each setting's configuration as YAML, which `raysim run --config` accepts."""
     import yaml
 
     shown = []
@@ -785,16 +794,13 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _format_checksum(value: object) -> str:
-    """Return a checksum as text.
-
-    Return a dash if it is missing, or if it is the checksum of empty data.
-    """
+    """Return a checksum as text; a dash if it is missing, or if it is that of empty data."""
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)
 
 
 def _reproduction(groups: Sequence[RunGroup]) -> PagePart:
-    """Show the command that repeats each run, the checksums, and the software versions."""
+    """Return the page's part with the commands that repeat the runs, checksums and versions."""
     labels = []
     runs = []
     for group in groups:

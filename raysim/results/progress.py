@@ -201,7 +201,7 @@ class Progress:
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:
-        """Update the bar; in a log, print a line if one is due."""
+        """Update the progress bar; without a terminal, print a line if one is due."""
         if self._is_live:
             self._bar.update(self._task, completed=self.round, description=self.line())
         elif is_line_due:

@@ -136,16 +136,16 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
 
 
 def _score_name(name: str, percent: bool) -> str:
-    """Return the name of a threshold as given ("0.8"), or in percent ("80 %")."""
+    """Return a threshold for the reader: as it is given ("0.8"), or in percent ("80 %")."""
     return f"{100 * float(name):g} %" if percent else name
 
 
 def _threshold_columns(
     runs: Sequence[Run], limit: int, better: int, percent: bool = False
 ) -> list[Column]:
-    """Return a column for each of the `limit` highest thresholds that any run reached.
+    """Return columns with the first round in which each run reached a threshold.
 
-    The column has the first round in which each run reached the threshold.
+    There is a column for each of the `limit` highest thresholds that any run reached.
     better: +1 or -1, see `Column`.
     """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
@@ -201,9 +201,9 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 
 
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
-    """Return a column of any number of the summaries; None if no run has this number.
+    """Return the column of a number in the summaries; None if no run has the number.
 
-    key: key of the number, with dots.
+    key: the number's key, with dots.
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
     values = [score(run.summary, key) for run in runs]
@@ -313,7 +313,7 @@ ENERGY_COLUMNS: tuple[tuple[str, str, FormatNumber], ...] = (
 
 
 def _data_settings(run: Run) -> dict[str, str]:
-    """Return the settings that decide which samples clients have and which clients train."""
+    """Return the settings that decide which samples the clients have, and which clients train."""
     config = {key: run.config.get(key) for key in ("data", "partition")}
     # Older runs have no such key.
     config["unseen"] = as_mapping(run.config.get("evaluate")).get("unseen") or 0
@@ -441,7 +441,7 @@ def _seed(run: Run) -> str:
 
 
 def _setting_labels(firsts: Sequence[Run]) -> list[str]:
-    """Return a name for each setting: its methods, or all settings that differ.
+    """Return a label for each setting: its methods, or all values that differ between settings.
 
     Methods are enough if no two settings have the same methods.
     firsts: the first run of each setting.
@@ -514,7 +514,7 @@ def result_columns(
 
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
-    """Turn a column with a row for each run into a column with a row for each group."""
+    """Return a column with a row for each group of runs, from a column with a row for each run."""
     show = column.show or format_score
     numbers = iter(column.scores)
     data = iter(column.groups or [])
@@ -553,7 +553,7 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Compare each row with the first row of its block, over the seeds that both have.
+    """Compare each row with the first row of its block, over the seeds that both rows have.
 
     by_seed: the scores of each row, by seed.
     blocks: the block of each row.
@@ -691,7 +691,7 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 
 
 def _first_row(run: Run, threshold: float) -> Row | None:
-    """Return the first row whose score reaches a threshold, or None.
+    """Return the first row of the history whose score reaches a threshold, or None.
 
     The score is that of the clients' test sets; without these, of the central test set.
     """
@@ -743,7 +743,7 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the numbers of a summary by dotted keys; leave out the description of the run."""
+    """Return the numbers of a summary, by keys with dots, except those that describe the run."""
     flat: dict[str, object] = {}
     for key, value in summary.items():
         if key in ("identity", "choices"):

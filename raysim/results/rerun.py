@@ -23,7 +23,7 @@ def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
 
 
 def _packages(node: object) -> Iterator[str]:
-    """Yield the top-level package of every class that a configuration names."""
+    """Yield the top-level package of every class in a configuration."""
     if isinstance(node, dict):
         target = node.get(TARGET)
         if isinstance(target, str):

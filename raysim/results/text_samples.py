@@ -81,7 +81,7 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
 
 @contextmanager
 def _torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads during a `with` block.
+    """Set the number of torch's threads inside `with`.
 
     Texts depend on this number, so they are written with as many threads as training has.
     """

@@ -81,7 +81,7 @@ def has_events(jobs: Jobs) -> bool:
 
 
 def _count_fates(jobs: Jobs) -> str:
-    """Count the jobs by their ends: "1,204 jobs: 1,000 aggregated, 204 lost"."""
+    """Describe how the jobs ended ("1,204 jobs: 1,000 aggregated, 204 lost")."""
     texts = []
     for fate in FATES:
         count = int(jobs.has_fate(fate).sum())
@@ -175,9 +175,9 @@ def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
 
 
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
-    """Write numbers of versions above the panel, at the aggregations that made them.
+    """Write the numbers of versions above the panel, at the times of the aggregations.
 
-    A job that starts to the right of such a number trains this version or a later one.
+    A job that starts to the right of a number trains this version or a later one.
     low, high: the shown period in virtual seconds.
     size: seconds in the unit of the axis.
     """
@@ -308,7 +308,7 @@ def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
 
 
 def _elapsed(since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Return, for each time t in `until`, the sum of t - s over all times s < t in `since`."""
+    """Return for each time t in `until` the sum of t - s over all times s < t in `since`."""
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     earlier = np.searchsorted(ordered, until)

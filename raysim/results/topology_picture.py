@@ -111,7 +111,7 @@ def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
 
 
 def _mean_scores(scores: np.ndarray, network: Network) -> np.ndarray:
-    """Return the mean score of each replica's scored clients; nan for a replica without any."""
+    """Return the mean score of each replica's clients, as far as scored; nan without any."""
     is_scored = ~np.isnan(scores)
     replica_of = network.replica_of[is_scored]
     counts = np.bincount(replica_of, minlength=network.replicas)
@@ -139,7 +139,7 @@ def _draw_servers(
     positions: np.ndarray,
     rows: Sequence[Row],
 ) -> None:
-    """Draw the links of clients and replicas, and their traffic in megabytes."""
+    """Draw each replica's links to clients, its name, and its traffic in megabytes."""
     from matplotlib.collections import LineCollection
 
     lines = [

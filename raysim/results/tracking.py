@@ -123,12 +123,12 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def _key(name: str) -> str:
-    """Return a name with only those characters that MLflow accepts."""
+    """Return a name in which characters that MLflow does not accept are replaced."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 
 def _text(value: object, limit: int) -> str:
-    """Return a text with at most `limit` characters, without passwords."""
+    """Return a value as text of at most `limit` characters, without passwords."""
     text = without_password(str(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -256,7 +256,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Read from a run on the server which rows, parameters, data and model it already has."""
+        """Read what a run on the server already has: rows, parameters, data and model."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -265,9 +265,9 @@ class Mlflow:
         self._has_model = bool(run.outputs and run.outputs.model_outputs)
 
     def _database_lock(self) -> AbstractContextManager[None]:
-        """Lock a SQLite file while its tables or its experiment are created.
+        """Lock a SQLite database while its tables or its experiment are created.
 
-        Without the lock, two processes that do so at once fail.
+        Without the lock, one of two processes would fail.
         """
         return (
             wait_for_folder(self._database.parent, "tracking.uri")
@@ -276,7 +276,7 @@ class Mlflow:
         )
 
     def _find_run(self, record: Record) -> Run | None:
-        """Return the run of a record; None if the server does not have it, or deleted it."""
+        """Return MLflow's run of a record; None if the server has no such run, or deleted it."""
         from mlflow.exceptions import MlflowException
 
         identity = str(record.get("run_id") or "") or self._find_id(record)
@@ -289,7 +289,7 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Return MLflow's id of a run whose record lacks this id; "" if MLflow has no such run."""
+        """Search for a run whose record has no MLflow id; return the id, or "" if there is none."""
         if record.get("sent_by") != UI:
             return ""
         experiment = self._client.get_experiment_by_name(str(record["experiment"]))
@@ -394,7 +394,7 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Return the wall time of a row in ms; a row that is sent twice gets the same time."""
+        """Return the wall time of a row in ms; the time is the same if the row is sent again."""
         return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:
@@ -436,9 +436,9 @@ class Mlflow:
             self._log_model(folder)
 
     def _log_model(self, folder: Path) -> None:
-        """Log a model as `mlflow.pytorch.log_model` does, but to this server.
+        """Store a model on this server, as `mlflow.pytorch.log_model` does.
 
-        MLflow's function uses the server that is set for the whole process.
+        MLflow's function would use the server that is set for the whole process.
         """
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model
@@ -576,7 +576,7 @@ class StoredTracker:
             self._store()
 
     def _store(self) -> None:
-        """Write the rows that are not in the backlog file yet."""
+        """Append the rows that are only in memory to the backlog file."""
         self._append(self._unsent[self._stored_rows :])
         self._unsent, self._stored_rows = [], 0
         self._stored_at = time.monotonic()
@@ -777,7 +777,7 @@ class Tracker(StoredTracker):
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Remove the first `sent` rows from memory and from the backlog: the server has them.
+        """Remove the first `sent` rows from memory and from the backlog file: the server has them.
 
         ended: True if the server also has the end of the run.
         """
@@ -795,7 +795,7 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Add the missing rows to the backlog file, and print the first problem of the run."""
+        """Append the rows that are not sent to the backlog file; print the run's first problem."""
         with self._wake:
             if self._is_abandoned:
                 return

@@ -263,7 +263,7 @@ def _describe_shortage(
 
 
 def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
-    """Describe the resources of the nodes; equal nodes are described together."""
+    """Describe the resources of the nodes; nodes with equal resources are one entry."""
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes
     )

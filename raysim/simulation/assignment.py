@@ -116,7 +116,7 @@ def assign_groups(
 
 
 class _Unit(NamedTuple):
-    """The jobs of one part of a summation tree, which are trained by one worker or node.
+    """Jobs that a worker or a node trains together: one part of the summation tree.
 
     work: the number of samples of all jobs.
     """
@@ -133,7 +133,7 @@ class _Unit(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """The units of each worker (or of each node), and the load of each."""
+    """The units of each place (a worker or a node), and the load of each place."""
 
     units: list[list[_Unit]]
     loads: list[float]
@@ -146,7 +146,7 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Give units to places, the longest unit first, always to the least loaded place.
+    """Distribute units over places: the longest unit first, always to the place with least load.
 
     A place is a worker or a node.
     loads: the initial load of each place, divided by its number of workers.
@@ -166,7 +166,7 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Split units until no place has a load above `limit`; return the units of each place.
+    """Split units until the load of every place is at most `limit`; return the units of each.
 
     Return None if the load stays above the limit.
     loads, capacities: see `_distribute`.
@@ -187,7 +187,7 @@ def _split_until_balanced(
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
-    """Return the shortest unit of which one half contains at least `excess` samples.
+    """Return the unit to split: the shortest one that has a half of at least `excess` samples.
 
     If no unit is that long, return the longest unit of several jobs; None if every unit is one job.
     Splitting a short unit keeps the long ones whole, so that fewer sums are made.

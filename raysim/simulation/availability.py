@@ -111,11 +111,11 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the changes up to `horizon`: their times, and positions in `clients`.
+        """Return all changes of availability up to `horizon`: times, and positions in `clients`.
 
         If there are very many such changes, only the first ones are returned.
-        times: float64 [clients], the next change of each client. It is advanced in place to the
-        first change that is not returned.
+        times: float64 [clients], the time of each client's next change. It is advanced in place to
+        the first change that is not returned.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -149,10 +149,10 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _interval(now: float, length: float) -> int:
-    """Return the index of the interval that contains the time `now`.
+    """Return the index of the interval of `length` seconds that contains a time.
 
-    Interval k reaches from k * length to (k + 1) * length. The rounded quotient now / length alone
-    may give the interval before or after the correct one.
+    Interval k is from k * length to (k + 1) * length. The rounded quotient now / length alone may
+    give the interval before or after the correct one.
     """
     interval = math.floor(now / length)
     if (interval + 1) * length <= now:
@@ -163,7 +163,7 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return `_interval` for each time of an array."""
+    """Return the index of the interval that contains each time; see `_interval`."""
     interval = np.floor(now / length)
     return interval + ((interval + 1) * length <= now) - (interval * length > now)
 
@@ -207,9 +207,9 @@ class Diurnal(Availability):
 
 
 class _StepDraw(NamedTuple):
-    """The random numbers of one step of a `MarkovAvailability`.
+    """The random numbers of one time step of `MarkovAvailability`.
 
-    These numbers define a random order of the clients: client c has place (c - start) * factor mod
+    The numbers define a random order of the clients: client c has place (c - start) * factor mod
     prime.
     """
 
@@ -263,10 +263,7 @@ class MarkovAvailability(Availability):
         return draw
 
     def _decision(self, client: int, step: int) -> bool | None:
-        """Return True or False if this step decides the client's state, else None.
-
-        True means that the client is available from this step on, False that it is not.
-        """
+        """Return if a step makes a client available; None if the step changes nothing."""
         draw = self._draws.get(step) or self._draw(step)
         place = (client - draw.start) * draw.factor % self._prime
         if place < draw.comes:
@@ -351,7 +348,7 @@ class MarkovAvailability(Availability):
 
 
 def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Return a bool array [values]: True where a value is in `members`.
+    """Return for each value if it is one of `members`, as a bool array.
 
     members: ascending.
     """
@@ -362,7 +359,7 @@ def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
 
 
 def _next_prime(least: int) -> int:
-    """Return the smallest prime that is at least `least`."""
+    """Return the smallest prime number that is not below `least`."""
     number = least | 1
     while any(number % divisor == 0 for divisor in range(3, math.isqrt(number) + 1, 2)):
         number += 2
@@ -411,9 +408,9 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return a client's row, the start and end of its current period, and its next bound.
+        """Return a client's row, the start and the end of its current period, and its next bound.
 
-        The next bound is the first start or end of an interval after `now`. It is returned as its
+        The next bound is the first start or end of an interval after `now`; it is returned as a
         position in `bounds`.
         """
         row, begin, end = self._row[client], 0.0, math.inf
@@ -445,7 +442,7 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return `_find` for each client."""
+        """Return for each client what `_find` returns."""
         rows = self._rows[clients]
         begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)
         if self._wrap:

@@ -173,7 +173,7 @@ class WorkerCalls:
         )
 
     def _wait_for_any(self) -> bool:
-        """Wait a limited time for an answer of any worker; return False if nothing happened.
+        """Wait a limited time for any worker's answer; return False if nothing happened.
 
         A worker that has died, or whose time to answer is over, is replaced.
         """
@@ -198,12 +198,12 @@ class WorkerCalls:
         return True
 
     def _deadline(self, worker: int) -> float:
-        """Return the time at which a worker counts as dead if it does not answer before."""
+        """Return the time until which a worker must answer, or it counts as dead."""
         start_s = 0.0 if self._has_started[worker] else START_TIMEOUT_S
         return self._waiting_since[worker] + self._timeout_s + start_s
 
     def _receive(self, call: Call) -> None:
-        """Process the answer to a call; if the worker died instead, replace it."""
+        """Process the answer to a call; if the worker has died, replace the worker."""
         worker = call.worker
         self._waiting_since[worker] = time.monotonic()
         self._has_started[worker] = True
@@ -245,7 +245,7 @@ class WorkerCalls:
             self._send(call)
 
     def _dies_too_often(self, worker: int) -> bool:
-        """Record a death; return True if several workers of this node died within minutes."""
+        """Record a death; return True if several workers of the node died within minutes."""
         now = time.monotonic()
         deaths = self._node_deaths[self._runtime.nodes[worker]]
         deaths.append(now)
@@ -257,7 +257,7 @@ class WorkerCalls:
         return True
 
     def _do_without(self, worker: int, death: WorkerDiedError) -> bool:
-        """Continue the run without replacing a dead worker; return False if that is impossible."""
+        """Continue without a dead worker and without a new one; return False if impossible."""
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
         if not remaining or any(call.method not in REPEATABLE for call in calls):
@@ -280,10 +280,7 @@ class WorkerCalls:
 
     # --- nodes that leave or join -----------------------------------------------------------------
     def _leave_lost_nodes(self) -> bool:
-        """Stop using the workers of lost nodes.
-
-        Return True if calls were moved to other workers.
-        """
+        """Stop using the workers of lost nodes; return True if other workers got their calls."""
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
         for worker, node in lost_workers.items():
@@ -296,7 +293,7 @@ class WorkerCalls:
         return has_moved
 
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
-        """Give no new calls to a worker whose node will leave, and release it when it is done.
+        """Give no more calls to a worker whose node will leave.
 
         The worker is released after it has answered its last call.
         """
@@ -310,7 +307,7 @@ class WorkerCalls:
             self._release(worker)
 
     def _give_up(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
-        """Give the unanswered calls of a worker on a lost node to other workers.
+        """Move the unanswered calls of a worker on a lost node to other workers.
 
         remaining: the workers that can get these calls.
         Raises ProcessLostError if the run cannot continue without the node.
@@ -333,7 +330,7 @@ class WorkerCalls:
         self._move_calls(worker, remaining)
 
     def _move_calls(self, worker: int, remaining: Sequence[int]) -> None:
-        """Give the unanswered calls of a worker to the remaining workers."""
+        """Move the unanswered calls of a worker to the remaining workers."""
         calls, self._unanswered[worker] = self._unanswered[worker], []
         # A job may start from the state that the previous job leaves, so all calls go to one
         # worker.

@@ -117,7 +117,7 @@ def _folder(version: int) -> str:
 
 
 def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
-    """Return the files of each checkpoint folder, by version; empty folders are left out."""
+    """Return the files of each checkpoint by its version; empty folders are left out."""
     folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
     files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
     return {version: files[version] for version in sorted(files) if files[version]}
@@ -214,7 +214,7 @@ class Checkpoints:
     def _write_states(
         self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the client states that no file contains yet; return checksums by file name."""
+        """Write the client states that no file has yet; return checksums by file name."""
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
             name = _states_name(number)
@@ -222,7 +222,7 @@ class Checkpoints:
         return files
 
     def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write new rows of the history in files of `_ROWS` rows; return checksums by file name.
+        """Write new rows of the history, `_ROWS` in a file; return checksums by file name.
 
         Rows that do not fill a file are left out.
         """
@@ -235,7 +235,7 @@ class Checkpoints:
         return files
 
     def _next_number(self) -> int:
-        """Return a file number that no log file of an existing checkpoint has."""
+        """Return a number that no log file of any checkpoint has."""
         last = 0
         for manifest in self._manifests.values():
             for name in manifest:
@@ -248,7 +248,7 @@ class Checkpoints:
     def _open(self) -> Store:
         """Return the store of the checkpoints.
 
-        The first call also removes unfinished files, which a killed run may have left.
+        The first call also removes unfinished files of a run that was killed.
         """
         if self._store is None:
             self._store = place = open_store(self.where)
@@ -271,7 +271,7 @@ class Checkpoints:
             )
 
     def _continue_log(self, place: Store) -> None:
-        """Use the log files of the checkpoint that the run continues from, if it is in `where`."""
+        """Continue the log files of the resumed checkpoint, if it is in this store."""
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
         self._last = version_of(self._resume)
@@ -281,7 +281,7 @@ class Checkpoints:
             self._index = _read_index(place, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
-        """Remove checkpoints, and the log files that no remaining checkpoint needs."""
+        """Remove checkpoints, and then the log files that no other checkpoint needs."""
         place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
@@ -310,7 +310,7 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the log files that are still needed: states that the index lists, and all rows.
+    """Return the log files that are needed: those of states in the index, and all rows.
 
     log: the checksum of each log file, by name.
     """
@@ -331,7 +331,7 @@ def _log_files(manifests: Mapping[int, Mapping[str, str]]) -> set[str]:
 
 
 def _write_tensors(place: Store, name: str, tensors: Arrays) -> str:
-    """Write named tensors as a file; return its checksum."""
+    """Write named tensors as a file; return the file's checksum."""
     path = place.draft_folder() / name
     with report_full_disk(path, _size(tensors)), place.new(name) as draft:
         save_file(dict(tensors), draft)
@@ -339,7 +339,7 @@ def _write_tensors(place: Store, name: str, tensors: Arrays) -> str:
 
 
 def _write_json(place: Store, name: str, content: object) -> str:
-    """Write a value as JSON; return the checksum of the file."""
+    """Write a value as a JSON file; return the file's checksum."""
     return _write_bytes(place, name, json.dumps(content).encode())
 
 
@@ -351,7 +351,7 @@ def _write_bytes(place: Store, name: str, content: bytes) -> str:
 
 
 def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
-    """Yield at least one group of arrays, each group small enough for one file.
+    """Divide arrays into groups that are small enough for one file; yield at least one group.
 
     The arrays are C-contiguous.
     """
@@ -403,7 +403,7 @@ def _read_manifest(place: Store, folder: str) -> dict[str, str]:
 
 
 def _manifest_if_valid(place: Store, version: int) -> dict[str, str]:
-    """Return the checksum of each file of a checkpoint; nothing if its manifest is damaged."""
+    """Return the checksum of each file of a checkpoint; {} if its manifest is damaged."""
     try:
         return _read_manifest(place, _folder(version))
     except ValueError:
@@ -456,7 +456,7 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return what to do about a damaged checkpoint: use an earlier one, or start again."""
+    """Return the advice for a damaged checkpoint: use an earlier one, or start again."""
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
@@ -483,7 +483,7 @@ def _read_json(place: Store, name: str) -> Any:
 
 
 def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return all tensors of some files by name, memory-mapped to need little memory.
+    """Return the tensors of some files by name; memory-mapped, so that they need little memory.
 
     Writing to a returned array does not change the file.
     """
@@ -500,7 +500,7 @@ def _read_index(place: Store, folder: str) -> StateIndex:
 
 
 def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
-    """Return the client states that an index lists; a file is read when it is needed.
+    """Return the client states in an index; a file is read when one of its states is needed.
 
     Iteration follows the order of the files, so that each is mapped once and one at a time.
     """
@@ -519,7 +519,7 @@ def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
 
 
 def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
-    """Group arrays with names such as "17/model.bn1.weight" by client (17), then by name."""
+    """Group arrays with names such as "17/model.bn1.weight" by the number of the client (17)."""
     states: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for key, array in tensors.items():
         client, _, name = key.partition("/")

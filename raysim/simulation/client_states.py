@@ -206,7 +206,7 @@ class ClientStates:
         return self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
-        """Return True if the state that job `number` left is on disk.
+        """Return True if the state that job `number` made is on disk.
 
         Only a committed state can be on disk, although a newer job of the client may be in flight.
         """
@@ -242,14 +242,14 @@ class ClientStates:
         self._in_memory_bytes += self._in_memory[client]
 
     def _drop(self, client: int, number: int) -> None:
-        """Remove the committed state of a client, left by job `number`, from the object store."""
+        """Remove a client's committed state, made by job `number`, from the object store."""
         self._stored.pop(number, None)
         self._makers.pop(number, None)
         self._total_size -= self._sizes.pop(number, 0)
         self._in_memory_bytes -= self._in_memory.pop(client, 0)
 
     def _spill(self) -> list[int]:
-        """Write states of idle clients to disk until those in memory are within the budget.
+        """Write states of idle clients to disk until the states in memory fit the budget.
 
         Return the clients whose states were written.
         """

@@ -181,11 +181,11 @@ class Coordinator:
             yield from self._report_and_save(True)
 
     def _publish(self) -> None:
-        """Store the current version of each changed replica, so that all workers can read it."""
+        """Store the current version of each changed replica for all workers."""
         self.replicas.publish(self.versions)
 
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
-        """Return, for each client, its replica's loss on the client's training samples.
+        """Return the loss of each client on its training samples, with its replica's model.
 
         Wait for the workers that compute it. If clients choose their replica, use the smallest loss
         of all replicas.
@@ -202,7 +202,7 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return the size of a tensor that a client receives now, in floats.
+        """Return how many floats of a tensor a client receives now.
 
         The tensor belongs to the current version of the client's replica.
         name: the full name of the tensor.
@@ -216,7 +216,7 @@ class Coordinator:
         jobs: Sequence[Job],
         results: Sequence[Update | Failure],
     ) -> None:
-        """Correct the counted traffic if updates are larger or smaller than planned.
+        """Correct the planned traffic where updates are larger or smaller than planned.
 
         results: an update or a failure for each job.
         """
@@ -230,7 +230,7 @@ class Coordinator:
         self.planner.count_unplanned(aggregation, floats)
 
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
-        """Collect the updates of these jobs, and make the next version from them."""
+        """Collect the updates of these jobs, and aggregate them into the next version."""
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
@@ -258,7 +258,7 @@ class Coordinator:
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
-        """Start scoring the current version; workers score it before they train the next one.
+        """Let workers score the current version before they train from it.
 
         pending: the finished round, to which the scores belong.
         """

@@ -139,7 +139,7 @@ class Dispatcher:
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
-        """Return the load of each active worker: the samples that it must still train."""
+        """Return the load of each active worker: the samples that it has yet to train."""
         return [self._loads[worker] for worker in self._calls.active]
 
     def _active_nodes(self) -> list[int]:
@@ -155,7 +155,7 @@ class Dispatcher:
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
-        """Return the jobs of each worker.
+        """Assign jobs to workers; return the jobs of each worker.
 
         The jobs are in the order in which they are aggregated. If clients have states, the jobs of
         one client are in the order of their dispatch.
@@ -175,7 +175,7 @@ class Dispatcher:
         return assigned
 
     def _chunks(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        """Split a worker's jobs into calls that return a limited number of vectors each."""
+        """Divide a worker's jobs into calls, each of which returns a limited number of vectors."""
         units = [[job] for job in jobs]
         groups = self._trees.groups(job.number for job in jobs)
         if groups and not self._client_states.stateful:
@@ -188,7 +188,7 @@ class Dispatcher:
             yield chunk
 
     def _home(self, client: int) -> StateHome | None:
-        """Return which active worker has a client's state; None if none has it.
+        """Return the active worker that has a client's state; None if no worker has it.
 
         The worker in the result is an index into the list of active workers.
         """
@@ -212,7 +212,7 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Take jobs for one call of this worker from the queue; return them.
+        """Remove jobs for one call of this worker from the queue; return them.
 
         The worker gets jobs of clients whose state it has, or whose state no worker has. If the
         worker is idle, its first job may be of a client whose state is on another worker.
@@ -232,7 +232,7 @@ class Dispatcher:
         return self._queue.take_bundle(accepts, self._max_vectors, max_samples)
 
     def _send(self, worker: int, jobs: Sequence[Job]) -> None:
-        """Start a call in which a worker trains these jobs.
+        """Let a worker train these jobs in one call.
 
         If the worker is on another node than the coordinator, the sums of updates may stay on its
         node.
@@ -258,7 +258,7 @@ class Dispatcher:
         groups: Sequence[Group],
         uses: Sequence[StateUse] = (),
     ) -> TrainCall:
-        """Start a call that trains jobs.
+        """Start a call in which a worker trains jobs; return the call.
 
         method: "train" returns the sums of updates with the answer; "train_apart" leaves them on
         the worker's node.
@@ -309,7 +309,7 @@ class Dispatcher:
         self._fill_workers()
 
     def _move(self, call: Call, previous: int) -> None:
-        """Record that a call has moved from the worker `previous` to another worker."""
+        """Record that the worker `previous` has lost a call to another worker."""
         if isinstance(call, TrainCall):
             work = total_work(call.jobs)
             self._loads[previous] -= work
@@ -365,7 +365,7 @@ class Dispatcher:
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
     ) -> dict[Group, np.ndarray]:
-        """Train the jobs of lost sums again, and wait; return the new sums."""
+        """Train jobs again whose sums were lost; wait, and return the new sums."""
         job_of = {job.number: job for call in calls for job in call.jobs}
         repeated: list[TrainCall] = []
         for group in groups:

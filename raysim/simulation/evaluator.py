@@ -117,7 +117,7 @@ class Evaluator:
         self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
 
     def _make_columns(self) -> list[ScoreColumns]:
-        """Return an object for each metric that makes its columns; the main metric is first."""
+        """Return the makers of columns, one for each metric; the main metric is first."""
         metrics = self.spec.task.metrics
         functions = row_functions(metrics)
         columns = []
@@ -229,7 +229,7 @@ class Evaluator:
     def _score_centrally(
         self, central: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
     ) -> list[list[Call]]:
-        """Start scoring each of several versions on the central test set.
+        """Start scoring several versions on the central test set; return the calls of each.
 
         central: the tasks, which are the same for all versions.
         sources: the versions.
@@ -247,7 +247,7 @@ class Evaluator:
     def _replicas_of(
         self, clients: Sequence[int], replicas: Replicas, versions: Versions
     ) -> dict[int, int]:
-        """Return the replica that each client is scored with.
+        """Return the replica whose model each client is scored with, by client.
 
         If clients choose their replica by its loss, wait for the losses.
         """
@@ -275,7 +275,7 @@ class Evaluator:
         return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
-        """Return a reference to the vector that a replica is scored with, in the store."""
+        """Store the vector with which a replica is scored; return a reference to it."""
         server, number = replicas.servers[replica], replicas.numbers[replica]
         scored = server.scored()
         if scored is server.vector:
@@ -286,13 +286,16 @@ class Evaluator:
         return self.runtime.put(published)
 
     def _begin(self, version: int) -> Scoring:
-        """Draw the clients that are scored with a version; return a scoring without calls."""
+        """Draw the clients to score with a version; return the new scoring, still without calls."""
         clients = self._sample(self._scored, version, "evaluate")
         unseen = self._sample(self._scored_unseen, version, "evaluate.unseen")
         return Scoring(clients, unseen, version=version)
 
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
-        """Draw `evaluate.clients` of these clients, ascending; return all if there are not more."""
+        """Draw `evaluate.clients` of these clients; return them ascending.
+
+        If there are not more clients, return all.
+        """
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
             return clients
@@ -300,7 +303,7 @@ class Evaluator:
         return np.sort(generator.choice(clients, size=count, replace=False))
 
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
-        """Return the tasks that score the shared model, in full batches across clients.
+        """Return the tasks that score the shared model, in batches of samples of many clients.
 
         The tasks are in the order in which `_shared_columns` reads the reports: test samples of
         clients, test samples of unseen clients, the central test set, validation samples.
@@ -314,7 +317,7 @@ class Evaluator:
         return [task for rows in parts for task in self._batches(rows)]
 
     def _batches(self, rows: np.ndarray) -> list[ScoringTask]:
-        """Return tasks that score these rows with the shared model, one batch each."""
+        """Return tasks that score rows with the shared model, one task for each batch."""
         size = self.spec.score_batch
         return [ScoringTask(-1, rows[start : start + size]) for start in range(0, len(rows), size)]
 
@@ -327,7 +330,7 @@ class Evaluator:
 
     @staticmethod
     def _rows(part: CSR, clients: Iterable[int]) -> np.ndarray:
-        """Return all rows of some clients, one client after another."""
+        """Return the rows of some clients, one client after another."""
         return np.concatenate([part.indices[:0], *(part.rows(int(client)) for client in clients)])
 
     def _validation_rows(self, clients: Iterable[int]) -> np.ndarray:
@@ -340,7 +343,7 @@ class Evaluator:
         return finetune.epochs > 0 and (version == self.rounds or not finetune.last)
 
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
-        """Start the calls for some tasks, all with one version.
+        """Start the calls for tasks that score the same version.
 
         A task of a client goes to the worker that has the client's state. All other tasks are
         divided evenly.
@@ -349,7 +352,7 @@ class Evaluator:
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
     def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
-        """Start the calls for some tasks, each with its own version; see `_start`.
+        """Start the calls for tasks that score a version each; see `_start`.
 
         sources: for each task, a function that returns a reference to its version.
         """
@@ -388,7 +391,7 @@ class Evaluator:
     def _chunks(
         self, worker: int, parts: Sequence[tuple[Source, Sequence[ScoringTask]]]
     ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
-        """Split a worker's tasks into calls, each of which reads few bytes from disk.
+        """Divide a worker's tasks into calls that read few bytes from disk each.
 
         parts: tasks that have the same version, with that version.
         """
@@ -489,7 +492,7 @@ class Evaluator:
         return [report for call in calls for report in self.calls.wait(call)]
 
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the columns of the shared model's scores.
+        """Return the columns with scores of the shared model.
 
         The shared model is scored on the test sets of clients and of unseen clients, and on the
         central test set. If there are validation samples, the scores of the best round are added.
@@ -513,7 +516,7 @@ class Evaluator:
         return row
 
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
-        """Return the columns of the scores of the clients' own models.
+        """Return the columns with scores of the clients' own models.
 
         reports: each has the scores of a client's test samples, then those of the client's
         validation samples.
@@ -534,7 +537,7 @@ class Evaluator:
         return row
 
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
-        """Return columns of scores on the central test set, of the replicas and their mean.
+        """Return the columns with central scores of the replicas and of their mean.
 
         mean: the reports of the mean of all replicas.
         own: the columns of the clients' own models.
@@ -552,7 +555,7 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the mean score of the clients' own models on the central test set."""
+        """Return the columns with mean central scores of the clients' own models."""
         row: Row = {}
         for columns in self.score_columns:
             scores = {
@@ -587,7 +590,10 @@ class Evaluator:
         return ClientScores(clients, columns)
 
     def _decomposition_columns(self, scoring: Scoring) -> Row:
-        """Return the terms of equation 2 of the FedLD paper, weighted by samples."""
+        """Return the columns with the terms of equation 2 of the FedLD paper.
+
+        The terms are weighted by the clients' numbers of samples.
+        """
         place = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))
         for losses, calls in zip(table, scoring.models, strict=True):

@@ -144,7 +144,10 @@ class Fleet:
         return None
 
     def _check_wait(self, seconds: float) -> None:
-        """Raise ValueError if `seconds`, the average wait for a client, is more than `patience`."""
+        """Raise ValueError if the average wait for a client is longer than `patience`.
+
+        seconds: the average wait, in virtual seconds.
+        """
         if seconds > self.patience:
             raise ValueError(
                 f"fleet.off={self.off:g} makes a run wait {seconds:,.0f} s on average for an "

@@ -79,7 +79,10 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
 
 
 def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, end: float) -> float:
-    """Return the mean number of jobs in flight between two moments in virtual seconds."""
+    """Return the mean number of jobs in flight in a period of virtual time.
+
+    begin, end: the period, in virtual seconds.
+    """
     if end <= begin:
         return 0.0
     jobs = [job for aggregation in aggregations for job in aggregation.dispatched]

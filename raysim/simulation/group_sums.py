@@ -113,7 +113,7 @@ def fetch_sums(
 
 
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
-    """Let nodes start to add up the sums of a group's parts; return the future total.
+    """Let nodes add up the sums of the parts of a group; return the total before it is ready.
 
     Each node adds up the parts that it has. Where two halves of a part of the tree are on different
     nodes, one half is sent to the node of the other half; all such transfers run at the same time.

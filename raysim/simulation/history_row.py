@@ -119,7 +119,7 @@ class RowWriter:
         return row
 
     def _other_scores(self) -> Row:
-        """Return the columns of all metrics except the main one; the values are None."""
+        """Return the columns of all metrics but the main one, without values yet (None)."""
         row: Row = {}
         for name in self.other_metrics:
             row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
@@ -135,7 +135,7 @@ class RowWriter:
         return versions + results * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
-        """Return columns of the share of wall time in which workers worked since the last row.
+        """Return columns with the share of wall time in which workers worked since the last row.
 
         The columns are the mean over workers, and the share of the worker that worked least. The
         time of a call counts when the call is answered.
@@ -160,7 +160,7 @@ class RowWriter:
 
 
 def _replica_columns(replicas: Replicas, aggregation: PlannedAggregation) -> Row:
-    """Return columns of the replica that aggregated and its traffic.
+    """Return columns with the replica that aggregated, and its traffic.
 
     Return none unless each replica has its own schedule.
     """
@@ -186,7 +186,10 @@ def _mean_loss(updates: Sequence[Update]) -> float | None:
 
 
 def _mean_reports(updates: Sequence[Update]) -> Row:
-    """Return the columns that clients report: the mean over the clients that report each."""
+    """Return columns with the values that methods report on clients, each as a mean.
+
+    The mean is over the clients that report the value.
+    """
     values: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.report.items():

@@ -151,7 +151,7 @@ class JobTable:
             self._set_state(self._rows[job.number], JobState.DISCARDED)
 
     def _plan_sums(self, aggregation: PlannedAggregation) -> None:
-        """Allow workers to sum the updates of an aggregation, unless single updates are needed."""
+        """Let workers sum the updates of an aggregation, unless single updates are needed."""
         decomposes = self._settings.evaluate.decomposes(aggregation.version + 1)
         if decomposes or not self._replicas.summable:
             return
@@ -174,7 +174,7 @@ class JobTable:
                 self._versions.release(version)
 
     def _dispatch(self, row: JobRow) -> None:
-        """Complete a planned job with the values of its base version, which exists now."""
+        """Give a planned job the values of its base version, which exists from now on."""
         client = row.job.client
         replica = self._replicas.replica_of(client)
         server = self._replicas.servers[replica]

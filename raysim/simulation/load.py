@@ -28,7 +28,7 @@ SentFloats: TypeAlias = Callable[[int, str], int]  # by client and full name
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Floats that some jobs receive in addition to the model."""
+    """The floats that some of the jobs receive in addition to the model."""
 
     floats: int
     when: Callable[[Participation], bool]

@@ -60,7 +60,7 @@ def describe_network(network: Network) -> str:
 
 
 def _label_counts(spec: RunSpec) -> np.ndarray | None:
-    """Count the training samples of each client by class, int64 [clients, classes].
+    """Count each client's training samples of each class: int64 [clients, classes].
 
     Return None if the task is not a classification.
     """
@@ -97,7 +97,7 @@ def _check_network(network: Network, spec: RunSpec) -> None:
 
 
 def _check_compression(network: Network, declarations: Declarations) -> None:
-    """Raise ValueError for a compression that does not work with these replicas."""
+    """Raise ValueError if the compression does not work with the topology."""
     compression = declarations.compressor
     if compression is None:
         return
@@ -116,7 +116,7 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
 
 
 def _check_methods(network: Network, declarations: Declarations) -> None:
-    """Raise ValueError for a method that does not work with these replicas."""
+    """Raise ValueError if a method does not work with the topology."""
     if network.replicas == 1 and not network.on_clients:
         return
     for declared in declarations.methods:
@@ -218,7 +218,7 @@ def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tupl
 
 
 def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
-    """Tell a server which clients its replica has now.
+    """Tell the server of a replica which clients the replica serves from now on.
 
     replica_of: int [clients], the replica that serves each client.
     """
@@ -228,9 +228,9 @@ def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
 def _drawn_vector(
     spec: RunSpec, declarations: Declarations, vector: Tensor, replica: int
 ) -> Tensor:
-    """Return a copy of a shared vector in which the model has new initial values.
+    """Return a copy of a shared vector with new random initial values of the model.
 
-    replica: the number of the replica, from which the random numbers follow.
+    replica: the number of the replica, which decides the random numbers.
     Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):

@@ -127,7 +127,7 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for a value that is part of a message; False for a handle of a stored value."""
+    """Return True if a value itself is in a message, False if it is a handle of a stored value."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 

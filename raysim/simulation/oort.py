@@ -104,9 +104,9 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Extend `chosen` with clients of the last choice that are still idle; return it.
+        """Append clients of the last choice that are still idle to `chosen`; return `chosen`.
 
-        It is extended to at most `view.count` clients.
+        It gets at most `view.count` clients.
         """
         picks = view.state["picks"]
         taken = 0
@@ -120,7 +120,7 @@ class Oort(Selection):
 
     # --- a round ----------------------------------------------------------------------------------
     def _choose(self, view: SelectionView, size: int) -> np.ndarray:
-        """Return `size` clients for a new round, in random order."""
+        """Choose `size` clients for a new round; return them in random order."""
         state, facts = view.state, view.facts
         number = int(state["round"]) + 1
         state["round"] = np.array(number)
@@ -144,7 +144,7 @@ class Oort(Selection):
         return view.generator.permutation(chosen)
 
     def _pace(self, view: SelectionView, is_known: np.ndarray) -> None:
-        """Record the utility of the last round; if utility has fallen, prefer longer durations.
+        """Record the last round's utility; if utility has fallen, allow longer durations.
 
         is_known: bool [clients], True for a client that has reported a loss.
         """

@@ -118,9 +118,9 @@ class PlannedAggregation:
 
 
 def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random places below `clients`, drawn in blocks that grow.
+    """Yield random positions below `clients`, drawn in growing blocks.
 
-    Stop when listing all clients would have cost less than drawing more.
+    Stop as soon as a list of all clients would have cost less.
     count: the number of clients that are needed.
     """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
@@ -262,9 +262,9 @@ class Planner:
             self._selector.report(updates)
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Divide clients into pools by the duration of a first job; the fastest pool comes first.
+        """Divide clients by the duration of their first job; return the clients of each pool.
 
-        Return the clients of each pool, ascending.
+        The pool with the fastest clients comes first; the clients of a pool are ascending.
         """
         if not self.schedule.pools:
             return []
@@ -328,11 +328,11 @@ class Planner:
             self._advance(until)
 
     def _decide(self, site: Site) -> PlannedAggregation | float:
-        """Apply actions of the schedule to a site until it aggregates or waits.
+        """Execute the schedule's actions at a site until the site aggregates or waits.
 
-        Return the aggregation, or the virtual time until which the site waits at most. If a
-        dispatch found too few available clients, the site also waits for the next client that
-        becomes available.
+        Return the aggregation, or the latest virtual time until which the site waits. If a dispatch
+        found too few available clients, the site also waits for the next client that becomes
+        available.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -369,9 +369,9 @@ class Planner:
         return sites[0] if len(sites) == 1 else sites[job.pool]
 
     def _advance(self, until: float) -> None:
-        """Advance virtual time to the next end of a job, or to `until` if that is earlier.
+        """Advance virtual time to the next end of a job, at most to `until`.
 
-        All jobs with the same end are ended, in the order of their clients.
+        All jobs with this end are ended, in the order of their clients.
         """
         self._short.clear()
         events = self._events
@@ -424,7 +424,7 @@ class Planner:
             )
 
     def _discard_stale(self, site: Site) -> None:
-        """Discard the arrived jobs of a site that are too stale for its next aggregation."""
+        """Discard a site's arrived jobs that are too stale for the site's next aggregation."""
         if self._max_staleness is None or not site.arrived:
             return
         oldest = site.version - self._max_staleness
@@ -448,7 +448,7 @@ class Planner:
         self._next.discarded += [jobs[number] for number in numbers]
 
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
-        """Remove jobs from a site's arrived jobs; return them by number.
+        """Remove arrived jobs from a site; return them by number.
 
         purpose: what the schedule wants to do with the jobs, for errors.
         Raises RuntimeError if a job has not arrived.
@@ -499,7 +499,7 @@ class Planner:
         return aggregation
 
     def _meet(self, site: Site, aggregation: PlannedAggregation) -> None:
-        """Let the replicas exchange after this aggregation, if an exchange is due.
+        """Let the replicas exchange after an aggregation, if an exchange is due now.
 
         During an exchange no schedule decides anything, and jobs that end are recorded.
         """
@@ -524,7 +524,7 @@ class Planner:
             other.since_meeting, other.waits = 0, False
 
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
-        """Remove these arrived jobs from a site, and return them in the given order.
+        """Remove arrived jobs from a site; return them in the order of `numbers`.
 
         Raises RuntimeError if two jobs of one client would change their order.
         """
@@ -701,7 +701,7 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return `count` clients at these places that are idle and available, or fewer.
+        """Return idle, available clients at the given positions, at most `count`.
 
         members: the clients.
         places: positions in `members`, in the order in which they are tried.
@@ -720,7 +720,7 @@ class Planner:
         return drawn
 
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
-        """Return an endless iterator of uniform random numbers in [0, 1).
+        """Yield uniform random numbers in [0, 1), without end.
 
         For a small count the numbers are computed one by one, because making a generator costs as
         much as ten of them.
@@ -737,7 +737,7 @@ class Planner:
         return itertools.chain.from_iterable(blocks)
 
     def _track_idle(self, pool: int) -> IdleClients:
-        """Return the object that lists a pool's available, idle clients, at the current time."""
+        """Return a pool's list of available, idle clients, updated to the current time."""
         idle_clients = self._idle_clients.get(pool)
         if idle_clients is None:
             presence = self.devices.presence
@@ -749,7 +749,7 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return when a client of a pool with too few clients next becomes available.
+        """Return when a client becomes available for a pool that has too few clients.
 
         Return infinity for never.
         Raises ValueError if the run would wait longer than `patience` for its first client.

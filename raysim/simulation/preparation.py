@@ -50,7 +50,7 @@ def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: W
 
 
 def _probed_rows(spec: RunSpec) -> np.ndarray:
-    """Draw `evaluate.probe_rows` rows of the central test set, equally many of each class."""
+    """Draw `evaluate.probe_rows` rows of the central test set, as many of each class."""
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]
     rows_per_class = max(1, rows // max(1, len(np.unique(labels))))

@@ -98,7 +98,7 @@ class ReplicaMemory:
         return moved
 
     def _move(self, group: Sequence[int]) -> None:
-        """Move some replicas, which share a vector, to disk."""
+        """Move the replicas that share one vector from memory to disk."""
         if self._file is None:
             self._file = MappedFile(self._folder, "replicas", self._step)
         vector = self._to_disk(self._servers[group[0]].vector)
@@ -121,7 +121,7 @@ class ReplicaMemory:
         return torch.from_numpy(self._file.move(array))
 
     def _tensors(self, replica: int) -> list[Tensor]:
-        """Return those tensors of a replica that can be moved to disk."""
+        """Return the tensors of a replica that can be moved to disk."""
         server = self._servers[replica]
         if not self._moves_state:
             return [server.vector]
@@ -137,6 +137,6 @@ class ReplicaMemory:
 def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
-    An empty tensor cannot, and neither can one in reserved space, such as the rows of a cache.
+    It cannot if it is empty, or if it is in reserved space, such as the rows of a cache.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

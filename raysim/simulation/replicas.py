@@ -303,7 +303,7 @@ class Replicas:
         versions: Versions,
         mixes_first: bool,
     ) -> set[int]:
-        """Make the next version of each replica that has jobs; return the changed replicas.
+        """Let each replica that has jobs aggregate; return the replicas that have changed.
 
         mixes_first: True if replicas have just exchanged, before this step.
         """
@@ -335,7 +335,7 @@ class Replicas:
         return set(by_replica) | self._regroup(present)
 
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
-        """Let replicas exchange after an aggregation; return those that may have changed.
+        """Let replicas exchange after an aggregation; return the replicas that may have changed.
 
         Float buffers are averaged like parameters; of integer buffers the maximum is taken. Server
         state is not exchanged.
@@ -352,7 +352,7 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of some replicas' vectors, and the maximum of their counters.
+        """Return the weighted mean of replicas' vectors, and the maximum of their integer buffers.
 
         row: the replicas and their weights.
         """
@@ -362,7 +362,7 @@ class Replicas:
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
-        """Give each changed replica a new number; replicas that share a vector share a number."""
+        """Give each changed replica a new version number, the same to replicas with one vector."""
         number_of: dict[int, int] = {}
         for replica in self._changed:
             vector = replica if self._sends else id(self.servers[replica].vector)
@@ -401,7 +401,7 @@ class Replicas:
         return self._weighted_mean(vectors), torch.from_numpy(counters)
 
     def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the weighted mean of these vectors, one for each replica."""
+        """Return the weighted mean of a vector for each replica."""
         weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:
@@ -460,10 +460,7 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The versions that the updates of one replica started from.
-
-    They are found by the replica's own version number.
-    """
+    """The base versions of the updates of one replica, by the replica's own version number."""
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
         self._versions, self._number_of = versions, number_of
@@ -479,7 +476,7 @@ class _Bases(Mapping[int, PublishedVersion]):
 
 
 def _places_by_replica(jobs: Sequence[Job]) -> dict[int, list[int]]:
-    """Return the positions of each replica's jobs in `jobs`, by replica."""
+    """Return for each replica the positions of its jobs in `jobs`."""
     places: dict[int, list[int]] = {}
     for place, job in enumerate(jobs):
         places.setdefault(job.replica, []).append(place)

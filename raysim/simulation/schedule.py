@@ -141,7 +141,7 @@ class Schedule(Protocol):
 
 
 class _Policy:
-    """The base class of the schedules in this module, with a check of their arguments."""
+    """The base class of this module's schedules, which checks their arguments."""
 
     max_staleness: int | None = None
     pools: ClassVar[int] = 0

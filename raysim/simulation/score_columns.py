@@ -137,7 +137,7 @@ class ScoreColumns:
     def _client_columns(
         self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> Row:
-        """Return columns of the scores on clients' test sets: mean, worst, and of each domain."""
+        """Return columns with scores on clients' test sets: mean, worst, and of each domain."""
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
             return {}
@@ -153,7 +153,7 @@ class ScoreColumns:
         return row
 
     def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: ScoredClients) -> Row:
-        """Return columns of the scores on the test sets of unseen clients: mean and worst."""
+        """Return columns with scores on unseen clients' test sets: mean and worst."""
         if not len(scoring.unseen):
             return {}
         name = f"{self.metric.name}{suffix}"
@@ -163,7 +163,7 @@ class ScoreColumns:
     def _score_clients(
         self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> np.ndarray:
-        """Return the score of each client, and store these scores under the column's name.
+        """Return the score of each client; also store the scores under the column's name.
 
         scores: a value for each test sample, client after client.
         """
@@ -184,9 +184,8 @@ class ScoreColumns:
     def _best_columns(
         self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
     ) -> Row:
-        """Return columns of two kinds of scores of the clients.
+        """Return columns with validation scores, and with test scores in each client's best round.
 
-        They are the validation scores, and the test scores in each client's best round.
         tested: a value for each test sample, client after client.
         validated: a value for each validation sample, client after client.
         """
@@ -206,7 +205,7 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the number of the shared model's best round, and its central score there.
+        """Return columns with the shared model's best round, and its central score there.
 
         The best round is the one with the best validation score.
         row: the columns of the current round.
@@ -222,7 +221,7 @@ class ScoreColumns:
         return columns
 
     def _worst_domain(self, scores: np.ndarray) -> Row:
-        """Return the worst score over the domains of the central test set, as a column.
+        """Return a column with the worst score over the domains of the central test set.
 
         Domains are groups of samples, for example those with the same rotation.
         """
@@ -237,7 +236,7 @@ class ScoreColumns:
 
 
 def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
-    """Join the values of these clients into one array; clients without values are left out."""
+    """Join the values of some clients into one array; a client without values is left out."""
     empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
     parts = [scores[client] for client in clients.tolist() if client in scores]
     return np.concatenate([empty, *parts])

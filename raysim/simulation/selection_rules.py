@@ -158,7 +158,7 @@ class FedCS(Selection):
         return clients[self._schedule_uploads(total - sending, sending, view.count)]
 
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
-        """Return the positions of clients that meet the deadline, in the order in which they send.
+        """Return the positions of clients that meet the deadline, in the order of their uploads.
 
         ready: for each client the virtual time at which it has received and trained.
         sending: for each client the seconds that it needs to send.

@@ -208,7 +208,7 @@ class Selector:
     def _check(
         self, chosen: Iterable[int] | np.ndarray, count: int, mask: np.ndarray, start: str
     ) -> list[int]:
-        """Return the clients that a rule chose as a list of numbers.
+        """Return the clients that a rule chose, as a list of numbers, if the choice is allowed.
 
         count: the most clients that are allowed.
         mask: bool [clients], True for a client that may be chosen.
@@ -274,7 +274,7 @@ class Selector:
         return np.array([self._devices.phases(*load)[2] for load in loads])
 
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
-        """Return the losses of these clients; record the cost of the pass in `loss_pass`.
+        """Measure the losses of some clients, and record the cost in `loss_pass`.
 
         samples: the most samples of each client; None uses all.
         Raises SelectionError if the rule does not declare `measures`, or measures twice.

@@ -198,7 +198,7 @@ class Server:
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return the tensors that methods send now, by full name.
+        """Return the tensors that methods send to clients now, by full name.
 
         to: the receivers: "all", "once" or "client".
         client: the client, if `to` is "client".
@@ -276,7 +276,7 @@ class Server:
 
     @contextmanager
     def _name_failures(self) -> Iterator[None]:
-        """Turn an error of a hook into an AggregationError that names the method."""
+        """Raise AggregationError with the method's name in place of an error of a hook."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -296,7 +296,7 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> Aggregation:
-        """Return the updates that did not fail, with the weights that methods give to them.
+        """Let the methods weigh the updates; return the updates that did not fail, with weights.
 
         staleness: the staleness of each update.
         bases: the versions that the updates started from, by number.
@@ -321,7 +321,7 @@ class Server:
         return aggregation
 
     def _step_of_methods(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
-        """Let all methods change the combined direction; return the result, the step."""
+        """Let all methods change the combined direction; return the server's step."""
         # With several methods the first may change the direction in place.
         combined = direction.clone() if len(self._steppers) > 1 else direction
         aggregation = replace(aggregation, combined=combined)
@@ -332,7 +332,7 @@ class Server:
         return direction
 
     def _compress(self, direction: Tensor) -> Tensor:
-        """Return the step as clients decode it, [layout.trained].
+        """Return the server's step as clients decode it, [layout.trained].
 
         If steps are not compressed, return the direction itself.
         """
@@ -349,9 +349,9 @@ class Server:
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
-        """Combine the updates.
+        """Combine the updates into a direction of the parameters and a step of the float buffers.
 
-        Return the direction of the parameters [layout.trained], and the step of the float buffers.
+        The direction is [layout.trained].
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -391,10 +391,7 @@ class Server:
         self.vector = moved
 
     def _describe_divergence(self, aggregation: Aggregation) -> str:
-        """Describe why the next vector is not finite.
-
-        The reason is that all weights are 0, or that updates are too large.
-        """
+        """Describe why the next vector is not finite: zero weights, or too large updates."""
         clients = [self.format_client(client) for client in aggregation.clients]
         reason = f"of clients {', '.join(clients[:20])}"
         if not any(aggregation.weights):
@@ -431,7 +428,7 @@ class Server:
     def _sum_updates(
         self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums
     ) -> Tensor:
-        """Return the weighted sum of the updates, added up in the tree over their positions.
+        """Return the weighted sum of the updates, added up in a fixed tree over their positions.
 
         weights: one for each update that is not None.
         sums: the sums that workers have made, of parts of the tree.
@@ -455,7 +452,7 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the workers' sums by the positions of their updates in this aggregation.
+    """Return each sum of workers by the positions of its updates in this aggregation.
 
     Sums of other replicas are left out. A sum contains at least one update that did not fail.
     positions: the position of each update that did not fail, by the number of its job.
@@ -473,7 +470,7 @@ def _ranges_of_sums(
 def _check_weights(
     aggregation: Aggregation, method: str, format_client: Callable[[int], str]
 ) -> None:
-    """Raise HookError unless the method returned one finite weight for each update."""
+    """Raise HookError unless a method returns one finite weight for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):

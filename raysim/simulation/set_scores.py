@@ -79,7 +79,7 @@ class SetScores:
         return tasks
 
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
-        """Return a task for each domain of these rows.
+        """Return the tasks that score some rows, one for each domain.
 
         Return none if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
         prefix: the beginning of the tasks' names.
@@ -129,7 +129,7 @@ class SetScores:
     def _client_columns(
         self, reports: Sequence[SetReport], suffix: str, scoring: ScoredSets
     ) -> Row:
-        """Return columns of the mean and the worst value over clients, for each metric."""
+        """Return columns with each metric's mean and worst value over the clients."""
         row: Row = {}
         for name, values in _by_metric(reports).items():
             clients = np.array(sorted(values), np.int64)
@@ -142,7 +142,7 @@ class SetScores:
     def _best_columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
     ) -> Row:
-        """Return the validation score, and the central score of the best round so far.
+        """Return columns with the validation score, and with the best round's central score.
 
         The best round is the one with the best validation score.
         reports: the reports on the clients' validation samples.
@@ -162,7 +162,7 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return, for each metric, its value by client.
+    """Return for each metric its value by client.
 
     A report without a client is listed under a negative number instead of a client.
     """

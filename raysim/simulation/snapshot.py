@@ -28,7 +28,7 @@ from raysim.simulation.versions import Versions
 
 
 class _ServerArrays(Mapping[str, np.ndarray]):
-    """The arrays of a snapshot by name; a replica's arrays are read when they are accessed.
+    """The arrays of a snapshot by name; those of a replica are read from disk when accessed.
 
     replica_of: the replica of each vector, by the vector's name.
     note_read: function that is called with a replica before its vector is read.
@@ -149,7 +149,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
 
 
 def _prefix(replica: int) -> str:
-    """Return the beginning of the names of a replica's arrays; "" for the first replica."""
+    """Return the text with which the names of a replica's arrays begin; "" for the first one."""
     return f"replica/{replica}/" if replica else ""
 
 
@@ -172,7 +172,7 @@ def _published(arrays: Mapping[str, np.ndarray], number: int) -> PublishedVersio
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the entries whose names begin with a prefix; the prefix is removed."""
+    """Return the arrays whose names begin with a prefix, by the rest of their names."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 

@@ -24,7 +24,7 @@ SEGMENT_BYTES = 2**28
 
 @dataclass(frozen=True)
 class _Piece:
-    """The position of one array in a file, with the array's name, type and shape."""
+    """The place of an array in a file, with the array's name, type and shape."""
 
     key: str
     dtype: np.dtype
@@ -138,7 +138,7 @@ class MappedFile:
         self._read += size
 
     def _take(self, size: int) -> tuple[int, int]:
-        """Reserve `size` bytes of the file; return the segment and the offset in it."""
+        """Reserve space for `size` bytes in the file; return the segment and the offset in it."""
         if self._free[size]:
             return self._free[size].pop()
         if self._end + size > self._limit:
@@ -162,7 +162,7 @@ class MappedFile:
 
 
 class _UnnamedFile:
-    """A temporary file.
+    """A temporary file without a name, which disappears when it is closed.
 
     folder, what: see `MappedFile`.
     """
@@ -193,12 +193,12 @@ class _UnnamedFile:
             raise OSError(error.errno, text, where) from None
 
     def read(self, start: int, content: np.ndarray) -> None:
-        """Fill `content`, uint8 [n], with the n bytes from the position `start`."""
+        """Fill `content`, uint8 [n], with n bytes of the file, from the position `start` on."""
         self._file.seek(start)
         self._file.readinto(content.data)  # type: ignore[attr-defined]
 
     def map(self, start: int, size: int) -> mmap.mmap:
-        """Extend the file to `start` + `size` bytes; return the new part as shared memory."""
+        """Extend the file to `start` + `size` bytes; return the new part as mapped memory."""
         self._file.truncate(start + size)
         return mmap.mmap(self._file.fileno(), size, offset=start)
 

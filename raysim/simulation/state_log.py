@@ -93,7 +93,7 @@ class StateIndex:
         return StateIndex(states, self.files)
 
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
-        """Return the files whose remaining states must be written again.
+        """Return the files that are no longer worth keeping; their states are written again.
 
         states: rows of `StateIndex.states` that have not changed.
         """

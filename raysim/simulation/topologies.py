@@ -105,9 +105,9 @@ class Hierarchical(Topology):
         )
 
     def _summary(self, seconds: float) -> str:
-        """Describe how often the edges meet, and how long a meeting takes.
+        """Describe how often the edge servers exchange, and how long an exchange takes.
 
-        seconds: the virtual seconds of a meeting.
+        seconds: the virtual seconds of an exchange.
         """
         when = f"every {self.every} aggregations of an edge" if self.every > 1 else "after each one"
         if self.seconds is not None:
@@ -115,7 +115,7 @@ class Hierarchical(Topology):
         return f"they meet {when}, for {seconds:.3g} s of virtual time"
 
     def _edge_of(self, federation: Federation) -> np.ndarray:
-        """Return the edge of each client, int64 [clients]."""
+        """Return the edge server of each client, int64 [clients]."""
         generator = stream(federation.seed, "topology.edges")
         if self.assign == "random":
             order = _clients_first(generator.permutation(federation.clients), federation.counts)
@@ -308,7 +308,7 @@ class Gossip(Topology):
         )
 
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
-        """Return, for each client, the weights with which replicas enter its next vector.
+        """Return for each client the weights of all replicas in the client's next vector.
 
         neighbours: the neighbours of each client.
         """
@@ -331,7 +331,7 @@ class Gossip(Topology):
 def _read_edges(
     edges: Sequence[Sequence[float]], clients: int, neighbours: Sequence[set[int]]
 ) -> dict[tuple[int, int], float]:
-    """Add the edges to the neighbours of each client, in place; return the weights of edges.
+    """Add the user's edges to `neighbours`, in place; return the weights of the edges.
 
     edges: [i, j] or [i, j, weight] each.
     Raises ValueError for an edge that is not valid, and if only some edges have weights.
@@ -358,9 +358,9 @@ def _read_edges(
 
 
 def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[dict[int, float]]:
-    """Return, for each client, the given weights of its neighbours and its own weight.
+    """Return for each client the user's weights of its neighbours, and the client's own weight.
 
-    A client's own weight is 1 minus the weights of its neighbours.
+    The own weight is 1 minus the weights of the neighbours.
     Raises ValueError if the neighbours' weights of a client sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
@@ -386,7 +386,7 @@ def _ring(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs
 
 
 def _cycle(order: Sequence[int]) -> Pairs:
-    """Return the pairs of neighbours in a ring through these clients.
+    """Return the pairs of neighbours in a ring of these clients.
 
     Two clients are joined once; a single client has no neighbour.
     """
@@ -446,19 +446,19 @@ GRAPHS: dict[str, Callable[[Gossip, int, np.random.Generator], Pairs]] = {
 
 # --- clients of edges -----------------------------------------------------------------------------
 def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Move clients without samples to the end; otherwise keep the order."""
+    """Return the order with the clients without samples moved to the end."""
     return order[np.argsort(counts[order] == 0, kind="stable")]
 
 
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
-    """Assign the clients to groups in turn; return the group of each client."""
+    """Deal the clients to the groups in turn, like cards; return the group of each client."""
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups
     return group_of
 
 
 def _cut(order: np.ndarray, groups: int) -> np.ndarray:
-    """Cut the order into groups of equal length; return the group of each client."""
+    """Cut the order of clients into groups of equal size; return the group of each client."""
     group_of = np.empty(len(order), np.int64)
     for group, clients in enumerate(np.array_split(order, groups)):
         group_of[clients] = group

@@ -156,7 +156,7 @@ def read(file: str) -> RecordedDevices:
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of these columns in batches.
+    """Yield the rows of a Parquet file in batches, with only these columns.
 
     Each row group is read by a separate reader, because a reader keeps all row groups that it has
     read in memory.
@@ -183,7 +183,7 @@ def summarise_trace(file: str) -> str:
 
 
 def _check_columns(file: str, schema: pa.Schema) -> str:
-    """Return the name of the rate column, "speed" or "flops".
+    """Check the columns of a trace; return the name of the rate column, "speed" or "flops".
 
     Raises ValueError if a column is missing or has the wrong type.
     """
@@ -227,7 +227,7 @@ def _is_name(kind: pa.DataType) -> bool:
 def _read_batch(
     file: str, batch: pa.RecordBatch, rate_name: str, earlier_rows: int
 ) -> tuple[np.ndarray, ...]:
-    """Return a batch's bounds, the number of bounds in each row, and the numeric columns.
+    """Return the bounds in a batch, the number of bounds in each row, and the numeric columns.
 
     earlier_rows: the number of rows of the file before this batch.
     Raises ValueError for the first row with an error.
@@ -279,7 +279,7 @@ def _join_intervals(
 
 
 def _floats(values: pa.Array) -> np.ndarray:
-    """Return values as float64; nan for missing ones."""
+    """Return a column as float64; nan for missing values."""
     return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False))
 
 

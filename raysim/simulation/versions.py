@@ -69,7 +69,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Make a current version that is not in the store; return it."""
+        """Store a current version that the store does not have; return it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:

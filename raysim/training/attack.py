@@ -198,7 +198,10 @@ class Attackers(Method):
     def _common_update(
         self, arrivals: Sequence[Update | Failure], trained: int
     ) -> np.ndarray | None:
-        """Return the update that all attackers send under ALIE, if there are honest updates."""
+        """Return the update that all attackers send in the attack ALIE.
+
+        Return None if no honest client has sent an update.
+        """
         if self.attack.kind != "alie":
             return None
         updates = [arrival for arrival in arrivals if isinstance(arrival, Update)]

@@ -56,7 +56,11 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of an epoch, or of a phase; phases are as even as possible."""
+    """Return the number of batches of an epoch, or of an even part of `local.steps`.
+
+    part, parts: the number of the part, from 0, and the number of parts.
+    positions: the number of samples of an epoch.
+    """
     if local.epochs is not None:
         return -(-positions // local.batch)
     assert local.steps is not None, "a run has epochs or steps"
@@ -129,7 +133,7 @@ class BatchPlanner:
         return make_plan(local, samples, selected, generator, self.drop_single)
 
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
-        """Return the positions that a method selects for each epoch; [] if it takes all samples.
+        """Return the positions that a method selects for each epoch; [] if it selects all samples.
 
         The positions are sorted, so that the shuffle does not depend on the order in which the
         method selects samples. Epochs with a single sample are left out if the model cannot train

@@ -75,12 +75,12 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
 
 
 def _is_full_flatten(layer: nn.Module) -> bool:
-    """Return True if a layer flattens all dimensions of a sample."""
+    """Return True if a layer flattens each sample completely."""
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
 
 
 def _unnest(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of nested `Sequential`s in order."""
+    """Return the layers of a module in order, without the `Sequential`s around them."""
     if type(module) is not nn.Sequential:
         return [module]
     layers: list[nn.Module] = []
@@ -90,7 +90,7 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """A function that computes x w^T + b for every lane.
+    """A linear layer for all lanes at once: x w^T + b.
 
     x is [K, B, n], w [K, m, n], b [K, m] or None. Autograd would compute the gradient of w^T in the
     memory layout of w^T, and adding it to w would take longer than the products.
@@ -137,9 +137,9 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the lanes' parameters [K, ...], and the tensors that the optimizer changes.
+        """Return the lanes' parameters, [K, ...], and the tensors that the optimizer changes.
 
-        The keys of the parameters are the ids of the network's parameters.
+        The parameters are listed by the ids of the network's parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -179,7 +179,7 @@ class BatchedLanes(LaneLoop[Lane]):
             lane.advance(losses[lane.row])
 
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
-        """Make one step of all lanes; return each lane's loss.
+        """Make one training step in all lanes; return the loss of each lane.
 
         Rows of lanes without a job have weight 0.
         """
@@ -194,7 +194,7 @@ class BatchedLanes(LaneLoop[Lane]):
         return losses.unbind()
 
     def _outputs(self, inputs: Tensor) -> Tensor:
-        """Return the network's outputs [K, B, C] of inputs [K, B, ...]."""
+        """Return the outputs of all lanes' networks, [K, B, C], for inputs [K, B, ...]."""
         x, precision = inputs, self.trainer.step.precision
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
@@ -209,7 +209,7 @@ class BatchedLanes(LaneLoop[Lane]):
         return x
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients for the optimizer, clipped in each lane with `local.clip`.
+        """Return the gradients for the optimizer; `local.clip` limits the norm in each lane.
 
         With `local.clip` they are flat tensors [K, n].
         """
@@ -222,7 +222,7 @@ class BatchedLanes(LaneLoop[Lane]):
         return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs [K, B, ...], targets [K, B, ...] and the rows' weights [K, B]."""
+        """Stack the lanes' batches: inputs and targets [K, B, ...], row weights [K, B]."""
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
         if len(busy) == self.count and is_full:
@@ -239,7 +239,10 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return 1 / (size of the lane's batch) for rows of the batch, 0 for other rows."""
+        """Return the weight of each row in its lane's loss: [K, B].
+
+        It is 1 / (size of the lane's batch), and 0 for rows that only fill up the batch.
+        """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():
             size = len(batch.inputs)
@@ -248,7 +251,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
 
 def _fill_up(batch: Batch, size: int) -> Batch:
-    """Return the batch extended to `size` rows; the added rows repeat the first row."""
+    """Return a batch extended to `size` rows by repeating its first row."""
     missing = size - len(batch.inputs)
     if not missing:
         return batch

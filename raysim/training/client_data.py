@@ -141,7 +141,7 @@ class PreparedBatches:
             self._prepared[number] = plan, batches
 
     def _jobs_in_chunk(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the first jobs whose samples fit into one chunk together."""
+        """Return the first jobs, as many as have samples that fit into one chunk together."""
         fitting: list[Job] = []
         free_rows = CHUNK_FLOATS / self.data.row_floats
         for job in jobs:

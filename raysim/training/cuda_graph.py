@@ -31,7 +31,7 @@ def recorder(device: torch.device) -> Record:
 
 
 def _capture(compute: Compute, pool: Any) -> Compute:
-    """Capture a computation as a CUDA graph; return a function that replays it.
+    """Record a computation as a CUDA graph; return a function that replays it.
 
     The tensors that a replay returns are valid until the next replay of any graph of the pool.
     """

@@ -48,7 +48,7 @@ def openblas_threads() -> Any:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory.
+    """Let glibc keep freed memory instead of returning it to the operating system.
 
     Otherwise the memory of gradients of 30 MB would be mapped again at every step, which took 11 %
     of the time of benchmark W3.

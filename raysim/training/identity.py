@@ -76,7 +76,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
 
 def _device(device: str) -> dict[str, str]:
-    """Return facts about the hardware of a worker's device; {} without a device."""
+    """Return facts about the hardware of a worker's device; {} if `device` is ""."""
     if not device.startswith("cuda"):
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)
@@ -90,7 +90,7 @@ def _device(device: str) -> dict[str, str]:
 
 @functools.cache
 def _cpu() -> dict[str, str]:
-    """Return facts about the kernels that torch, its libraries and NumPy choose on this CPU."""
+    """Return facts about the CPU kernels that torch, its libraries and NumPy use here."""
     # Older versions of torch have no such function.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has = sorted(
@@ -139,7 +139,7 @@ def code_checksum(package: str) -> str:
 
 
 def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
-    """Yield the Python files of a package by their path in it, or the one file of a module."""
+    """Yield the Python files of a package with their paths in it, or the file of a module."""
     if folders is None:
         if origin and Path(origin).is_file():
             yield Path(origin).name, Path(origin)
@@ -174,7 +174,7 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Map each fact to its first value and the process with that value."""
+        """Return the first value of each fact, with the process that has it."""
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:
             for fact, value in identity.facts.items():
@@ -185,7 +185,7 @@ class Participants:
 def _check_equal(
     reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]
 ) -> None:
-    """Raise UnequalWorkersError for processes that differ from the reference."""
+    """Raise UnequalWorkersError if facts of a process differ from the reference."""
     unequal: dict[str, list[Identity]] = {}  # by the text of their differences
     for identity in identities:
         text = _describe_differences(reference, identity)
@@ -202,7 +202,7 @@ def _check_equal(
 
 
 def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
-    """Describe the facts in which a process differs from the reference; "" if there are none."""
+    """Describe the facts of a process that differ from the reference; "" if all are equal."""
     texts = []
     for fact, value in identity.facts.items():
         expected, other = reference[fact]
@@ -219,7 +219,7 @@ def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identit
 
 
 def _describe_instructions(expected: str, value: str) -> str:
-    """Describe the CPU instruction sets that one process lacks or has in addition."""
+    """Describe how two lists of a CPU's instruction sets differ."""
     missing = set(expected.split()) - set(value.split())
     added = set(value.split()) - set(expected.split())
     changes = []

@@ -98,7 +98,7 @@ class InitialWeights:
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays that the run uses, by the full names of the run's tensors."""
+        """Return the arrays of the file that the run uses, by the tensors' full names."""
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
@@ -118,7 +118,7 @@ class InitialWeights:
         return chosen
 
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays in a dictionary with the run's full parameter names as keys.
+        """Return a user's arrays by the full names of the run's parameters.
 
         Raises ValueError for names that the run does not have.
         """
@@ -139,7 +139,7 @@ class InitialWeights:
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Return True if a name of the file belongs to a part that is drawn."""
+        """Return True if a tensor of the file belongs to a part that is drawn anew."""
         short = name.removeprefix(MODEL)
         parts = self.init.redraw or ()
         return any(_is_in(name, part) or _is_in(short, part) for part in parts)
@@ -147,7 +147,7 @@ class InitialWeights:
     def _check_complete(
         self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
     ) -> None:
-        """Raise ValueError if the file does not have all needed tensors.
+        """Raise ValueError if the file lacks a tensor that the run needs.
 
         is_partial: True if `init.only` gives the needed tensors. With False the whole model is
         needed, and each further network of which the file has some tensors.
@@ -168,7 +168,7 @@ class InitialWeights:
             )
 
     def _check_fits(self, name: str, array: np.ndarray, target: Tensor) -> None:
-        """Raise ValueError if an array cannot be the value of a tensor."""
+        """Raise ValueError if an array of the file cannot be a tensor's value."""
         where = f"init.file={self.init.file}: {name}"
         if array.shape != tuple(target.shape):
             raise ValueError(
@@ -189,7 +189,7 @@ class InitialWeights:
 
 
 class _Targets:
-    """The tensors of a run that a file may set, with the names that they may have in the file."""
+    """The tensors of a run that a file may set, and the names that the file may use for them."""
 
     def __init__(self, networks: Mapping[str, nn.Module], personal: Collection[str]):
         self.tensors: dict[str, Tensor] = {}
@@ -227,7 +227,7 @@ class _Targets:
         return any(ADAPTER in name for name in self.tensors)
 
     def within(self, key: str, parts: Sequence[str] | None) -> set[str] | None:
-        """Return the full names of the tensors in these parts; None if `parts` is None."""
+        """Return the full names of all tensors in these parts; None if `parts` is None."""
         if parts is None:
             return None
         full_names: set[str] = set()
@@ -243,7 +243,7 @@ class _Targets:
         return full_names
 
     def _parts(self) -> list[str]:
-        """Return the names of networks, and of modules in the model down to the second level."""
+        """Return the names that `parts` may have: networks, and modules down to two levels."""
         names = {name.partition(".")[0] for name in self.tensors}
         for scheme in self.schemes[1:]:
             for name in scheme:
@@ -253,7 +253,7 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the tensors in a file of the same model without adapters."""
+    """Return the names that tensors have in a file of the same model without adapters."""
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name
     }
@@ -264,7 +264,7 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    """Return a text with the first names, and with the number of further names."""
+    """Return the first names as text, with the number of further names."""
     names = list(names)
     text = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:
@@ -299,7 +299,7 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
 
 
 def _read_base(path: Path) -> str:
-    """Return the checksum of the frozen weights in the header of a file of safetensors, or ""."""
+    """Return the checksum of the frozen weights that a safetensors file belongs to, or ""."""
     if path.suffix != ".safetensors":
         return ""
     with safe_open(path, "pt") as file:

@@ -129,9 +129,10 @@ class LaneLoop(ABC, Generic[L]):
             self.trainer.vector.use_storage(lane.home)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return for each lane the positions of its jobs in `numbers`.
+        """Return for each of K lanes the positions of its jobs in `numbers`.
 
-        The lane is (number + number // K) % K, which also spreads numbers that are multiples of K.
+        The lane of a job is (number + number // K) % K, which also spreads numbers that are
+        multiples of K.
         """
         places: list[list[int]] = [[] for _ in self.lanes]
         for place, number in enumerate(numbers):
@@ -139,7 +140,7 @@ class LaneLoop(ABC, Generic[L]):
         return places
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
-        """End the lane's job if it is finished, and begin the next job that is ready."""
+        """End a lane's job if it is finished, and begin the next job that is ready."""
         while lane.batch is None:
             try:
                 if lane.running is not None:

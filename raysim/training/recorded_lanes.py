@@ -137,11 +137,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return True if the next batch has a frequent size; a single lane records all sizes."""
+        """Return True if a lane's next batch has a size for which steps are recorded.
+
+        A single lane records steps for all sizes.
+        """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
-        """Return the kind of the lane's iteration: the values that must be equal for a replay."""
+        """Return all values that must be equal if a recording is to be replayed for a lane."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
@@ -149,7 +152,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Make an iteration of lanes whose iterations have the same kind.
+        """Make a step of lanes whose steps have the same key.
 
         The first time it is computed without a recording, the second time it is recorded, and later
         the recording is replayed.
@@ -174,14 +177,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self._advance(lane, loss, changed)
 
     def _compute_unrecorded(self, lane: RecordedLane) -> None:
-        """Compute an iteration in the same way as for a recording, on the client's own tensors."""
+        """Compute a step as a recording would, but on the client's own tensors."""
         loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
     def _advance(
         self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]
     ) -> None:
-        """Copy the results of an iteration into the job."""
+        """Copy the results of a step into the lane's job."""
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
         lane.modes = modes_after(lane.modes, lane.stages)
@@ -234,7 +237,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
-        """Return the tensors that the lanes' next steps read; one tensor if all lanes share it."""
+        """Return the tensors that the next steps of lanes read; once if all lanes share them."""
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
             inputs[place, "batch", "inputs"] = lane.next_batch.inputs
@@ -282,7 +285,7 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute each lane's iteration in a branch; return losses and changed entries."""
+        """Compute a step of each lane in a branch of its own; return losses and changed entries."""
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
         for place, lane in enumerate(self._lanes):
@@ -309,7 +312,7 @@ class Recording:
 
 
 def _snapshot(lane: RecordedLane) -> RecordedLane:
-    """Return a copy of the lane and of its job's context that later steps do not change."""
+    """Return a copy of a lane that later steps of its job do not change."""
     running = replace(lane.job, ctx=copy(lane.ctx))
     return replace(lane, running=running, modes=dict(lane.modes))
 
@@ -320,7 +323,7 @@ def _form(tensor: Tensor | None) -> object:
 
 @contextmanager
 def _name_method_in_errors() -> Iterator[None]:
-    """Replace errors of a recorded step by an error that names the method and `runtime.graph`."""
+    """Raise an error that names the method and `runtime.graph` if a recorded step fails."""
     try:
         yield
     except LanesError:

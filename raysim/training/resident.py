@@ -102,7 +102,7 @@ class ResidentStates:
         self._device_bytes.pop(client, None)
 
     def _mark_used(self, client: int, handle: StateHandle) -> None:
-        """Mark a state as used now; move idle states to memory if the budget is exceeded."""
+        """Mark a state as used now; move unused states to memory if the budget is exceeded."""
         if self.budget == math.inf:
             return
         assert handle.state is not None, "a state in use is on the device"

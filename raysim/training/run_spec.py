@@ -344,7 +344,7 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
 
 
 def _check_rates(local: Local, declarations: Declarations) -> None:
-    """Raise ValueError for a part in `local.rates` that has no parameters."""
+    """Raise ValueError if `local.rates` names a part that has no parameters."""
     names = [entry.name for entry in declarations.layout.entries if entry.parameter]
     for part in local.rates:
         if not any(is_in_part(name, part) for name in names):
@@ -356,7 +356,7 @@ def _check_rates(local: Local, declarations: Declarations) -> None:
 
 
 def _check_loss(task: Task, declarations: Declarations) -> None:
-    """Raise ValueError if a loss does not fit the data, or if a method would replace it."""
+    """Raise ValueError if the user's loss does not fit the data, or if a method replaces it."""
     if task.kind == "structure":
         _ = task.objective  # raises an error without a loss
     if task.loss is None:
@@ -372,7 +372,7 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
 
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
-    """Raise ValueError if the evaluation settings do not fit the data, the model or the methods."""
+    """Raise ValueError if settings of the evaluation do not fit data, model or methods."""
     _ = task.metrics  # raises an error for a metric of another kind of task
     if pools and evaluation.finetune.epochs:
         raise ValueError(
@@ -399,7 +399,7 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
 
 
 def _check_generation(generate: Generation, dataset: Dataset) -> None:
-    """Raise ValueError for prompts that the data's tokenizer cannot encode."""
+    """Raise ValueError if the tokenizer of the data cannot encode a prompt."""
     if not generate.prompts:
         return
     if dataset.kind != "causal":
@@ -418,7 +418,7 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
 
 
 def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
-    """Raise ValueError for a setting that needs raysim's training steps or a `torch.nn.Module`."""
+    """Raise ValueError for settings that a method or learner with its own training cannot have."""
     declared = declarations.declarer("train")
     if declared is None:
         return

@@ -122,7 +122,7 @@ class Scorer:
         return torch.cat(labels).numpy(), torch.cat(outputs).numpy()
 
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
-        """Load the model that a task scores into the vector."""
+        """Load the model that a task scores."""
         state = self.states.initial
         if task.client >= 0:
             state = self.states.get(task.client, task.state, sent)
@@ -138,7 +138,7 @@ class Scorer:
     def _scored(
         self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None
     ) -> ScoredModel:
-        """Return the argument of a method's `evaluate`: loaded model and samples of a task."""
+        """Return the loaded model and the samples of a task, for a method's hook `evaluate`."""
         values: Mapping[str, Any] = {}
         if task.client >= 0:
             values = unpack(self.states.get(task.client, task.state, sent).methods)

@@ -52,7 +52,7 @@ class ParameterGroup:
 
 
 def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """Return a network ("fraug.generator") or a module of a network ("model.extractor")."""
+    """Return a network ("fraug.generator") or a part of a network ("model.extractor")."""
     if name in networks:
         return networks[name]
     network, _, path = name.partition(".")
@@ -79,7 +79,7 @@ NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
 
 
 class _StepHooks:
-    """The hooks that are called for each batch, each with the name of its method."""
+    """The hooks that a step calls, each with the name of its method."""
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
@@ -111,7 +111,7 @@ class _StepHooks:
             self._stager = stager.method
 
     def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
-        """Return the value of the loss that a method has declared for this stage of a step."""
+        """Return the loss that a method has declared for this stage, computed on the batch."""
         job = ctx.view(self._stager) if self._stager else ctx
         value: Tensor = loss(job, out)
         return value
@@ -209,7 +209,7 @@ class Step:
         return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
-        """Move the parameters of a stage against the gradient of its loss."""
+        """Compute the gradient of a stage's loss, and make a step with it."""
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
         if not self.is_flat:
@@ -237,9 +237,9 @@ class Step:
     def _optimize(
         self, ctx: Context, stage: Stage, group: ParameterGroup, grads: list[Tensor]
     ) -> None:
-        """Make a step of each optimizer of a group.
+        """Make a step with each optimizer of a group of parameters.
 
-        grads: in the order of its targets.
+        grads: in the order of the group's targets.
         """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]
@@ -260,7 +260,7 @@ class Step:
     def _perturb(
         self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
     ) -> Tensor:
-        """Return the gradient that a method computes from gradients at shifted parameters."""
+        """Return a method's gradient, which is made from gradients at shifted parameters."""
 
         def gradient_at(shift: Tensor) -> Tensor:
             with second.at(shift, group.runs) as out:
@@ -320,7 +320,7 @@ class Step:
         return group
 
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
-        """Return the parts of a group's parameters that have separate optimizers."""
+        """Return the parts of a group of parameters; each part has its own optimizer."""
         factors = rate_factors(entries, self._rates)
         places_of: dict[tuple[OptimizerKind, float], list[int]] = {}
         for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):

@@ -55,7 +55,7 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 
 
 def _unbatched_steps(local: Local) -> str:
-    """Return the reason why a setting allows only steps of single clients, not recorded; or ""."""
+    """Return why a setting forbids lanes and recordings; "" if no setting does."""
     if local.optimizer == "muon":
         return "local.optimizer=muon orthogonalises the matrices of one client"
     if local.rates:
@@ -66,7 +66,7 @@ def _unbatched_steps(local: Local) -> str:
 
 
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
-    """Return the reason why clients cannot be trained at once by batched products, or ""."""
+    """Return why lanes cannot be computed by batched products; "" if they can."""
     if spec.device != "cpu":
         return (
             "several clients can be trained at once only on a CPU or with recorded steps, but "

@@ -246,7 +246,7 @@ class Trainer:
                 running.losses.append(loss)
 
     def _record_own_training(self, running: RunningJob, result: LocalResult) -> None:
-        """Record the loss and the steps of a method that trained by itself."""
+        """Record the loss and the steps that a method with its own training reports."""
         if not isnan(result.loss):
             running.losses.append(self.vector.data.new_tensor(result.loss))
         optimizer = LocalOptimizer(self.local.settings())
@@ -335,7 +335,7 @@ class Trainer:
         )
 
     def _draw(self, ctx: Context) -> None:
-        """Draw the random tensors that methods declared, one for each step."""
+        """Draw the random tensors that methods have declared, for all steps of the job."""
         draws: dict[str, Sequence[Tensor]] = {}
         for declared in self.declarations.methods:
             if not declared.draws:
@@ -348,7 +348,7 @@ class Trainer:
         ctx.draws = draws
 
     def _draws_on_device(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Copy the draws of a job to the device at once, because a step would wait for its copy."""
+        """Copy all draws of a job to the device now, so that no step waits for a copy."""
         device = self.vector.data.device
         is_tensors = all(isinstance(value, Tensor) for value in values)
         if not has_own_memory(device) or not values or not is_tensors:
@@ -358,14 +358,14 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of the job's steps: a list of steps that is repeated."""
+        """Return the stages of each step; the job repeats the list of steps."""
         if self.stager is None or self.stager.stages is None:
             return _TASK_STAGES
         return self.stager.stages(plan)
 
 
 def _optimizer_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the buffers of kept optimizers in a client state."""
+    """Return the buffers of optimizers that a client state contains, by name."""
     return {
         key.removeprefix(OPTIMIZER): value
         for key, value in state.items()

@@ -132,9 +132,9 @@ class UpdateBuilder:
         delta: Tensor,
         upload: Mapping[str, Tensor],
     ) -> tuple[float, float]:
-        """Check that an update is finite; return the mean loss over rows and the norm of the delta.
+        """Check that an update is finite; return its mean loss and the norm of its delta.
 
-        It waits for the device once.
+        The mean is over the trained rows. The check waits for the device only once.
 
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
@@ -165,7 +165,7 @@ class UpdateBuilder:
         return loss, norm
 
     def _own_divergence(self, method: str) -> NotFiniteError:
-        """Return the error of a method whose own training left values that are not finite."""
+        """Return the error for values that are not finite after a method's own training."""
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
         what = f"'{name}'" if name else "a loss"
@@ -174,13 +174,13 @@ class UpdateBuilder:
         return NotFiniteError(text, f"{method}.")
 
     def _counters(self) -> np.ndarray:
-        """Return the shared integer buffers with their values after training."""
+        """Return the values of the shared integer buffers after training."""
         if not self.layout.shared_counters:
             return _NO_COUNTERS
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return the value of `Update.moves`, for methods that read single updates."""
+        """Return the value of `Update.moves`; () if no method reads single updates."""
         if not self.trainer.declarations.reads_updates:
             return ()
         movements = ctx.optimizers.movements()
@@ -189,7 +189,7 @@ class UpdateBuilder:
         )
 
     def _describe_divergence(self, losses: Tensor, job: Job) -> str:
-        """Return an error text: the first step that is not finite, and what to change."""
+        """Describe the first step whose loss is not finite, and what to change."""
         rate = self.spec.settings.local.rate(job.version)
         steps = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         place = "the parameters are not finite"

@@ -91,7 +91,7 @@ class Worker(SeparateSums):
         )
 
     def _make_loop(self) -> OneByOne | LaneLoop[Any]:
-        """Return the loop that trains jobs: one by one, in batched lanes, or from recordings."""
+        """Return the loop that trains jobs: one by one, in batched lanes, or with recordings."""
         if self.spec.graph:
             return RecordedLanes(self.trainer, self.spec.lanes)
         if self.spec.lanes > 1:
@@ -99,7 +99,7 @@ class Worker(SeparateSums):
         return OneByOne(self.trainer)
 
     def _watch(self) -> Spans:
-        """Measure from now on how long this worker's calls and their parts take."""
+        """Start to measure how long this worker's calls and their parts take."""
         trainer = self.trainer
         parts: list[tuple[object, dict[str, str]]] = [
             (self, WORKER_CALLS),
@@ -237,7 +237,7 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """The jobs of one version in a call of `Worker.train`, as a `JobHandler` of the loop.
+    """The jobs of one call of `Worker.train` that start from one version, for the training loop.
 
     The jobs have the same learning rate. They have different vectors if they start from different
     replicas.
@@ -266,7 +266,7 @@ class _TrainingCall:
         self._received: tuple[int, Broadcast] | None = None  # the last version, and its number
 
     def train(self) -> list[_JobResult]:
-        """Train the jobs; return the result of each."""
+        """Train the jobs; return the result of each job."""
         with allow_tf32(self.worker.spec.precision == "tf32"):
             self.worker.loop.train(self)
         return [self._results[place] for place in range(len(self.jobs))]
@@ -299,7 +299,7 @@ class _TrainingCall:
         return worker.trainer.begin(job, base, counters, download, state)
 
     def _receive(self, number: int) -> Broadcast:
-        """Return a version on the device; jobs that follow each other share its tensors."""
+        """Copy a version to the device, unless the job before has the same version; return it."""
         if self._received is None or self._received[0] != number:
             broadcast = self.worker.receiver.receive(self.published[number])
             self._received = number, broadcast
@@ -324,7 +324,7 @@ class _TrainingCall:
         self._settle(place, update, worker.vector.shared if is_summed else None, left)
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Record a failure. The client keeps the state that the job started from."""
+        """Record that a job has failed. The client's state stays as the job received it."""
         failure = self.worker.updates.failure(self.jobs[place], error)
         self._settle(place, failure, None, self._begun[place][1])
 

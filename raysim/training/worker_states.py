@@ -70,6 +70,6 @@ class WorkerStates:
         return ClientState(self.initial.personal, self.initial.counters, methods)
 
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype for storage: the run's dtype for floats, else the tensor's own."""
+        """Return the dtype in which a tensor is stored: for floats the run's, else its own."""
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

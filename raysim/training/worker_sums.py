@@ -80,12 +80,12 @@ class GroupSum:
 
 
 def _scaled(delta: Tensor | None, weight: float, value: Tensor | None) -> Tensor | None:
-    """Return weight * delta in a new tensor, or `value` if there is no delta."""
+    """Return weight * delta as a new tensor; if there is no delta, return `value`."""
     return value if delta is None else torch.mul(delta, weight, out=new_like(delta))
 
 
 def _add_product(total: Tensor, delta: Tensor, weight: float) -> Tensor:
-    """Add weight * delta to `total` [d], each product rounded; return `total`.
+    """Add weight * delta to `total` [d], in place, after rounding each product.
 
     For a long vector on the CPU, the products of one block at a time stay in the cache. This saves
     two passes over the memory.

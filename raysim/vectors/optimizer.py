@@ -181,7 +181,7 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make a step of Adam with tensors instead of Python numbers.
+        """Make a step of Adam whose numbers of steps are tensors.
 
         counts: the number of steps so far: a scalar tensor, or a tensor [K] with a number for each
         row.
@@ -195,7 +195,7 @@ class LocalOptimizer:
             param.sub_(m / (v.sqrt() / scale).add_(1e-8) * row_rate)
 
     def _allocate(self, like: Sequence[Tensor]) -> None:
-        """Make the buffers before the first step, filled with zeros."""
+        """Make the optimizer's buffers before the first step, filled with zeros."""
         if self.settings.momentum or self.settings.kind != "sgd":
             self.first = [torch.zeros_like(part) for part in like]
         if self.settings.is_adam:
@@ -301,7 +301,7 @@ def _decay(params: list[Tensor], rate: float | Tensor, weight_decay: float) -> N
 
 
 def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
-    """Fill the buffers of an optimizer, in place, with saved values or with 0."""
+    """Fill the buffers of an optimizer with saved values, or with 0, in place."""
     for name, buffers in (("first", optimizer.first), ("second", optimizer.second)):
         sizes = [buffer.numel() for buffer in buffers]
         pieces = saved[name].split(sizes) if name in saved else [None] * len(buffers)
@@ -314,7 +314,7 @@ def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _StageOptimizer:
-    """The optimizer of a stage, with what it trains.
+    """The optimizer of a training stage, with the parameters that it changes.
 
     shared: the slices of the shared parameters that the optimizer changes.
     rate: the stage's factor on the learning rate.

@@ -127,7 +127,7 @@ def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | Non
 
 
 class _Scale(NamedTuple):
-    """The step that writes array * weight into a slot."""
+    """The instruction to write array * weight into a slot."""
 
     slot: int
     array: np.ndarray
@@ -135,7 +135,7 @@ class _Scale(NamedTuple):
 
 
 class _Add(NamedTuple):
-    """The step that writes left + right into a slot; a number means the content of that slot."""
+    """The instruction to write left + right into a slot; a number means a slot's content."""
 
     slot: int
     left: int | np.ndarray
@@ -143,7 +143,7 @@ class _Add(NamedTuple):
 
 
 class _Plan:
-    """The steps of a sum.
+    """The instructions that compute a sum.
 
     A slot is the space for one intermediate result; the sum is in slot 0.
     """
@@ -155,9 +155,10 @@ class _Plan:
         self.example = np.empty(0)  # any of the vectors, after one was added
 
     def add(self, part: range, slot: int) -> int | np.ndarray | None:
-        """Add the steps for a part of the tree; return where its sum is: a slot, a vector or None.
+        """Add the instructions that sum a part of the tree; return where the sum is.
 
-        Slots below `slot` keep their content.
+        This is a slot, a vector, or None for a part without vectors. Slots below `slot` keep their
+        content.
         """
         if part in self._sums:
             total = self._sums[part]

@@ -138,7 +138,7 @@ def actor_class(kind: type) -> Any:
         self.held = kind(*args)
 
     def become(self: Any, *args: Any) -> None:
-        """Replace the object by a new one; first free the memory of the old one."""
+        """Replace the actor's object by a new one, after freeing the memory of the old one."""
         self.held = None
         gc.collect()
         if torch.cuda.is_initialized():
@@ -154,7 +154,10 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Prepare this process to write its threads' positions on request."""
+        """Let other processes request the stacks of this actor's process; return how.
+
+        Return None if that is not possible.
+        """
         return open_stack_source()
 
     content: dict[str, Any] = {
@@ -345,7 +348,7 @@ class RayRuntime:
         return self._adder(node).add_up.remote(parts, *refs)
 
     def _adder(self, node: int) -> Any:
-        """Return the actor that adds up sums on a node; start it if there is none."""
+        """Return the actor that adds up sums of updates on a node; start it if there is none."""
         if node not in self._adders:
             names = {number: name for name, number in self._node_numbers.items()}
             place = NodeAffinitySchedulingStrategy(names[node], soft=False)
@@ -483,9 +486,9 @@ class RayRuntime:
         return joined
 
     def _start_at(self, number: int, place: WorkerPlace, recruiter: Recruiter) -> None:
-        """Start a worker at a place.
+        """Start a worker at a place of the cluster.
 
-        number: the number of a worker that was lost, or -1 for a new worker.
+        number: the number of the lost worker that it replaces, or -1 for a new worker.
         """
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
@@ -502,7 +505,7 @@ class RayRuntime:
         self._forget_process(worker)
 
     def _admit(self, worker: int, identity: Identity) -> bool:
-        """Return True if a new worker's results are bit-identical to the driver's; else end it."""
+        """Return True if a new worker computes the same bits as the driver; else end it."""
         try:
             if self.participants is not None:
                 self.participants.add(identity)
@@ -522,7 +525,7 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Forget what is stored about a worker's previous process."""
+        """Forget what belongs to the previous process of a worker."""
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
         self._stacks.pop(worker, None)
@@ -548,7 +551,7 @@ class RayRuntime:
         self._meet_replacement(worker, ready)
 
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
-        """Wait for the result of a process in a worker's bundle; return False if none comes.
+        """Wait for a result from a process in a worker's bundle; return False if none comes.
 
         Raises WorkerDiedError if the worker's node is lost.
         """
@@ -585,9 +588,9 @@ class RayRuntime:
         self.participants.add(*processes, *known)
 
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
-        """Compare the identity of a worker that replaces a dead one with the driver's.
+        """Compare the identity of a worker that replaces a dead one with the driver's identity.
 
-        answer: a reference to the identity.
+        answer: a reference to the new worker's identity.
         Raises RunStoppedError if the results would not be bit-identical to the driver's.
         Raises WorkerDiedError if the worker is lost with its node.
         """
@@ -607,7 +610,7 @@ class RayRuntime:
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
-        """Return a worker's identity; None if it is unknown.
+        """Return the identity of a worker; None if it cannot be found out.
 
         A worker with another version of raysim or of a library may die before it can answer. In
         that case a Ray task on the worker's node reports the identity.

@@ -73,7 +73,7 @@ def connect(options: RayOptions) -> bool:
 
 
 def _ensure_token() -> None:
-    """Give the cluster that this process starts a token, unless the user has set one.
+    """Set a token for the cluster that this process starts, unless the user has set one.
 
     Otherwise Ray would write a token into the home folder. Processes that start at the same time
     would overwrite each other's tokens there.
@@ -225,7 +225,7 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
 
 
 def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
-    """Return the summed resources of some bundles, without Ray's `node:ADDRESS` resources."""
+    """Return the sum of the bundles' resources, without Ray's `node:ADDRESS` resources."""
     total: Counter[str] = Counter()
     for bundle in bundles:
         for name, amount in bundle.items():

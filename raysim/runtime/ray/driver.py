@@ -142,7 +142,7 @@ def plan_now(
 
 
 def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
-    """Reduce the number of workers to what fits next to other runs.
+    """Reduce the number of workers to what fits next to other runs on the cluster.
 
     If none fits, do not reduce the number; the run then waits until all its workers fit.
     """
@@ -166,7 +166,7 @@ def _limit_by_memory(
     cluster: Sequence[Mapping[str, float]],
     say: Say,
 ) -> Size:
-    """Reduce the number of workers to what the nodes' memory allows, but at least one.
+    """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
     cluster: the resources of each node.
     """
@@ -279,7 +279,10 @@ def run(
     has_begun = has_succeeded = False
 
     def write_coordinator_stacks() -> Path | None:
-        """Write the positions of the coordinator's threads; return the file, None if unknown."""
+        """Write the stacks of the coordinator's threads into a file; return it, or None.
+
+        Return None if the coordinator has not said where it runs.
+        """
         if not ray.wait([stack_source], timeout=0)[0]:
             return None
         text = read_stacks(ray.get(stack_source))
@@ -325,14 +328,14 @@ def _receive(
     say: Say,
     write_coordinator_stacks: Callable[[], Path | None] = lambda: None,
 ) -> Iterator[Any]:
-    """Yield the coordinator's messages, and tell the user if none comes for a long time.
+    """Yield the coordinator's messages; print a warning if none comes for a long time.
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
     worker.
     messages: the generator of messages.
     timeout: `faults.timeout`; None waits forever.
     extra_s: additional seconds for the first message.
-    say: function that gets texts for the user.
+    say: function that prints a text for the user.
     write_coordinator_stacks: function that writes the positions of the coordinator's threads and
     returns the file.
     Raises ProcessLostError if no message comes in time.

@@ -26,7 +26,7 @@ _MAX_LOG_CHARACTERS = 200  # an error repeats at most this many characters of a 
 
 @dataclass(frozen=True)
 class _Cause:
-    """A cause of a failed start, and what to do about it.
+    """A cause for which Ray cannot start, and what the user can do.
 
     words: texts that show this cause, in messages of Ray or of the operating system.
     """
@@ -166,7 +166,7 @@ def _describe_local(error: BaseException) -> str:
 
 
 def _temporary_folder() -> tuple[str, str]:
-    """Return the environment variable that sets the folder of Ray's logs, and this folder."""
+    """Return the folder of Ray's logs, after the environment variable that sets this folder."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
         folder = os.environ.get(variable)
         if folder:
@@ -182,9 +182,8 @@ def _find_cause(text: str) -> _Cause | None:
 
 
 def _logged_error(folder: Path) -> str:
-    """Return the first error in the logs of the cluster that this process started.
+    """Return the first error in the logs of the cluster that this process started; else "".
 
-    Return "" if there is none.
     folder: the folder that contains Ray's sessions.
     """
     sessions = sorted(folder.glob(f"ray/session_*_{os.getpid()}"))

@@ -66,7 +66,7 @@ def is_inside_trial() -> bool:
 
 @dataclass
 class _WaitingProcesses:
-    """The processes that wait for the next run, if there are any.
+    """The processes that wait for the next run of this process.
 
     name: the beginning of the names of these processes in Ray.
     processes: None if no processes wait.
@@ -76,9 +76,9 @@ class _WaitingProcesses:
     processes: RunProcesses | None = None
 
     def take(self, request: Request) -> RunProcesses | None:
-        """Remove the waiting processes and return them, if they fit a request.
+        """Return the waiting processes if they fit a request; otherwise end them and return None.
 
-        If they do not fit, end them and return None.
+        The returned processes wait no longer.
         """
         if self.processes is not None and (self.processes.request != request or is_inside_trial()):
             self.end()
@@ -166,9 +166,9 @@ def start_processes(
     def make_runtime(
         group: PlacementGroup, actors: Sequence[Any] = ()
     ) -> tuple[RayRuntime, tuple[Any, ...]]:
-        """Return the runtime with the workers, and the arguments of the coordinator.
+        """Return the runtime of all workers, and the arguments of the coordinator.
 
-        actors: running actors that become the workers; without any, new actors are started.
+        actors: running actors that become the workers; () starts new actors.
         """
         content = store_dataset(spec, group)
         runtime = start_workers_in(

@@ -60,7 +60,7 @@ class Growth:
 
 @dataclass
 class _Recruit:
-    """A worker that is starting.
+    """A new worker that is starting.
 
     answer: a reference to the worker's identity, which exists when the worker is ready.
     since: the wall time at which it was started, in seconds.
@@ -131,7 +131,7 @@ class Recruiter:
         return places
 
     def _free_places(self, node: Mapping[str, Any]) -> int:
-        """Return how many workers fit on a node in addition to what runs there.
+        """Return how many more workers fit on a node.
 
         node: an entry of `ray.nodes()`.
         """
