@@ -26,7 +26,7 @@ main(sys.argv[1:])
 
 @pytest.mark.pictures
 @pytest.mark.slow
-def test_command_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
+def test_bench_gpu_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     words = ["bench", "gpu", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     path = os.pathsep.join([str(Path(cli.__file__).parents[1]), FOLDERS])
     ran = subprocess.run(
@@ -54,7 +54,7 @@ def test_command_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     assert {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
-def test_stored_page_equals_the_results_next_to_it(tmp_path: Path) -> None:
+def test_page_of_gpu_speeds_equals_its_stored_results(tmp_path: Path) -> None:
     stored = Path(__file__).parents[2] / "docs/gpu"
     write_page(json.loads((stored / gpu.RESULTS).read_text()), tmp_path)
     assert (tmp_path / PAGE).read_text() == (stored / PAGE).read_text()
@@ -62,7 +62,7 @@ def test_stored_page_equals_the_results_next_to_it(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names - {gpu.RESULTS}
 
 
-def test_every_method_is_checked() -> None:
+def test_gpu_check_covers_every_method() -> None:
     names = gpu.every_method().keys()
     assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= names
     assert len(names) > 45
@@ -70,7 +70,7 @@ def test_every_method_is_checked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fraug", "fedmix"])
-def test_convolutions_are_the_same_in_every_mode(name: str) -> None:
+def test_convolutions_are_equal_in_every_execution_mode(name: str) -> None:
     options = gpu.GpuOptions(device="cpu", methods=(name,))
     rows = gpu.measure_correctness(options, lambda: True)
     assert [row["way"] for row in rows] == [mode.name for mode in gpu.CHECKED_MODES for _ in (0, 1)]
@@ -82,7 +82,7 @@ def test_convolutions_are_the_same_in_every_mode(name: str) -> None:
     ("words", "part"),
     [(["--parts", "G9"], "--parts G9"), ([], "--device cuda")],
 )
-def test_impossible_measurement_is_refused(
+def test_bench_gpu_refuses_impossible_measurement(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if not words and gpu.torch.cuda.is_available():

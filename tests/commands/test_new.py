@@ -46,7 +46,7 @@ def files_below(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
-def test_package_is_the_template_under_its_name(mine: Path) -> None:
+def test_new_package_is_the_template_with_its_name(mine: Path) -> None:
     written = files_below(mine)
     expected = {}
     for name, text in files_below(TEMPLATE).items():
@@ -57,7 +57,7 @@ def test_package_is_the_template_under_its_name(mine: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["My-Parts", "class", "json", "raysim", "there"])
-def test_impossible_name_is_refused(
+def test_new_refuses_impossible_package_name(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -71,7 +71,7 @@ def test_impossible_name_is_refused(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_folder_above_the_package_is_answered(
+def test_error_above_the_package_folder_names_the_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_folder_above_the_package_is_answered(
     assert f"{mine}/mine" in error
 
 
-def test_parts_run_in_process_and_continue(mine: Path) -> None:
+def test_parts_of_new_package_run_and_resume(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["methods"] == ["mine", "mine_means"]
@@ -103,18 +103,18 @@ def scores_of_printed_command(option: str, folder: Path) -> list[float]:
     return [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
 
 
-def test_printed_command_learns(mine: Path) -> None:
+def test_command_printed_by_new_trains_a_model(mine: Path) -> None:
     scores = scores_of_printed_command("method=mine", mine)
     assert min(scores) < 0.7 < max(scores)
     assert json.loads(Path("run/summary.json").read_text())["accuracy_worst"] > 0.4
 
 
-def test_printed_command_of_the_learner_learns(mine: Path) -> None:
+def test_learner_command_printed_by_new_trains_a_model(mine: Path) -> None:
     assert min(scores_of_printed_command("learner=mine", mine)) > 0.9
 
 
 @pytest.mark.slow
-def test_parts_run_on_ray_to_the_same_bits(mine: Path) -> None:
+def test_parts_of_new_package_have_the_same_bits_on_ray(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=one"]) == 0
     words = ["run", "--allow", "mine", *OVERRIDES, "runtime.workers=2", "out=two"]
     program = [sys.executable, "-m", "raysim", *words]
@@ -126,7 +126,7 @@ def test_parts_run_on_ray_to_the_same_bits(mine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass_without_installation(mine: Path) -> None:
+def test_tests_of_new_package_pass_without_installation(mine: Path) -> None:
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(program, cwd=mine, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -30,7 +30,7 @@ def draw_points(
     return random_points(space, count, np.random.default_rng(seed))
 
 
-def test_draws_lie_in_their_ranges_and_reach_all_values() -> None:
+def test_draws_are_in_their_ranges_and_reach_all_values() -> None:
     points = draw_points(SPACE)
     assert {point["a"] for point in points} == {1, 2, 3}
     assert {point["c"] for point in points} == set(range(1, 10))
@@ -38,7 +38,7 @@ def test_draws_lie_in_their_ranges_and_reach_all_values() -> None:
     assert all(isinstance(point["c"], int) for point in points)
 
 
-def test_longer_list_of_draws_begins_with_a_shorter_one() -> None:
+def test_longer_list_of_draws_begins_with_shorter_list() -> None:
     assert draw_points(SPACE, 20)[:5] == draw_points(SPACE, 5)
 
 
@@ -48,7 +48,7 @@ def test_logarithmic_draws_reach_each_magnitude_equally_often() -> None:
     assert 900 < small < 1100
 
 
-def test_grid_has_every_combination_last_key_fastest() -> None:
+def test_grid_has_every_combination_and_varies_last_key_first() -> None:
     points = grid_points({"a": Choice((1, 2)), "b": Choice(("x", "y"))})
     pairs = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
     assert points == [{"a": a, "b": b} for a, b in pairs]
@@ -59,19 +59,19 @@ def test_grid_refuses_an_interval() -> None:
         grid_points(SPACE)
 
 
-def test_corners_hold_every_choice_and_both_ends() -> None:
+def test_corner_points_have_every_choice_and_both_ends() -> None:
     points = corner_points(SPACE)
     assert [point["a"] for point in points] == [1, 2, 3]
     assert {point["b"] for point in points} == {0.5, 2.0}
     assert {point["c"] for point in points} == {1, 9}
 
 
-def test_points_outside_are_clipped() -> None:
+def test_points_outside_the_space_are_clipped() -> None:
     clipped = clip_point(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0})
     assert clipped == {"a": 2, "b": 2.0, "c": 3, "d": 0}
 
 
-def test_equal_points_come_once() -> None:
+def test_equal_points_are_listed_once() -> None:
     assert distinct_points([{"a": [1]}, {"a": [2]}, {"a": [1]}]) == [{"a": [1]}, {"a": [2]}]
 
 
@@ -95,11 +95,11 @@ def test_range_without_values_is_refused(values: Choice | Interval) -> None:
     ],
     ids=str,
 )
-def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+def test_impossible_sweep_options_are_refused(options: dict[str, Any]) -> None:
     key = next(iter(options))
     with pytest.raises(ValueError, match=rf"^sweep\.{key}={options[key]}"):
         SweepOptions(**options)
 
 
-def test_smallest_options_are_accepted() -> None:
+def test_smallest_sweep_options_are_accepted() -> None:
     SweepOptions(trials=1, workers=0, reduction=1.5, minutes=0.1)

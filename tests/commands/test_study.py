@@ -63,7 +63,7 @@ def names(planned: StudyPlan) -> list[str]:
 
 # --- the plan -----------------------------------------------------------------------------------
 class TestPlan:
-    def test_values_are_combined_and_first_seed_comes_first(self) -> None:
+    def test_study_combines_values_and_runs_first_seed_first(self) -> None:
         values = ["partition.alpha=0.1,0.5", "rounds=3", "out=s"]
         planned = plan(["method=fedavg,fedprox+mixup", "seed=0..1", *values])
         quoted = plan(["method=[],[fedprox,mixup]", "seed=range(2)", *values])
@@ -93,7 +93,7 @@ class TestPlan:
         weights = [run.config["method"].get("fedprox", {}).get("mu") for run in planned.runs[1::2]]
         assert weights == [None, 0.1, 1]
 
-    def test_ambiguous_keys_are_whole_in_names(self) -> None:
+    def test_run_names_have_ambiguous_keys_in_full(self) -> None:
         methods = ["method=[fedprox,moon]", "method.fedprox.mu=0.1,1", "method.moon.mu=2,3"]
         first = names(plan([*methods, "local.lr=0.1,0.2"]))[0]
         assert first == "fedprox+moon_method.fedprox.mu-0.1_method.moon.mu-2_lr-0.1_seed-0"
@@ -192,7 +192,7 @@ def test_study_trains_then_reports_then_accepts_more_seeds(
 
 @pytest.mark.slow
 @pytest.mark.pictures
-def test_study_is_a_tracked_run_with_its_runs_below() -> None:
+def test_tracked_study_is_the_parent_of_its_runs() -> None:
     from mlflow.tracking import MlflowClient
 
     overrides = [override for override in QUICK if override != "tracking=none"]
@@ -236,7 +236,7 @@ def test_failed_run_does_not_affect_other_runs(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_killed_study_continues_its_run_to_the_same_bits() -> None:
+def test_killed_study_resumes_its_run_with_the_same_bits() -> None:
     overrides = (*COMMON, "rounds=6", "checkpoint.every=2")
     words = ["scaffold", "study", "method=[],[scaffold]", *overrides, "out=s"]
     command = [sys.executable, str(KILLED), *words]
@@ -269,7 +269,7 @@ def test_warnings_come_before_the_first_run(capsys: pytest.CaptureFixture[str]) 
     assert "out=s: " in error and "raysim study out=s resume=latest" in error
 
 
-def test_warning_names_its_runs_unless_it_concerns_all() -> None:
+def test_study_warning_names_runs_unless_all_have_it() -> None:
     def warnings(*texts: str) -> Sequence[str]:
         runs = []
         for number, text in enumerate(texts):
@@ -284,7 +284,7 @@ def test_warning_names_its_runs_unless_it_concerns_all() -> None:
 @pytest.mark.parametrize(
     ("parallel", "left"), [(1, ["1 min 30 s", "4 s", "2 s"]), (2, ["45 s", "2 s", "1 s"])]
 )
-def test_time_left_forgets_the_first_run(
+def test_remaining_time_ignores_the_first_run(
     parallel: int, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([30.0, 2.0, 2.0, 4.0])
@@ -309,7 +309,7 @@ def test_time_left_forgets_the_first_run(
     ]
 
 
-def test_runs_share_one_ray_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_a_study_share_one_ray_until_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime import ray
     from raysim.runtime.ray import cluster
 
@@ -359,7 +359,7 @@ class Dying(Method):
 
 
 @pytest.mark.slow
-def test_parallel_run_that_dies_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("dying.py").write_text(DYING)
     Path("own/method").mkdir(parents=True)
     Path("own/method/dying.yaml").write_text("dying:\n  _target_: dying.Dying\n")
@@ -414,7 +414,7 @@ def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunS
 
 
 class TestComparisons:
-    def test_methods_are_compared_with_the_first_per_partition(self) -> None:
+    def test_methods_are_compared_with_first_in_each_partition(self) -> None:
         planned = example_study()
         comparisons = compare_settings(planned, example_scores(planned), "final")
         assert [(one.where, one.what, one.reference) for one in comparisons] == [
@@ -428,7 +428,7 @@ class TestComparisons:
         assert test.holm == pytest.approx(2 * 0.0741799, rel=1e-5), "two could be tested"
         assert comparisons[1].test.note == "equal in every pair"
 
-    def test_seeds_that_both_have_are_paired(self) -> None:
+    def test_comparison_pairs_seeds_that_both_settings_have(self) -> None:
         planned = example_study()
         missing = [
             "fedavg_alpha-0.1_seed-1",
@@ -440,7 +440,7 @@ class TestComparisons:
         note = "n too small: a test needs 3 seeds"
         assert comparisons[1].test == Difference(0, None, note=note)
 
-    def test_first_key_is_compared_without_methods(self) -> None:
+    def test_study_without_methods_compares_first_key(self) -> None:
         planned = plan(["local.lr=0.1,0.2", "partition.alpha=0.1,0.5", "out=s"])
         assert study_report.compared_keys(planned) == ["local.lr"]
         scores = [RunScores(run, None, {"final": 0.5}) for run in planned.runs]
@@ -459,7 +459,7 @@ class TestComparisons:
     @pytest.mark.parametrize(
         "missing", [[], ["fedavg_alpha-0.1_seed-1"]], ids=["complete", "with a run missing"]
     )
-    def test_differences_are_drawn_whatever_was_tested(self, missing: list[str]) -> None:
+    def test_picture_shows_tested_and_untested_differences(self, missing: list[str]) -> None:
         planned = example_study()
         tested = compare_settings(planned, example_scores(planned, missing), "final")
         untested = [replace(one, differences=(), test=Difference(0, None)) for one in tested]
@@ -497,7 +497,7 @@ class TestComparisons:
 
 
 class TestTable:
-    def test_best_is_marked_among_comparable_rows(self) -> None:
+    def test_best_value_is_marked_among_comparable_rows(self) -> None:
         planned = example_study()
         means = {"fedavg": 0.5, "fedprox": 0.9, "scaffold": 0.52}
         scores = []
@@ -511,7 +511,7 @@ class TestTable:
         assert rounds_column.best() == set()
         assert study_report.settings_table(planned, close)[-1].best() == set()
 
-    def test_least_error_is_best_and_wall_time_has_no_best(self) -> None:
+    def test_lowest_error_is_best_and_wall_time_has_no_best(self) -> None:
         planned = example_study()
         rows: list[dict[str, int | float | None]] = [
             {"round": 1, "mae": 1.0, "mae_worst": 1.0, "mae_global": None}

@@ -88,7 +88,7 @@ class TestPackage:
         module = tmp_path / "raysim" / "experiment" / "compose.py"
         assert ran.stdout.split() == [str(module), str(tmp_path / "conf"), "7"]
 
-    def test_hidden_files_and_byte_code_are_left_out(self, tmp_path: Path) -> None:
+    def test_package_leaves_out_hidden_files_and_byte_code(self, tmp_path: Path) -> None:
         hidden = ("mine/.secret", "mine/.git/config", "mine/__pycache__/a.pyc")
         for name in ("mine/a.py", "mine/deep/b.yaml", *hidden):
             path = tmp_path / name
@@ -99,7 +99,7 @@ class TestPackage:
         assert mine == ["mine/a.py", "mine/deep/b.yaml"]
         assert not [name for name in names if "pycache" in name or "/." in name]
 
-    def test_links_out_of_a_folder_are_refused(self, tmp_path: Path) -> None:
+    def test_package_refuses_links_out_of_its_folder(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_text("hunter2")
         mine = tmp_path / "mine"
         (mine / "sub").mkdir(parents=True)
@@ -117,7 +117,7 @@ class TestPackage:
             find_files([mine])
 
     @pytest.mark.parametrize("argument", ["loop", "~nosuchuser", "a\0b"])
-    def test_impossible_paths_are_refused(
+    def test_package_refuses_impossible_paths(
         self, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -127,7 +127,7 @@ class TestPackage:
         with pytest.raises(RefusedError):
             read_runtime_env(argument)
 
-    def test_large_package_names_its_largest_files(self, tmp_path: Path) -> None:
+    def test_error_of_large_package_names_its_largest_files(self, tmp_path: Path) -> None:
         mine = tmp_path / "mine"
         mine.mkdir()
         (mine / "weights.bin").write_bytes(bytes(3_000_000))
@@ -152,7 +152,7 @@ def job_command(*words: str, **options: Any) -> JobCommand:
 
 
 class TestCommand:
-    def test_command_joins_the_cluster_unless_runtime_is_set(self) -> None:
+    def test_submitted_run_joins_cluster_unless_runtime_is_set(self) -> None:
         joined = job_command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
         start = ["python", "-m", "raysim", "run", "runtime=cluster"]
         assert shlex.split(joined.entrypoint) == [*start, *joined.words[1:]]
@@ -172,7 +172,7 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_results_in_the_jobs_folder_are_refused(self, words: tuple[str, ...]) -> None:
+    def test_submit_refuses_results_in_the_jobs_folder(self, words: tuple[str, ...]) -> None:
         with pytest.raises(RefusedError, match=r"out="):
             check_command(job_command(*words), find_files())
 
@@ -187,10 +187,10 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_results_that_outlive_the_job_are_accepted(self, words: tuple[str, ...]) -> None:
+    def test_submit_accepts_results_outside_the_jobs_folder(self, words: tuple[str, ...]) -> None:
         check_command(job_command(*words), find_files())
 
-    def test_wrong_names_are_answered_before_the_upload(
+    def test_submit_refuses_wrong_names_before_the_upload(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["submit", "run", "out=/s/a", "roundz=3"]) == 2
@@ -215,14 +215,14 @@ class TestCommand:
         ],
         ids=str,
     )
-    def test_wrong_value_is_answered_before_the_upload(
+    def test_submit_refuses_wrong_value_before_the_upload(
         self, overrides: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["submit", "run", "out=/s/a", *overrides]) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
 
-    def test_files_and_packages_of_nodes_are_not_checked(self, tmp_path: Path) -> None:
+    def test_submit_does_not_check_files_and_packages_of_nodes(self, tmp_path: Path) -> None:
         overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
         check_command(job_command("run", "out=/s/a", *overrides), find_files())
         (tmp_path / "method").mkdir()
@@ -231,12 +231,12 @@ class TestCommand:
         command = job_command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)])
         check_command(command, find_files())
 
-    def test_folder_of_options_must_be_packed(self) -> None:
+    def test_submit_refuses_folder_of_options_that_is_not_packed(self) -> None:
         command = job_command("run", "out=/s/a", conf=["mine/conf"])
         with pytest.raises(RefusedError, match=r"--conf mine/conf.*--with mine"):
             check_command(command, find_files())
 
-    def test_environment_is_read_from_a_file(self, tmp_path: Path) -> None:
+    def test_runtime_environment_is_read_from_a_file(self, tmp_path: Path) -> None:
         assert read_runtime_env(None) == {}
         environment = read_runtime_env(str(ROOT / "jobs" / "runtime_env.yaml"))
         assert environment["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}[sweep]"]
@@ -247,7 +247,7 @@ class TestCommand:
             with pytest.raises(RefusedError, match=f"--runtime-env {path}"):
                 read_runtime_env(str(path))
 
-    def test_environment_has_the_packed_commit(self) -> None:
+    def test_runtime_environment_has_the_packed_commit(self) -> None:
         environment = {"pip": ["x"], "env_vars": {"A": "1"}}
         source = {"RAYSIM_SOURCE": json.dumps(source_commit())}
         assert with_source(environment) == {"pip": ["x"], "env_vars": {**source, "A": "1"}}
@@ -267,7 +267,7 @@ class TestJobServer:
             ("https://user@head/", "https://head:443"),
         ],
     )
-    def test_address_is_completed(
+    def test_address_of_the_job_server_is_completed(
         self, address: str | None, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
@@ -277,11 +277,11 @@ class TestJobServer:
         assert job_server.find_address(address) == (url if address else "http://other:1")
 
     @pytest.mark.parametrize("address", ["ray://head:10001", "http://", "head:port"])
-    def test_wrong_address_is_refused(self, address: str) -> None:
+    def test_wrong_address_of_the_job_server_is_refused(self, address: str) -> None:
         with pytest.raises(ValueError, match=f"--address {address}"):
             job_server.find_address(address)
 
-    def test_silent_address_is_refused_before_the_upload(
+    def test_submit_refuses_silent_address_before_the_upload(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -297,7 +297,7 @@ class TestJobServer:
         ("token", "part"),
         [("a" * 32, "not a Ray job server"), ("", "this process has none")],
     )
-    def test_other_server_and_missing_token_are_one_sentence(
+    def test_error_of_wrong_server_or_token_is_one_sentence(
         self, token: str, part: str, tmp_path: Path
     ) -> None:
         class OtherServer(http.server.BaseHTTPRequestHandler):
@@ -338,7 +338,7 @@ class TestJobServer:
         ("exit_code", "status", "signal_number"),
         [(1, 1, None), (130, 130, None), (137, 137, 9), (-15, 143, 15)],
     )
-    def test_killed_job_has_a_sentence(
+    def test_killed_job_is_explained_in_one_sentence(
         self, exit_code: int, status: int, signal_number: int | None
     ) -> None:
         from ray.job_submission import JobStatus
@@ -353,7 +353,7 @@ class TestJobServer:
         else:
             assert f"ended by signal {signal_number}" in sentence and "resume=latest" in sentence
 
-    def test_broken_connection_is_made_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_broken_connection_to_a_job_is_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(job_server, "RECONNECT_INTERVAL_S", 0.0)
         client = UnstableClient(breaks_after=[0, 1, 3, None])
         output: list[str] = []
@@ -370,7 +370,9 @@ class TestJobServer:
             (RuntimeError("Job a does not exist"), "resume=latest"),
         ],
     )
-    def test_lost_connection_says_how_to_go_on(self, error: Exception, advice: str) -> None:
+    def test_error_of_lost_connection_says_how_to_continue(
+        self, error: Exception, advice: str
+    ) -> None:
         def fail(job: str) -> None:
             raise error
 
@@ -404,7 +406,7 @@ class TestJobServer:
         with pytest.raises(RefusedError, match="--limit"):
             fetch.read_archive("ERROR 5000000 bytes\n", "~/runs", "a", 1.0)
 
-    def test_rays_own_lines_are_left_out_of_the_output(self) -> None:
+    def test_output_of_a_job_leaves_out_lines_of_ray(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
         lines += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
         output = "methods   fedavg\nround 1\n"
@@ -646,13 +648,13 @@ def test_fetch_brings_the_results_of_a_job(
     assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr
 
 
-def test_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitted_run_that_does_not_fit_exits_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.workers=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_run_that_fails_ends_with_1(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path) -> None:
     methods = tmp_path / "mine" / "conf" / "method"
     methods.mkdir(parents=True)
     (tmp_path / "mine" / "__init__.py").write_text(MINE)
@@ -663,7 +665,7 @@ def test_run_that_fails_ends_with_1(cluster: Cluster, tmp_path: Path) -> None:
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_wrong_and_missing_tokens_are_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+def test_error_of_wrong_or_missing_token_is_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text(secrets.token_hex(32))
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))

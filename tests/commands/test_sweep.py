@@ -94,7 +94,7 @@ def shipped(name: str) -> SweepPlan:
 
 
 class TestPlan:
-    def test_folder_below_a_file_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sweep_refuses_folder_below_a_file(self, capsys: pytest.CaptureFixture[str]) -> None:
         Path("letter").write_text("")
         assert cli.call(["sweep", *STUDY, "out=letter/a", LRS]) == 2
         assert "out=letter/a" in capsys.readouterr().err
@@ -119,18 +119,18 @@ class TestPlan:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_wrong_override_is_refused(self, overrides: list[str], key: str) -> None:
+    def test_sweep_refuses_wrong_override(self, overrides: list[str], key: str) -> None:
         with pytest.raises(RefusedError, match=key):
             plan([*STUDY, *overrides])
 
-    def test_fixed_value_takes_key_out_of_the_space(self) -> None:
+    def test_fixed_value_removes_key_from_the_space(self) -> None:
         overrides = ["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25"]
         sweep_plan = plan([*overrides, "method.fedbr.tau1=1,2"])
         expected = ["method.fedbr.mu", "method.fedbr.tau1", "method.fedbr.tau2"]
         assert list(sweep_plan.space) == expected
         assert sweep_plan.node(sweep_plan.points()[0])["method"]["fedbr"]["lam"] == 0.25
 
-    def test_key_of_a_method_is_searched_in_its_trials_only(self) -> None:
+    def test_key_of_a_method_is_searched_in_its_own_trials_only(self) -> None:
         values = ["method.fedprox.mu=0.1,0.2", "sweep.search=grid"]
         sweep_plan = plan(["method=fedavg,fedprox,fedprox+feddecorr", *values])
         quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", *values])
@@ -149,11 +149,11 @@ class TestPlan:
         values = ["rounds=9", "local.steps=5", "method.fraug.weight=0.4"]
         assert plan([*overrides, *searched]).node(point) == to_dict(compose([*overrides, *values]))
 
-    def test_counting_gives_a_list_of_values(self) -> None:
+    def test_range_of_counts_is_a_list_of_values(self) -> None:
         points = plan(["local.epochs=1..3", "sweep.search=grid"]).points()
         assert points == [{"local.epochs": epochs} for epochs in (1, 2, 3)]
 
-    def test_files_that_change_later_change_nothing(self, tmp_path: Path) -> None:
+    def test_planned_sweep_ignores_later_changes_of_files(self, tmp_path: Path) -> None:
         option = tmp_path / "conf" / "method" / "mine.yaml"
         option.parent.mkdir(parents=True)
         option.write_text("mine:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n")
@@ -161,7 +161,7 @@ class TestPlan:
         option.unlink()
         assert sweep_plan.node({"local.lr": 0.1})["method"]["mine"]["mu"] == 0.5
 
-    def test_run_with_sweep_option_names_the_command(
+    def test_error_of_run_with_sweep_option_names_raysim_sweep(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["run", "sweep=fedbr"]) == 2
@@ -196,11 +196,11 @@ class TestPlan:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_shipped_space_of_fedbr_holds_tau2_of_zero(self) -> None:
+    def test_shipped_space_of_fedbr_contains_tau2_of_zero(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_shipped_space_of_methods_has_ten(self) -> None:
+    def test_shipped_space_of_methods_has_ten_methods(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
 
@@ -216,7 +216,7 @@ def make_trial(folder: Path, *overrides: str, metric: str = "accuracy_global") -
 
 
 class TestTrial:
-    def test_trial_continues_at_its_checkpoint_to_the_same_bits(self, tmp_path: Path) -> None:
+    def test_trial_resumes_at_its_checkpoint_with_the_same_bits(self, tmp_path: Path) -> None:
         folder = tmp_path / "runs" / "0000_seed-0"
         first = make_trial(tmp_path)
         for _ in range(3):
@@ -232,7 +232,7 @@ class TestTrial:
         ]
         assert summaries[0]["model_sha256"] == summaries[1]["model_sha256"]
 
-    def test_finished_run_is_not_made_again(self, tmp_path: Path) -> None:
+    def test_finished_run_of_a_trial_is_not_repeated(self, tmp_path: Path) -> None:
         trial = make_trial(tmp_path, "rounds=1")
         rows = trial.advance()
         trial.close()
@@ -241,7 +241,7 @@ class TestTrial:
         assert [dict(row) for row in again.advance()] == [dict(row) for row in rows]
         assert (tmp_path / "runs" / "0000_seed-0" / "summary.json").stat().st_mtime_ns == written
 
-    def test_unknown_metric_is_answered_with_measured_ones(self, tmp_path: Path) -> None:
+    def test_error_of_unknown_metric_lists_measured_metrics(self, tmp_path: Path) -> None:
         trial = make_trial(tmp_path, "rounds=1", metric="accuracy_globe")
         with pytest.raises(RunStoppedError, match=r"sweep\.metric.* accuracy, accuracy_global"):
             trial.advance()
@@ -274,7 +274,7 @@ class TestReport:
             ("method.fedprox.mu", Choice((0.01, 1.0)), True),
         ],
     )
-    def test_axis_of_learning_rates_is_logarithmic(
+    def test_axis_of_a_learning_rate_is_logarithmic(
         self, key: str, values: Choice | Interval, is_logarithmic: bool
     ) -> None:
         assert KeyAxis(key, "x", values, []).is_logarithmic is is_logarithmic
@@ -287,7 +287,7 @@ class TestReport:
             ((0.5, 0.5), ["0.5"]),
         ],
     )
-    def test_axes_have_round_numbers(
+    def test_axes_of_the_sweep_picture_have_round_numbers(
         self,
         scores: tuple[float, float],
         ticks: list[str],
@@ -358,7 +358,7 @@ class TestGrid:
         best = max(done, key=lambda row: float(row["accuracy_global"]))
         assert run_accuracy(folder / "best.yaml") == best["accuracy_global"]
 
-    def test_runs_of_a_grid_are_ordinary_runs(self, grid: tuple[Path, str]) -> None:
+    def test_runs_of_a_grid_have_the_files_of_any_run(self, grid: tuple[Path, str]) -> None:
         folder, _ = grid
         done = [row for row in trials(folder) if row["status"] == "done"]
         for row in done:
@@ -376,7 +376,7 @@ class TestGrid:
         assert "failed: " in printed
         assert "clients failed in round" in (folder / "logs" / "0002_seed-0.txt").read_text()
 
-    def test_grid_is_a_tracked_run_with_a_child_per_trial(self, grid: tuple[Path, str]) -> None:
+    def test_tracked_grid_is_the_parent_of_its_trials(self, grid: tuple[Path, str]) -> None:
         from mlflow.tracking import MlflowClient
 
         assert RunDatabase(grid[0].parent).update() == 7
@@ -402,7 +402,7 @@ class TestGrid:
 
 
 class TestSearch:
-    def test_seeds_give_mean_and_deviation_and_more_trials_come(self, ray_session: None) -> None:
+    def test_sweep_averages_seeds_and_accepts_more_trials(self, ray_session: None) -> None:
         overrides = [
             "local.lr=tag(log,interval(0.01,0.5))",
             "sweep.trials=2",
@@ -423,7 +423,7 @@ class TestSearch:
         assert rows[:2] == first
         assert len(rows) == 3
 
-    def test_python_gets_settings_scores_and_histories(self, ray_session: None) -> None:
+    def test_sweep_in_python_returns_scores_and_histories(self, ray_session: None) -> None:
         overrides = [*STUDY, LRS, "sweep.search=grid", "rounds=2", "out=s"]
         result = raysim.sweep(overrides, quiet=True)
         rows = trials(Path("s"))
@@ -465,7 +465,7 @@ class TestSearch:
         says_test = "partition.validation_fraction" in capsys.readouterr().out.partition("space")[0]
         assert says_test == (metric == "accuracy_global")
 
-    def test_trial_on_an_unequal_node_fails(
+    def test_trial_fails_if_a_node_computes_other_bits(
         self, ray_session: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def other_driver(name: str, packages: Sequence[str]) -> Identity:
@@ -481,7 +481,7 @@ class TestSearch:
         mixed = raysim.sweep([*overrides, "runtime.mixed=true", "out=t"], quiet=True)
         assert mixed.num_errors == 0
 
-    def test_pbt_takes_over_states_and_changes_values(self, ray_session: None) -> None:
+    def test_pbt_copies_states_and_changes_values(self, ray_session: None) -> None:
         folder = sweep(
             "local.lr=tag(log,interval(0.0001,0.5))",
             "sweep.trials=4",
@@ -510,7 +510,7 @@ class TestSearch:
         ("override", "advice"),
         [("sweep.workers=3", "sweep.workers=2"), ("runtime.threads=3", "runtime.threads")],
     )
-    def test_trial_that_does_not_fit_is_refused(
+    def test_sweep_refuses_trial_that_does_not_fit_the_cluster(
         self,
         override: str,
         advice: str,
@@ -584,29 +584,27 @@ def kill_and_continue(search: str) -> list[dict[str, Any]]:
 
 
 class TestContinue:
-    def test_settings_of_a_begun_sweep_cannot_change(
+    def test_resumed_sweep_refuses_other_settings(
         self, grid: tuple[Path, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["sweep", f"out={grid[0]}", "resume=latest", "rounds=9"]) == 2
         assert "rounds=9" in capsys.readouterr().err
 
-    def test_absent_folder_is_refused_without_overrides(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_resumed_sweep_refuses_missing_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
         assert "out=elsewhere" in capsys.readouterr().err
 
-    def test_absent_folder_begins_a_sweep_with_overrides(self) -> None:
+    def test_resume_latest_starts_sweep_in_missing_folder(self) -> None:
         request = read_request(["out=s", "resume=latest", LRS])
         assert request.folder == Path("s") and not request.is_new
 
-    def test_folder_of_an_earlier_version_is_refused(self) -> None:
+    def test_resumed_sweep_refuses_folder_of_earlier_version(self) -> None:
         Path("s").mkdir()
         Path("s/sweep.json").write_text("{}")
         with pytest.raises(RefusedError, match=r"^out=s: .*sweep\.json"):
             read_request(["out=s", "resume=latest", LRS])
 
-    def test_changed_configuration_files_are_refused(self, tmp_path: Path) -> None:
+    def test_resumed_sweep_refuses_changed_configuration_files(self, tmp_path: Path) -> None:
         from raysim.commands.sweep.plan import store
 
         option = tmp_path / "conf" / "method" / "mine.yaml"
@@ -637,7 +635,7 @@ class TestContinue:
             assert row["method"] in ("fedavg", "fedprox")
 
 
-def test_stored_configuration_takes_overrides() -> None:
+def test_sweep_overrides_a_stored_configuration() -> None:
     overrides = ["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"]
     Path("c.yaml").write_text(json.dumps(to_dict(compose(overrides))))
     config = compose(["method.fedprox.mu=0.8"], (), "c.yaml")

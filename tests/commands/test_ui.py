@@ -37,7 +37,7 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_server_is_started_and_opened_on_charts(runs: Path, port: int) -> None:
+def test_ui_starts_a_server_and_opens_the_charts(runs: Path, port: int) -> None:
     words = [sys.executable, "-m", "raysim", "ui", "--no-browser", "--port", str(port)]
     with subprocess.Popen(words, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
@@ -58,7 +58,7 @@ def test_run_and_its_parent_folders_share_one_database(runs: Path) -> None:
         assert find_root(str(folder)) == runs
 
 
-def test_missing_database_port_or_server_is_refused(runs: Path, tmp_path: Path) -> None:
+def test_ui_refuses_missing_database_port_or_server(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=f"^{tmp_path} "):
         ui.show_charts(str(tmp_path), 5000, False)
     with socket.socket() as listener:

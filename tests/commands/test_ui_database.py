@@ -54,7 +54,7 @@ def steps(root: Path, run: Run) -> list[int]:
     return [metric.step for metric in history]
 
 
-def test_run_in_progress_is_followed_and_ends_once(tmp_path: Path) -> None:
+def test_database_gets_new_rows_of_a_running_run_once(tmp_path: Path) -> None:
     tracker = begin(tmp_path / "a")
     tracker._store_interval = 0.0
     log(tracker, 1, 2)
@@ -84,7 +84,7 @@ def test_run_in_progress_is_followed_and_ends_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_seen_before", [True, False])
-def test_killed_run_arrives_once_after_its_resumption(tmp_path: Path, is_seen_before: bool) -> None:
+def test_database_has_killed_and_resumed_run_once(tmp_path: Path, is_seen_before: bool) -> None:
     killed = begin(tmp_path / "a")
     killed._store_interval = 0.0
     log(killed, 1, 3)
@@ -105,7 +105,7 @@ def test_killed_run_arrives_once_after_its_resumption(tmp_path: Path, is_seen_be
     assert (run.info.status, steps(tmp_path, run)) == ("FINISHED", [1, 2, 3, 4, 5, 6])
 
 
-def test_runs_of_a_moved_study_have_their_parent(tmp_path: Path) -> None:
+def test_runs_of_a_moved_study_belong_to_the_study(tmp_path: Path) -> None:
     study = tmp_path / "first"
     parent = begin(study)
     (study / "study.yaml").touch()
@@ -121,7 +121,7 @@ def test_runs_of_a_moved_study_have_their_parent(tmp_path: Path) -> None:
         assert by_name[name].data.tags["mlflow.parentRunId"] == by_name["first"].info.run_id
 
 
-def test_removed_folders_are_no_errors(tmp_path: Path) -> None:
+def test_database_ignores_removed_folders(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, [tmp_path / "a/gone.png"], model="pending")
     begin(tmp_path / "b").finish({})
     shutil.rmtree(tmp_path / "b")
@@ -136,7 +136,7 @@ def test_removed_folders_are_no_errors(tmp_path: Path) -> None:
         find_root(str(tmp_path / "nowhere"))
 
 
-def test_model_of_a_damaged_run_gets_a_line(tmp_path: Path) -> None:
+def test_model_of_a_damaged_run_is_reported_once(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, model="pending")
     printed: list[str] = []
     database = RunDatabase(tmp_path, printed.append)
@@ -147,7 +147,7 @@ def test_model_of_a_damaged_run_gets_a_line(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / RECORD).read_text())["model"] not in ("pending", "sent")
 
 
-def test_servers_own_runs_are_not_sent_here(tmp_path: Path) -> None:
+def test_database_ignores_runs_that_send_their_own_rows(tmp_path: Path) -> None:
     begin(tmp_path / "a")
     record = read_record(tmp_path / "a")
     (tmp_path / "a" / RECORD).write_text(json.dumps({**record, "sent_by": "run"}))

@@ -71,11 +71,11 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_parts_of_raysim_pass(part: object) -> None:
+def test_parts_of_raysim_pass_the_checks(part: object) -> None:
     assert failed_checks(part) == {}
 
 
-def test_object_that_is_no_part_is_refused() -> None:
+def test_checks_refuse_object_that_is_no_part() -> None:
     with pytest.raises(TypeError, match="3 is not a part"):
         checks(3)
 
@@ -124,14 +124,14 @@ class Hooked(Method):
 ROUNDS = Study(data=FEW, schedules=(Synchronous(4),))
 
 
-def test_method_with_undeclared_state_has_other_bits() -> None:
+def test_check_finds_state_kept_outside_checkpoints() -> None:
     messages = failed_checks(Counting(), ROUNDS)
     assert "the same bits on one worker and on two, under synchronous" in messages
     assert "the same bits straight and resumed, under synchronous" in messages
 
 
 @pytest.mark.parametrize("method", [Greedy(), Understating()])
-def test_upload_beyond_the_declaration_is_caught(method: Method) -> None:
+def test_check_finds_upload_that_is_not_declared(method: Method) -> None:
     name = "what travels is declared and is not what clients keep, under synchronous"
     assert "upload['mean']" in failed_checks(method, ROUNDS)[name]
 
@@ -179,7 +179,7 @@ class Hoarding(FedProx):
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
-def test_update_may_be_client_state() -> None:
+def test_check_accepts_update_that_is_client_state() -> None:
     assert (
         failed_checks(Remembering(), Study(data=FEW, schedules=(Synchronous(4), Buffered(4, 1))))
         == {}
@@ -194,7 +194,7 @@ def test_update_may_be_client_state() -> None:
     ],
     ids=["update", "report"],
 )
-def test_client_state_in_a_message_is_caught(
+def test_check_finds_client_state_in_a_message(
     method: Method, schedule: Any, state: str, place: str
 ) -> None:
     study = Study(data=FEW, schedules=(schedule,))
@@ -202,7 +202,7 @@ def test_client_state_in_a_message_is_caught(
     assert state in message and place in message
 
 
-def test_argument_with_the_name_of_a_hook_is_caught() -> None:
+def test_check_finds_argument_with_the_name_of_a_hook() -> None:
     check = next(check for check in checks(Hooked()) if "arguments of its own" in str(check))
     with pytest.raises(AssertionError, match=r"hooked.*weigh"):
         check()
@@ -238,7 +238,7 @@ NAMES = "its hooks and what it keeps have names that fit"
         (users_method(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
     ],
 )
-def test_misspelt_hook_is_caught(method: Method, text: str) -> None:
+def test_check_finds_misspelt_hook(method: Method, text: str) -> None:
     check = next(check for check in checks(method) if NAMES in str(check))
     with pytest.raises(AssertionError) as error:
         check()
@@ -252,7 +252,7 @@ def test_error_names_hook_that_returns_nothing() -> None:
     assert all("'mine' returns nothing from combine" in text for text in messages.values())
 
 
-def test_undeclared_client_state_is_caught() -> None:
+def test_check_finds_undeclared_client_state() -> None:
     def end(self: Any, job: Any) -> None:
         job.state["last"] = torch.zeros(2)
 
@@ -261,7 +261,7 @@ def test_undeclared_client_state_is_caught() -> None:
     assert all("job.state['last'] of method 'mine'" in text for text in messages.values())
 
 
-def test_method_needs_no_paper() -> None:
+def test_check_accepts_method_without_paper() -> None:
     def loss(self: Any, job: Any, out: Any, loss: Any) -> Any:
         return loss + 0.1 * out.logits.square().mean()
 
@@ -303,7 +303,7 @@ class Wide(ModelRecipe):
         return model
 
 
-def test_unseeded_model_or_wrong_features_are_caught() -> None:
+def test_check_finds_unseeded_model_and_wrong_features() -> None:
     assert "one seed gives two networks" in message_of(Loose(), "a seed gives the same values")
     assert "must be [4, feature_dim]" in message_of(Wide(), "features and a head")
 
@@ -317,7 +317,7 @@ class Drawing(Source):
         return Raw(images, np.arange(30) % 3, 25, ["a", "b"])
 
 
-def test_unstable_or_unnamed_data_are_caught() -> None:
+def test_check_finds_unstable_data_and_missing_label_names() -> None:
     assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
     assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
 
@@ -342,7 +342,7 @@ class Normalising(SklearnLinear):
         return super().predict(parameters, inputs - inputs.mean(axis=0))
 
 
-def test_unseeded_learner_and_outputs_of_a_batch_are_caught() -> None:
+def test_check_finds_unseeded_learner_and_dependent_samples() -> None:
     assert {
         "its initial parameters depend on the given generator only",
         "its outputs for a sample do not depend on the other samples",
@@ -358,7 +358,7 @@ class Doubling(Partitioner):
         return Partition(part, CSR(np.empty(0, np.int64), np.zeros(3, np.int64)))
 
 
-def test_partition_with_shared_samples_is_caught() -> None:
+def test_check_finds_partition_with_shared_samples() -> None:
     assert "one seed gives two splits" in message_of(Doubling(), "the same split")
     assert "belongs to two clients" in message_of(Doubling(), "no sample belongs")
 
@@ -373,7 +373,7 @@ class Forgetful(Synchronous):
         return super().decide(view) if not view.running else Wait()
 
 
-def test_schedule_with_state_is_caught() -> None:
+def test_check_finds_schedule_with_state() -> None:
     assert "the schedule has changed" in message_of(Forgetful(3), "it keeps its promises")
 
 
@@ -386,7 +386,7 @@ class Random(Fleet):
         return Speeds(each, each, each)
 
 
-def test_unseeded_fleet_is_caught() -> None:
+def test_check_finds_unseeded_fleet() -> None:
     assert "takes another time with one seed" in message_of(
         Random(), "a seed gives the same devices"
     )
@@ -403,7 +403,7 @@ class CountingSelection(Selection):
         return view.clients[: view.count]
 
 
-def test_remembering_selection_is_caught() -> None:
+def test_check_finds_selection_with_state() -> None:
     assert (
         "the selection has changed"
         in failed_checks(CountingSelection())["it keeps no state in itself"]
@@ -417,7 +417,7 @@ class Failing(Observer):
         assert event.row["round"] < 2, "no ink"
 
 
-def test_error_names_failing_observer() -> None:
+def test_check_names_failing_observer() -> None:
     with pytest.raises(
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):
@@ -508,11 +508,11 @@ class Doubled(Halves):
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_wrong_message_of_a_compressor_is_caught(compressor: Compressor, name: str) -> None:
+def test_check_finds_wrong_message_of_a_compressor(compressor: Compressor, name: str) -> None:
     assert message_of(compressor, name)
 
 
-def test_good_messages_of_a_compressor_pass() -> None:
+def test_check_accepts_good_messages_of_a_compressor() -> None:
     part = Halves(feedback="ef14")
     names = [str(check).partition(": ")[2] for check in checks(part)]
     for name in names[1:4]:

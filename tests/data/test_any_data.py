@@ -39,7 +39,7 @@ def built(inputs: NDArray[Any], cache: Path) -> Any:
 
 
 # ---- stored inputs -------------------------------------------------------------------------------
-def test_tokens_and_numbers_are_stored_unchanged(tmp_path: Path) -> None:
+def test_source_stores_tokens_and_numbers_unchanged(tmp_path: Path) -> None:
     tokens = np.full((4, 3), 4253)
     data = built(tokens, tmp_path / "tokens")
     assert data.inputs.dtype == np.int64 and np.array_equal(data.inputs, tokens)
@@ -68,7 +68,7 @@ def test_tokens_and_numbers_are_stored_unchanged(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unreadable_inputs_are_rejected(inputs: NDArray[Any], value: str, tmp_path: Path) -> None:
+def test_source_rejects_unreadable_inputs(inputs: NDArray[Any], value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"InputsOfTest.*{value}"):
         built(inputs, tmp_path)
 
@@ -81,7 +81,7 @@ def test_image_settings_are_rejected_for_other_data() -> None:
 
 
 # ---- tables --------------------------------------------------------------------------------------
-def test_tabular_is_standardised_by_training_rows() -> None:
+def test_tabular_inputs_are_standardised_by_training_rows() -> None:
     wine, diabetes = Tabular("wine").build(), Tabular("diabetes").build()
     assert wine.shape == (13,) and wine.class_names == ["class_0", "class_1", "class_2"]
     for values in (wine.inputs, diabetes.inputs, diabetes.labels):
@@ -133,7 +133,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_numpy_labels_determine_kind_and_outputs(
+def test_kind_and_outputs_follow_from_labels_of_numpy(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -175,7 +175,7 @@ def test_numpy_rejects_unreadable_test_file(make: Any, tmp_path: Path) -> None:
 
 
 # ---- users as clients ----------------------------------------------------------------------------
-def test_natural_makes_clients_of_a_column(tmp_path: Path) -> None:
+def test_natural_partition_makes_a_client_of_each_user(tmp_path: Path) -> None:
     users = [7, 3, 7, 3, 3, 9]
     table = pa.table({"a": np.arange(6.0), "b": [1] * 6, "label": [0, 1] * 3, "user_id": users})
     pq.write_table(table, tmp_path / "train.parquet")
@@ -232,7 +232,7 @@ def test_parquet_rejects_lists_with_empty_values(row: list, tmp_path: Path) -> N
         Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
 
 
-def test_parquet_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
+def test_parquet_reads_lists_as_several_labels_of_a_sample(tmp_path: Path) -> None:
     table = pa.table({"x": [0.0, 1.0, 2.0], "label": [["b", "a"], [], ["c"]]})
     pq.write_table(table, tmp_path / "train.parquet")
     data = Parquet(str(tmp_path), columns=["x"], test_fraction=0.0).build()
@@ -307,7 +307,7 @@ def write_users(folder: Path, x: Any, y: Any) -> Path:
     return folder
 
 
-def test_leaf_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
+def test_leaf_reads_pictures_from_the_folder_in_data_images(tmp_path: Path) -> None:
     pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
     for name, pixels in pictures.items():
         write_picture(tmp_path / "celeba" / name, pixels)
@@ -324,7 +324,7 @@ def test_leaf_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leaf_lists_of_fields_need_the_text_field(tmp_path: Path) -> None:
+def test_leaf_reads_text_of_the_field_in_data_field(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )
@@ -360,7 +360,7 @@ def test_leaf_lists_of_fields_need_the_text_field(tmp_path: Path) -> None:
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": -1}, r"data\.field=-1"),
     ],
 )
-def test_leaf_rejects_other_forms(
+def test_leaf_rejects_inputs_of_unknown_form(
     x: Any, y: Any, settings: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     root = write_users(tmp_path, x, y)
@@ -432,7 +432,7 @@ def test_hugging_face_reads_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [None, ["title", "text"]])
-def test_hugging_face_text_columns_are_named_with_their_key(
+def test_error_of_several_text_columns_names_data_columns(
     columns: list[str] | None, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")

@@ -25,7 +25,7 @@ def test_normalise_scales_subtracts_and_divides() -> None:
     assert torch.equal(Pipeline().normalise(IMAGES), IMAGES.float() / 255)
 
 
-def test_normalise_keeps_leading_axes_and_its_input() -> None:
+def test_normalise_keeps_leading_axes_and_does_not_change_input() -> None:
     before, pipeline = IMAGES.clone(), Pipeline((0.5,), (0.5,))
     lanes = pipeline.normalise(IMAGES.reshape(4, 16, 3, 8, 6), torch.float64)
     assert lanes.dtype == torch.float64 and lanes.shape == (4, 16, 3, 8, 6)
@@ -33,7 +33,7 @@ def test_normalise_keeps_leading_axes_and_its_input() -> None:
     assert torch.equal(IMAGES, before)
 
 
-def test_no_augmentation_draws_nothing() -> None:
+def test_batches_without_augmentation_draw_no_random_numbers() -> None:
     rng = np.random.default_rng(1)
     assert Pipeline().augment_images(IMAGES, rng) is IMAGES
     assert rng.random() == np.random.default_rng(1).random()
@@ -46,7 +46,7 @@ def test_flip_mirrors_about_half_of_the_images() -> None:
     assert mirrored + unchanged == 64 and 16 < mirrored < 48
 
 
-def test_crop_is_a_window_of_the_padded_image() -> None:
+def test_random_crop_is_a_window_of_the_padded_image() -> None:
     padding = 2
     cropped = Pipeline(augment=("crop",), crop_padding=padding).augment_images(
         IMAGES, np.random.default_rng(3)
@@ -96,7 +96,7 @@ def test_rotation_moves_pixels_counter_clockwise() -> None:
     assert torch.equal(still, IMAGES)
 
 
-def test_rotation_comes_after_crop_and_flip() -> None:
+def test_rotation_follows_crop_and_flip() -> None:
     both = Pipeline(augment=("crop", "flip", "rotate"), rotate_degrees=0.0)
     alone = Pipeline(augment=("crop", "flip"))
     rotated, unrotated = (
@@ -112,7 +112,7 @@ def test_moved_pixels_have_a_known_checksum() -> None:
     assert hashlib.sha256(moved.numpy().tobytes()).hexdigest()[:16] == "78083843e9596208"
 
 
-def test_all_augmentations_run_in_the_stated_order() -> None:
+def test_augmentations_run_in_the_documented_order() -> None:
     pipeline = Pipeline(augment=ALL[::-1], crop_area=(0.5, 0.9), jitter=0.4, grey=0.5)
     augmented = pipeline.augment_images(IMAGES, np.random.default_rng(7))
     rng, count = np.random.default_rng(7), len(IMAGES)
@@ -133,7 +133,7 @@ def test_all_augmentations_run_in_the_stated_order() -> None:
     assert augmented.dtype == torch.uint8 and augmented.shape == IMAGES.shape
 
 
-def test_grey_images_of_one_or_three_channels_are_equal() -> None:
+def test_augmentation_is_equal_for_one_or_three_grey_channels() -> None:
     """FRAug augments one channel and then repeats it; raysim repeats it before."""
     one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
     single = pipeline.augment_images(one, np.random.default_rng(3))
@@ -141,7 +141,7 @@ def test_grey_images_of_one_or_three_channels_are_equal() -> None:
     assert torch.equal(triple, single.repeat(1, 3, 1, 1))
 
 
-def test_stated_share_of_images_turns_grey() -> None:
+def test_share_of_grey_images_is_that_of_the_settings() -> None:
     images = IMAGES.repeat(20, 1, 1, 1)
     changed = Pipeline(augment=("grey",), grey=0.1).augment_images(images, np.random.default_rng(0))
     grey = (changed == changed[:, :1]).flatten(1).all(1)

@@ -61,7 +61,7 @@ def packed(documents: list[Document], length: int, is_packed: bool = True) -> Ra
 
 
 # --- packing ------------------------------------------------------------------------------
-def test_packing_makes_every_token_a_label_once() -> None:
+def test_packed_rows_have_every_token_as_label_once() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4, 5]), "a")]
     raw = packed(documents, 4)
     assert np.asarray(raw.inputs).tolist() == [[0, 1, 2, 3], [0, 4, 5, 0]]
@@ -69,7 +69,7 @@ def test_packing_makes_every_token_a_label_once() -> None:
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
 
-def test_packing_keeps_users_and_test_rows_apart() -> None:
+def test_packed_rows_mix_no_users_and_no_test_rows() -> None:
     documents = [
         Document(np.array([1, 2]), "b", is_test=True),
         Document(np.array([3]), "b"),
@@ -82,20 +82,20 @@ def test_packing_keeps_users_and_test_rows_apart() -> None:
     assert np.asarray(raw.inputs).tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
 
 
-def test_documents_start_rows_without_packing() -> None:
+def test_each_document_starts_a_row_without_packing() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4]), "a")]
     raw = packed(documents, 3, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
     assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
 
 
-def test_prompts_are_not_labels_and_leave_no_empty_rows() -> None:
+def test_prompts_have_no_labels_and_leave_no_empty_rows() -> None:
     raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[4, 5]]  # rows of only the prompt teach nothing
     assert raw.labels.tolist() == [[5, 0]]
 
 
-def test_document_is_cut_at_its_end_for_testing() -> None:
+def test_end_of_a_document_is_for_testing() -> None:
     train, test = cut_document(Document(np.arange(10), "a"), 0.2)
     assert train.tokens.tolist() == list(range(8)) and not train.is_test
     assert test.tokens.tolist() == [8, 9] and test.is_test
@@ -126,7 +126,7 @@ def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> N
     assert len(vocabulary.names) == vocabulary.tokens.size
 
 
-def test_unknown_characters_become_other_or_an_error() -> None:
+def test_unknown_character_is_other_or_an_error() -> None:
     vocabulary = character_vocabulary("ab", has_other=True)
     assert vocabulary.encode("axb").tolist() == [1, 3, 2]
     again = stored_vocabulary("characters", vocabulary.names)
@@ -158,7 +158,7 @@ def test_perplexity_and_accuracy_are_per_token() -> None:
     assert mean_loss(smoothed.parts(outputs, labels).numpy()) == pytest.approx(2 * mean)
 
 
-def test_markov_tokens_follow_each_other() -> None:
+def test_markov_labels_are_the_next_tokens() -> None:
     source = Markov(kind="causal", users=2, samples=3, test_samples=1, length=6, shortest=3)
     raw = source.read()
     assert isinstance(raw.inputs, np.ndarray) and len(raw.inputs) == 8
@@ -202,12 +202,12 @@ def test_text_file_is_cut_into_documents(tmp_path: Path) -> None:
         ({"root": ".", "length": 0}, r"data\.length"),
     ],
 )
-def test_text_refuses_bad_settings(settings: dict[str, Any], key: str) -> None:
+def test_text_source_refuses_bad_settings(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         Text(**settings).read()
 
 
-def test_text_files_without_text_are_named(tmp_path: Path) -> None:
+def test_warning_names_files_without_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text that is long enough for rows")
     (tmp_path / "blank.txt").write_text(" \n")
     assert "blank.txt" in Text(root=str(tmp_path), length=8).read().origin.unused
@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_python_topics_need_no_file() -> None:
+def test_python_topics_are_made_without_a_file() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
@@ -249,7 +249,7 @@ def test_table_text_becomes_documents_of_users(tmp_path: Path) -> None:
     assert raw.domain_names == ["a"] and raw.class_names == ["<end>", "x", "y", "z"]
 
 
-def test_instructions_learn_only_the_answer(tmp_path: Path) -> None:
+def test_instructions_have_labels_for_the_answer_only(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     source = JsonLines(
         root=root, kind="causal", prompt="question", columns=["answer"], test_fraction=0.5
@@ -356,7 +356,7 @@ def save_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(str(folder))
 
 
-def test_leaf_windows_are_joined_to_texts(tmp_path: Path) -> None:
+def test_leaf_joins_overlapping_windows_to_texts(tmp_path: Path) -> None:
     text = "To be, or not to be"
     windows = [{"x": text[i : i + 5], "y": text[i + 5]} for i in range(len(text) - 5)]
     users = {
@@ -460,7 +460,7 @@ def test_text_continues_until_the_end_token(temperature: float, expected: str) -
     assert short == "2 3"
 
 
-def test_run_writes_the_same_text_again(tmp_path: Path) -> None:
+def test_repeated_run_writes_the_same_text(tmp_path: Path) -> None:
     settings = {"evaluate.generate.tokens": 5, "evaluate.generate.prompts": ["1 2 ", "3 "]}
     first, second = run(tmp_path / "a", **settings), run(tmp_path / "b", **settings)
     text = (first.folder / "samples.txt").read_text()
@@ -471,7 +471,7 @@ def test_run_writes_the_same_text_again(tmp_path: Path) -> None:
     assert one in page.read_text()
 
 
-def test_run_writes_no_text_if_none_is_wanted(tmp_path: Path) -> None:
+def test_run_with_zero_generated_tokens_writes_no_text(tmp_path: Path) -> None:
     result = run(tmp_path / "run", **{"evaluate.generate.tokens": 0})
     assert not (result.folder / "samples.txt").exists()
 
@@ -504,7 +504,9 @@ def test_prompts_need_language_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_language_runs_have_the_same_bits_everywhere(is_asynchronous: bool, tmp_path: Path) -> None:
+def test_language_run_has_the_same_bits_in_every_runtime(
+    is_asynchronous: bool, tmp_path: Path
+) -> None:
     """DiLoCo in rounds, and its asynchronous form: on one worker and on three, and resumed."""
     markov = Markov(kind="causal", users=4, samples=8, test_samples=2, length=6, shortest=3)
     local = Local(optimizer="adamw", lr=0.01, batch=4, keep_optimizer=True)

@@ -40,7 +40,7 @@ def reference() -> ModuleType:
 
 
 @pytest.mark.parametrize(("change", "strengths", "theirs"), CHANGES)
-def test_change_equals_torchvision_per_image(
+def test_colour_change_equals_torchvision_for_each_image(
     change: Callable[[Tensor, Tensor], Tensor],
     strengths: Tensor,
     theirs: str,
@@ -61,7 +61,7 @@ def test_change_equals_torchvision_per_image(
     ("change", "strength"),
     [(scale_brightness, 1.0), (scale_contrast, 1.0), (scale_saturation, 1.0), (shift_hue, 0)],
 )
-def test_neutral_strengths_change_nothing(
+def test_neutral_colour_strengths_change_nothing(
     change: Callable[[Tensor, Tensor], Tensor], strength: float
 ) -> None:
     before = IMAGES.clone()
@@ -108,7 +108,7 @@ def test_grey_images_keep_saturation_and_hue(
 @pytest.mark.parametrize(
     ("change", "strengths"), [(scale_brightness, FACTORS), (scale_contrast, FACTORS)]
 )
-def test_repeated_channel_changes_like_a_single_channel(
+def test_grey_as_three_channels_changes_like_one_channel(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]

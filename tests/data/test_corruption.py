@@ -30,19 +30,19 @@ def noisy(labels: np.ndarray, ratio: float, classes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.29, 0.5, 1.0])
-def test_noise_changes_stated_number_of_labels(ratio: float) -> None:
+def test_label_noise_changes_the_given_share_of_labels(ratio: float) -> None:
     labels = RNG.integers(0, 7, 100)
     changed = noisy(labels, ratio, 7)
     assert (changed != labels).sum() == round(100 * ratio)
     assert changed.min() >= 0 and changed.max() < 7
 
 
-def test_noise_of_one_flips_every_label_of_two_classes() -> None:
+def test_label_noise_of_one_flips_all_labels_of_two_classes() -> None:
     labels = RNG.integers(0, 2, 50)
     assert np.array_equal(noisy(labels, 1.0, 2), 1 - labels)
 
 
-def test_client_angles_are_taken_in_turn() -> None:
+def test_clients_take_rotation_angles_in_turn() -> None:
     assert client_rotation_angles(num_clients=5, angles=[0, 15, 30]).tolist() == [0, 15, 30, 0, 15]
 
 
@@ -85,7 +85,7 @@ def test_rotation_is_independent_of_the_batch() -> None:
     assert np.array_equal(together, np.stack(alone))
 
 
-def test_nearest_rotation_agrees_with_pillow() -> None:
+def test_rotation_agrees_with_pillows_nearest() -> None:
     from PIL import Image
 
     image = RNG.integers(0, 256, (28, 28), dtype=np.uint8)

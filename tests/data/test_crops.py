@@ -39,7 +39,7 @@ def test_crop_boxes_are_placed_uniformly() -> None:
     assert len(places) == 3 and places.min() > 0.9 * places.max(), "rows 0, 1 and 2"
 
 
-def test_crop_boxes_take_first_try_that_fits() -> None:
+def test_crop_boxes_take_first_draw_that_fits() -> None:
     uniforms = np.full((4, TRIES, 1), 0.5)
     uniforms[0, :2], uniforms[1, 1:] = 1.0, 0.5
     uniforms[1, 0] = 0.0  # all of the area at aspect 3/4 is taller than the image
@@ -65,7 +65,7 @@ def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: l
     assert boxes(height, width, (4.0, 5.0), 3).T.tolist() == [expected] * 3
 
 
-def test_crop_areas_above_one_keep_smaller_draws() -> None:
+def test_crop_areas_above_one_give_the_whole_image_or_less() -> None:
     """Areas of 0.8 to 1.2 (COVID-FL) give crops below the whole image, or all of it."""
     _, _, tall, wide = boxes(100, 100, (0.8, 1.2))
     whole = (tall == 100) & (wide == 100)
@@ -73,7 +73,7 @@ def test_crop_areas_above_one_keep_smaller_draws() -> None:
 
 
 @pytest.mark.parametrize("box", [(0, 0, 24, 20), (3, 5, 10, 7), (20, 0, 4, 20), (0, 19, 1, 1)])
-def test_resized_crop_equals_resized_part(
+def test_resized_crop_equals_resized_part_of_the_image(
     box: tuple[int, int, int, int],
 ) -> None:
     top, left, tall, wide = box

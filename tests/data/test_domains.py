@@ -69,7 +69,7 @@ def test_domains_of_every_form_have_ten_classes(root: Path) -> None:
         assert built.class_names == DIGITS and sorted(set(built.labels.tolist())) == list(range(10))
 
 
-def test_domains_fraction_keeps_test_rows(root: Path) -> None:
+def test_fraction_of_domains_keeps_all_test_rows(root: Path) -> None:
     source = Domains(
         root=str(root), download=False, domains=["digits", "mnist", "usps"], size=8, channels=3
     )
@@ -99,7 +99,7 @@ def test_error_names_domains_of_other_classes_or_shape(root: Path) -> None:
         Domains(domains=["usps", "mnist"], **settings).build()
 
 
-def test_domains_missing_name_gets_suggestion(root: Path) -> None:
+def test_missing_domain_gets_a_suggestion(root: Path) -> None:
     with pytest.raises(ValueError, match=r"SVHN: train_32x32.mat .*data\.domains"):
         Domains(root=str(root), download=False).build()
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_domains_reject_regression_data(root: Path) -> None:
         ).build()
 
 
-def test_domains_changed_file_is_read_again(root: Path) -> None:
+def test_changed_file_of_a_domain_is_read_again(root: Path) -> None:
     settings = {"root": str(root), "download": False, "domains": ["usps", "digits"], "size": 8}
     before = Domains(**settings).build()
     assert Domains(**settings).build().path == before.path
@@ -131,7 +131,7 @@ def test_domains_changed_file_is_read_again(root: Path) -> None:
     assert Domains(**settings).build().path != before.path
 
 
-def test_domains_of_real_digits(shared: Path) -> None:
+def test_domains_of_real_digits_are_complete(shared: Path) -> None:
     names = ["usps", "mnist_m", "digits"]
     built = Domains(
         root=str(shared / "data"), download=False, domains=names, size=32, channels=3

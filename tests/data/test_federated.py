@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_clean_data_has_no_second_file(cache: Path) -> None:
+def test_uncorrupted_data_set_has_one_file(cache: Path) -> None:
     data = federate(SOURCE, IID(5), 0)
     assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
     assert data.central.tolist() == list(range(300, 320))
@@ -34,7 +34,7 @@ def test_clean_data_has_no_second_file(cache: Path) -> None:
     assert data.title == "Synthetic(samples=300, test_samples=20), IID(clients=5)"
 
 
-def test_federated_data_pickles_as_path_and_arrays() -> None:
+def test_federated_data_is_pickled_as_path_and_arrays() -> None:
     data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
     copy = pickle.loads(pickle.dumps(data))
     assert (
@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_rotation_of_central_test_set() -> None:
+def test_central_test_set_is_rotated_as_rotation_test_says() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -125,7 +125,7 @@ def test_pooling_comes_after_rotation() -> None:
     assert np.array_equal(data.open().inputs, (sums + 2) // 4)
 
 
-def test_rows_of_no_client_stay_unchanged() -> None:
+def test_rows_without_a_client_are_not_corrupted() -> None:
     source = replace(SOURCE, label_noise=1.0, rotation=Rotation(per="client", angles=[90.0]))
     data, clean = federate(source, IID(5, fraction=0.5), 0), SOURCE.build()
     used = np.concatenate((data.partition.train.indices, data.partition.test.indices, data.central))
@@ -183,7 +183,7 @@ def test_validation_rows_are_rotated_as_their_client() -> None:
     assert pool_clients(having).partition.validation is validation
 
 
-def test_client_test_set_may_be_its_domains_central_rows() -> None:
+def test_clients_can_be_tested_on_central_rows_of_their_domain() -> None:
     source = Synthetic(samples=300, test_samples=60, domains=3)
     for partitioner in (
         Domain(2, test_fraction=None),
@@ -217,7 +217,7 @@ def test_missing_central_tests_are_rejected(source: Synthetic, key: str) -> None
         federate(source, Domain(test_fraction=None), 0)
 
 
-def test_statistics_describe_the_split() -> None:
+def test_split_statistics_describe_the_partition() -> None:
     data = federate(SOURCE, Dirichlet(20, 0.05, minimum=0), 0)
     numbers = statistics(data)
     counts = class_counts(data)

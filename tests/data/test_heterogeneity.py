@@ -8,7 +8,7 @@ import pytest
 from raysim.data.heterogeneity import SCALES, format_heterogeneity, heterogeneity
 
 
-def test_clients_of_one_class_each() -> None:
+def test_clients_of_one_class_have_zero_label_entropy() -> None:
     measures = heterogeneity(np.diag([6, 6, 6, 6]))
     assert measures.keys() == SCALES.keys()
     assert (
@@ -39,7 +39,7 @@ def test_equal_clients_have_no_divergence() -> None:
     assert measures["size_variation"] == pytest.approx(np.std([8, 2, 0]) / np.mean([8, 2, 0]))
 
 
-def test_means_are_over_clients_of_any_size() -> None:
+def test_heterogeneity_weighs_all_clients_equally() -> None:
     measures = heterogeneity(np.array([[100, 0], [1, 1]]))
     assert (
         measures["label_entropy"] == pytest.approx(np.log(2) / 2) == measures["label_entropy_std"]

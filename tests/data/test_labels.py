@@ -131,7 +131,7 @@ def test_every_source_reads_labels_in_the_same_way(
 
 
 @pytest.mark.parametrize("write", [write for write in FORMS if write is not as_arrays])
-def test_kind_setting_decides_in_every_source(
+def test_data_kind_decides_how_every_source_reads_labels(
     write: Callable[[Path, np.ndarray], Source], tmp_path: Path
 ) -> None:
     source: Any = write(tmp_path, np.array([5.0, 4.0] * 6))
@@ -139,7 +139,7 @@ def test_kind_setting_decides_in_every_source(
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == [5.0, 4.0] * 6
 
 
-def test_kind_setting_decides_for_arrays() -> None:
+def test_data_kind_decides_how_labels_of_arrays_are_read() -> None:
     labels = np.arange(12) % 3
     dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == labels.tolist()
@@ -147,7 +147,7 @@ def test_kind_setting_decides_for_arrays() -> None:
 
 @pytest.mark.parametrize("write", [as_leaf, as_numpy, as_npz, as_parquet, as_arrays])
 @pytest.mark.parametrize("name", ["integers", "whole floats", "floats"])
-def test_labels_of_one_column_are_read_as_flat(
+def test_labels_with_one_column_are_read_as_flat_labels(
     write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
 ) -> None:
     labels, kind, outputs = LABELS[name]
@@ -157,7 +157,7 @@ def test_labels_of_one_column_are_read_as_flat(
 
 
 # ---- the kind in sources that know their labels --------------------------------------------------
-def test_numeric_class_names_can_be_values() -> None:
+def test_numeric_class_names_can_be_regression_values() -> None:
     digits, values = Digits().build(), Digits(kind="regression").build()
     assert values.kind == "regression" and np.array_equal(values.labels[:, 0], digits.labels)
 
@@ -171,12 +171,12 @@ def test_numeric_class_names_can_be_values() -> None:
     ],
     ids=["digits", "wine", "diabetes"],
 )
-def test_kind_that_labels_cannot_be_is_rejected(source: Source) -> None:
+def test_data_kind_that_does_not_fit_labels_is_rejected(source: Source) -> None:
     with pytest.raises(ValueError, match=r"data\.kind="):
         source.build()
 
 
-def test_folders_named_by_numbers_can_be_values(tmp_path: Path) -> None:
+def test_folders_named_by_numbers_can_be_regression_values(tmp_path: Path) -> None:
     from tiny import picture, write_picture
 
     for name in ("20", "35"):
@@ -185,7 +185,7 @@ def test_folders_named_by_numbers_can_be_values(tmp_path: Path) -> None:
     assert dataset.labels.tolist() == [[20.0], [35.0]]
 
 
-def test_unknown_kind_is_rejected() -> None:
+def test_unknown_data_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"data\.kind='classes'"):
         Digits(kind="classes")  # type: ignore[arg-type]
 
@@ -204,7 +204,7 @@ def test_unknown_kind_is_rejected() -> None:
         ([[1], [2, 3]], "multilabel"),
     ],
 )
-def test_infer_kind_by_form_of_labels(values: Any, kind: str) -> None:
+def test_kind_of_data_follows_from_form_of_labels(values: Any, kind: str) -> None:
     assert infer_kind(values) == kind
 
 
@@ -219,19 +219,19 @@ def test_floats_that_cannot_be_classes_are_rejected(labels: list[float]) -> None
     [np.zeros((4, 2, 2)), np.array([["a", "b"]] * 4), np.zeros((4, 3), int), [[1, 2], [0]]],
     ids=["three axes", "text", "integers", "lists"],
 )
-def test_samples_with_several_labels_have_no_classes(labels: Any) -> None:
+def test_classification_rejects_several_labels_of_a_sample(labels: Any) -> None:
     with pytest.raises(ValueError, match="place"):
         read_labels(labels, "classification", None, "place")
 
 
-def test_lists_of_one_label_are_classes_in_classification() -> None:
+def test_lists_of_one_label_can_be_classes() -> None:
     labels = read_labels([[1], [0], [1]], "classification", None, "place")
     assert labels.values.tolist() == [1, 0, 1]
     assert (labels.names, labels.kind) == (["0", "1"], "classification")
 
 
 # ---- several labels, and labels per position -----------------------------------------------------
-def test_lists_of_one_length_are_label_sets_if_multilabel() -> None:
+def test_lists_of_equal_length_can_be_sets_of_labels() -> None:
     lists = [[0, 3], [1, 2], [3, 1]] * 4
     dataset = store_arrays((INPUTS, lists), {"kind": "multilabel"}).build()
     assert dataset.kind == "multilabel" and dataset.labels[0].tolist() == [1, 0, 0, 1]
@@ -252,7 +252,7 @@ def test_labels_per_position_are_stored_with_their_shape() -> None:
     assert dataset.labels.tolist() == labels.tolist()
 
 
-def test_integers_per_position_are_values_in_a_regression() -> None:
+def test_integers_per_position_can_be_regression_values() -> None:
     labels = np.arange(36).reshape(12, 3) % 4
     dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.class_names == ["0", "1", "2"] and dataset.labels.tolist() == labels.tolist()
@@ -267,7 +267,7 @@ def test_integers_per_position_are_values_in_a_regression() -> None:
     ],
     ids=["text", "equally long text", "integers"],
 )
-def test_lists_of_labels_from_python_are_several_labels(rows: list, names: list[str]) -> None:
+def test_lists_from_python_are_several_labels_of_a_sample(rows: list, names: list[str]) -> None:
     halves = ((INPUTS, rows), (INPUTS[:3], rows[:3]))
     dataset = store_arrays(halves).build()
     assert (dataset.kind, dataset.class_names, dataset.train_rows) == ("multilabel", names, 12)
@@ -276,11 +276,11 @@ def test_lists_of_labels_from_python_are_several_labels(rows: list, names: list[
         assert {names[column] for column in np.flatnonzero(indicators)} == expected
 
 
-def test_lists_in_one_half_and_array_in_other_are_rejected() -> None:
+def test_lists_for_training_and_array_for_tests_are_rejected() -> None:
     with pytest.raises(ValueError, match="data: labels"):
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 
 
-def test_lists_of_one_text_are_classes() -> None:
+def test_lists_with_one_text_each_are_classes() -> None:
     dataset = store_arrays((INPUTS, [["a"], ["b"]] * 6)).build()
     assert (dataset.kind, dataset.class_names) == ("classification", ["a", "b"])

@@ -32,7 +32,7 @@ def test_strips_are_cut_from_top_to_bottom(channels: int, tmp_path: Path) -> Non
     assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
 
 
-def test_strips_root_may_be_the_folder_around(
+def test_strips_root_can_be_the_parent_folder(
     tmp_path: Path,
 ) -> None:
     write_strips(tmp_path / "set")
@@ -45,14 +45,14 @@ def test_strips_root_may_be_the_folder_around(
     )
 
 
-def test_strips_without_description_are_square(tmp_path: Path) -> None:
+def test_strips_without_description_have_square_images(tmp_path: Path) -> None:
     write_strips(tmp_path, classes=["a", "b", "c"])
     (tmp_path / "meta.json").unlink()
     built = Strips(root=str(tmp_path)).build()
     assert built.shape == (1, 4, 4) and built.class_names == ["0", "1", "2"]
 
 
-def test_strips_description_may_give_the_height(tmp_path: Path) -> None:
+def test_strips_description_can_give_the_height(tmp_path: Path) -> None:
     images = write_strips(tmp_path, rows=(4, 2), classes=["a"], per_strip=2)
     for split, count in (("train", 8), ("test", 4)):
         np.save(tmp_path / f"{split}-labels.npy", np.zeros(count, dtype=np.uint8))
@@ -172,7 +172,7 @@ def test_strips_need_an_integer_label_per_image(tmp_path: Path) -> None:
         Strips(root=str(tmp_path)).build()
 
 
-def test_strips_pipe_is_not_opened(tmp_path: Path) -> None:
+def test_pipe_in_place_of_strips_is_not_opened(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "train-000.png").unlink()
     os.mkfifo(tmp_path / "train-000.png")
@@ -195,7 +195,7 @@ def test_strips_pipe_is_not_opened(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_real_strips_have_their_stated_sizes(
+def test_real_strips_have_the_documented_sizes(
     name: str, shape: tuple[int, ...], rows: tuple[int, int], classes: int, shared: Path
 ) -> None:
     built = Strips(root=str(shared / "data"), name=name).build()
@@ -213,7 +213,7 @@ def test_pneumonia_mnist_has_its_published_mean(shared: Path) -> None:
     assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4
 
 
-def test_error_names_strips_labels_with_broken_header(tmp_path: Path) -> None:
+def test_error_names_label_file_with_broken_header(tmp_path: Path) -> None:
     write_strips(tmp_path / "set")
     file = tmp_path / "set/train-labels.npy"
     file.write_bytes(

@@ -104,7 +104,7 @@ def test_hold_out_keeps_last_sample_of_client() -> None:
     assert hold_out(csr, 0.0, np.arange(12)).test.counts.tolist() == [0, 0, 0, 0]
 
 
-def test_fractions_are_nested_and_keep_test_rows() -> None:
+def test_smaller_fraction_is_part_of_larger_one() -> None:
     small, large, whole = (split(Domain(2, fraction=f, test_fraction=0.1)) for f in (0.1, 0.5, 1.0))
     for client in range(8):
         rows = [set(part.train.rows(client).tolist()) for part in (small, large, whole)]
@@ -137,11 +137,11 @@ def test_hold_out_takes_validation_after_test_rows() -> None:
         )
 
 
-def test_fraction_count_ignores_rounding() -> None:
+def test_fraction_count_has_no_floating_point_error() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
 
-def test_split_functions_take_tensors() -> None:
+def test_split_functions_accept_tensors() -> None:
     labels, order = torch.tensor([0, 1, 0, 1]), torch.tensor([3, 2, 1, 0])
     rows = dirichlet_label_split(
         labels=labels, proportions=torch.tensor([[0.5, 0.5], [0.0, 1.0]]), order=order
@@ -158,7 +158,7 @@ def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_prior_of_remaining_samples_gives_clients_one_class() -> None:
+def test_prior_of_remaining_samples_makes_one_class_clients() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -175,7 +175,7 @@ def test_dirichlet_client_sizes_are_equal() -> None:
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
 
 
-def test_dirichlet_client_takes_other_classes_at_the_end() -> None:
+def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
     rows = dirichlet_client_split(
         labels=[0, 1, 1, 1],
         proportions=[[1.0, 0.0]],
@@ -210,13 +210,13 @@ def test_balance_stops_client_at_equal_share() -> None:
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
 
 
-def test_dirichlet_redraws_until_minimum() -> None:
+def test_dirichlet_is_drawn_again_until_clients_have_minimum() -> None:
     # at this setting about one draw in ten satisfies the minimum
     assert split(Dirichlet(20, 0.3, minimum=20, test_fraction=0)).train.counts.min() >= 20
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
-def test_dirichlet_groups_split_consecutive_parts() -> None:
+def test_dirichlet_groups_divide_consecutive_samples() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]
@@ -243,7 +243,7 @@ def test_shards_keep_all_samples_of_uneven_sizes() -> None:
     ]
 
 
-def test_domains_and_class_groups_define_clients() -> None:
+def test_clients_follow_from_domains_and_class_groups() -> None:
     counts = split(Domain(2, test_fraction=0)).train
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
@@ -260,7 +260,7 @@ def test_subsample_of_fraction_one_keeps_every_row() -> None:
     assert rows.indices.tolist() == [0, 1, 4, 3] and rows.offsets.tolist() == [0, 3, 4]
 
 
-def test_splits_cover_fewer_samples_than_clients() -> None:
+def test_splits_accept_fewer_samples_than_clients() -> None:
     assert iid_split(order=np.arange(3), num_clients=5).offsets.tolist() == [0, 1, 2, 3, 3, 3]
     shares = np.full(1000, 1 / 1000)
     rows = quantity_split(order=np.arange(1000), proportions=shares)
@@ -270,13 +270,13 @@ def test_splits_cover_fewer_samples_than_clients() -> None:
 @pytest.mark.parametrize(
     "kind", [IID(100_000), Dirichlet(100_000, 0.5, minimum=0), Quantity(100_000, 0.5, minimum=0)]
 )
-def test_split_of_a_hundred_thousand_clients(kind: Partitioner) -> None:
+def test_split_of_a_hundred_thousand_clients_is_complete(kind: Partitioner) -> None:
     labels = np.arange(60_000) % 10
     partition = kind.split(labels, np.zeros_like(labels), 10, 0)
     assert len(partition) == 100_000 and all_rows(partition) == list(range(60_000))
 
 
-def test_partition_pickles_and_rows_are_views() -> None:
+def test_partition_can_be_pickled_and_rows_are_views() -> None:
     partition = split(IID(4))
     copy = pickle.loads(pickle.dumps(partition))
     assert np.array_equal(copy.train.rows(2), partition.train.rows(2))
@@ -343,13 +343,13 @@ def test_partition_pickles_and_rows_are_views() -> None:
         ),
     ],
 )
-def test_impossible_split_names_key_and_value(make, key: str) -> None:
+def test_error_of_impossible_split_names_key_and_value(make, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         make()
 
 
 @pytest.mark.parametrize(("proportions", "attempts"), [(5_000, 50), (1_000, 20)])
-def test_large_split_gives_up_after_fewer_draws(
+def test_large_split_fails_after_fewer_draws(
     proportions: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "MAX_PROPORTIONS", proportions)
@@ -367,7 +367,7 @@ def listed_rows(content: object, tmp_path: Path, test_fraction: float = 0.2) -> 
 
 
 @pytest.mark.parametrize("content", [[[3, 1], [], [9]], {"alice": [3, 1], "bob": [], "carol": [9]}])
-def test_listed_clients_have_rows_of_file(content: object, tmp_path: Path) -> None:
+def test_listed_partition_has_the_rows_of_its_file(content: object, tmp_path: Path) -> None:
     partition = listed_rows(content, tmp_path, test_fraction=0.0)
     assert [partition.train.rows(client).tolist() for client in range(3)] == [[3, 1], [], [9]]
     partition = listed_rows([[*range(10)]], tmp_path, test_fraction=0.3)
@@ -387,12 +387,12 @@ def test_listed_clients_have_rows_of_file(content: object, tmp_path: Path) -> No
         (3, "clients"),
     ],
 )
-def test_listed_rejects_wrong_lists(content: object, value: str, tmp_path: Path) -> None:
+def test_listed_partition_rejects_wrong_lists(content: object, value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"partition\.file=.*split\.json.*{value}"):
         listed_rows(content, tmp_path)
 
 
-def test_listed_rejects_missing_file() -> None:
+def test_listed_partition_rejects_missing_file() -> None:
     labels = np.zeros(3, dtype=np.int64)
     for partition, key in (
         (Listed(), r"partition=listed needs partition\.file"),
@@ -411,13 +411,13 @@ def test_draw_classes_skips_empty_class() -> None:
     assert draw_classes(shares, turns, uniforms, np.array([0, 3])).tolist() == [1, 1, 1]
 
 
-def test_domain_tests_leave_out_untrained_domains() -> None:
+def test_clients_of_domains_are_tested_on_trained_domains() -> None:
     domains = np.array([0, 2, 1, 0, 2])
     tests = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
 
 
-def test_domain_class_tests_leave_out_untrained_domains() -> None:
+def test_clients_of_class_groups_are_tested_on_trained_domains() -> None:
     labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
     tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
     assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]
@@ -426,7 +426,7 @@ def test_domain_class_tests_leave_out_untrained_domains() -> None:
 @pytest.mark.parametrize(
     "partitioner", [Dirichlet(3, 0.1), DirichletClient(3, 0.1), Shards(3, 2), DomainClass([[0]])]
 )
-def test_rule_that_needs_classes_refuses_data_without(partitioner: Partitioner) -> None:
+def test_partition_by_class_refuses_data_without_classes(partitioner: Partitioner) -> None:
     with pytest.raises(ValueError, match=type(partitioner).__name__):
         federate(Tabular("diabetes"), partitioner, 0)
 

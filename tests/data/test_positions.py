@@ -62,7 +62,7 @@ def test_kind_of_labels_follows_from_their_form(labels: np.ndarray, kind: str) -
     assert read_labels(labels, None, None, "data").kind == kind
 
 
-def test_ignored_positions_are_stored_as_pytorchs() -> None:
+def test_ignored_positions_have_pytorchs_ignore_index() -> None:
     _, y = images(5)
     labels = read_labels(y[:, None], None, None, "data", 255)
     assert labels.values.shape == (5, 4, 4) and labels.names == ["0", "1", "2"]
@@ -71,13 +71,13 @@ def test_ignored_positions_are_stored_as_pytorchs() -> None:
     assert text.names == ["a", "b"] and text.values.tolist() == [[0, IGNORED], [1, 0]]
 
 
-def test_labels_that_are_all_ignored_are_refused() -> None:
+def test_data_with_only_ignored_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"data\.ignore=255"):
         read_labels(np.full((4, 3), 255), "positions", None, "data", 255)
 
 
 # --- loss and scores ----------------------------------------------------------------------
-def test_position_loss_is_pytorchs() -> None:
+def test_loss_of_positions_equals_pytorchs() -> None:
     outputs, labels = torch.randn(6, 3, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     objective = OBJECTIVES["positions"]
     assert torch.allclose(objective.loss(outputs, labels), cross_entropy(outputs, labels))
@@ -91,7 +91,7 @@ def test_position_loss_is_pytorchs() -> None:
 
 
 @pytest.mark.parametrize("name", ["iou", "f1", "accuracy"])
-def test_position_scores_are_scikit_learns(name: str) -> None:
+def test_scores_of_positions_equal_scikit_learns(name: str) -> None:
     outputs, labels = torch.randn(6, 4, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     metric = OBJECTIVES["positions"].metric(name)
     assert metric is not None and metric.rows is not None
@@ -125,7 +125,7 @@ def test_segmentation_learns_and_scores(tmp_path: Path) -> None:
     assert last["accuracy_global"] == pytest.approx(right.mean())
 
 
-def test_segmentation_has_the_same_bits_everywhere(tmp_path: Path) -> None:
+def test_segmentation_has_the_same_bits_in_every_runtime(tmp_path: Path) -> None:
     spec = run_spec(model=CustomModel(pixels), data=data(), local=Local(lr=0.2, batch=8))
     one = run(spec, rounds=4)
     three = run_to_end(coordinate(spec, rounds=4, runtime=several_workers(spec, 3)))
@@ -135,7 +135,7 @@ def test_segmentation_has_the_same_bits_everywhere(tmp_path: Path) -> None:
     assert resumed.history == one.history and resumed.bits == one.bits
 
 
-def test_values_of_any_shape_are_learned() -> None:
+def test_regression_of_images_is_trained() -> None:
     x, _ = images()
     row = raysim.run(**FAST, model=lambda: nn.Conv2d(1, 1, 1), data=(x, x * 2)).rows[-1]
     assert row["mae"] is not None and np.isfinite(row["train_loss"])
@@ -178,7 +178,7 @@ def test_losses_skip_unlabelled_samples() -> None:
         ("loss=huber", "loss=huber"),
     ],
 )
-def test_settings_unsuited_to_positions_are_refused(words: str, key: str) -> None:
+def test_settings_that_positions_cannot_use_are_refused(words: str, key: str) -> None:
     pytest.importorskip("torchmetrics")
     parts = {} if words.startswith("model") else {"model": pixels}
     settings = {key: value for key, value in FAST.items() if key != "quiet"}
@@ -188,7 +188,7 @@ def test_settings_unsuited_to_positions_are_refused(words: str, key: str) -> Non
         raysim.build(words, **settings, **{"data.ignore": 255}, data=images(), **parts)
 
 
-def test_error_for_classes_last_says_to_move_them() -> None:
+def test_error_of_classes_in_last_axis_says_to_move_them() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()

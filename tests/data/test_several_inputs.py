@@ -47,7 +47,7 @@ class TwoInputs(nn.Module):
 
 
 # --- rows of several inputs ------------------------------------------------------------------
-def test_packed_inputs_are_taken_apart_exactly() -> None:
+def test_packed_inputs_are_unpacked_without_change() -> None:
     levels = RNG.integers(0, 256, (60, 1, 2, 2)).astype(np.uint8)
     packed, fields = pack_fields({**INPUTS, "picture": levels}, "here")
     numbers, words, picture = unpack_fields(torch.from_numpy(packed), fields)
@@ -69,12 +69,12 @@ def test_packed_inputs_are_taken_apart_exactly() -> None:
         ((NUMBERS, np.array(["x"] * 60)), "input 1: .*type"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(inputs: Any, text: str) -> None:
+def test_several_inputs_of_unequal_form_are_refused(inputs: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pack_fields(inputs, "here")
 
 
-def test_network_still_takes_its_own_arguments() -> None:
+def test_network_of_several_inputs_accepts_unpacked_arguments() -> None:
     hook = TakeApart((InputField("a", (2,)), InputField("b", (1,), True)))
     network = nn.Identity()
     assert hook(network, (torch.ones(3, 2), torch.ones(3)), {}) is None
@@ -173,7 +173,7 @@ def hugging_face() -> Any:
     [frame, lambda: pa.Table.from_pandas(frame()), polars_frame, hugging_face],
     ids=["pandas", "arrow", "polars", "datasets"],
 )
-def test_tables_are_data(make: Any) -> None:
+def test_data_frames_are_accepted_as_data(make: Any) -> None:
     words = "data.label=kind data.user=branch data.columns=a+b+c model=mlp partition=natural"
     settings = {key: value for key, value in FAST.items() if not key.startswith("partition")}
     experiment = raysim.build(words, **settings, data=make())

@@ -70,14 +70,14 @@ def shards(tmp_path: Path) -> str:
 
 
 # --- tar files ----------------------------------------------------------------------------------
-def test_shards_are_pictures_classes_and_users(shards: str) -> None:
+def test_shards_contain_pictures_classes_and_users(shards: str) -> None:
     built = WebDataset(root=shards, columns=["image.png"]).build()
     np.testing.assert_array_equal(built.inputs[:, 0], PIXELS)
     assert (built.train_rows, built.labels.tolist()) == (9, [row % 2 for row in range(12)])
     assert built.domain_names == [f"hospital {user}" for user in range(4)]
 
 
-def test_shards_pictures_of_classes_are_labels_per_pixel(shards: str) -> None:
+def test_shards_read_class_pictures_as_labels_of_pixels(shards: str) -> None:
     built = WebDataset(root=shards, columns=["image.png"], label="mask.png").build()
     assert built.kind == "positions"
     np.testing.assert_array_equal(built.labels, MASKS)
@@ -86,7 +86,7 @@ def test_shards_pictures_of_classes_are_labels_per_pixel(shards: str) -> None:
     assert set(np.unique(small.labels)) <= {0, 1}
 
 
-def test_shards_endings_are_several_inputs(shards: str) -> None:
+def test_shards_read_several_endings_as_several_inputs(shards: str) -> None:
     columns = ["image.png", "age.npy", "words.txt"]
     built = WebDataset(root=shards, columns=columns).build()
     assert isinstance(built.shape, PackedShape)
@@ -95,13 +95,13 @@ def test_shards_endings_are_several_inputs(shards: str) -> None:
     np.testing.assert_array_equal(built.inputs[:, :64] * 255, PIXELS.reshape(12, 64))
 
 
-def test_shards_json_objects_are_structures(shards: str) -> None:
+def test_shards_read_json_objects_as_structured_targets(shards: str) -> None:
     built = WebDataset(root=shards, columns=["age.npy"], label="box.json").build()
     assert [part.name for part in built.targets] == ["boxes", "count"]
     assert built.labels[5].tolist() == [2, 5, 1, 2, 3, 5, 1, 2, 3, 1, 2]
 
 
-def test_shards_folders_train_and_test(tmp_path: Path) -> None:
+def test_shards_are_read_from_folders_train_and_test(tmp_path: Path) -> None:
     write_shard(tmp_path / "train/0.tar", range(4))
     write_shard(tmp_path / "test/0.tar", range(4, 6))
     assert WebDataset(root=str(tmp_path), columns=["cls"], label="age.npy").build().train_rows == 4
@@ -161,7 +161,7 @@ def parquet(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("source", "write"), [(JsonLines, json_lines), (Parquet, parquet)])
-def test_columns_are_several_inputs_and_a_structure(
+def test_parquet_columns_are_inputs_and_a_structured_target(
     source: type[Source], write: Any, tmp_path: Path
 ) -> None:
     built = source(**write(tmp_path), columns=["age", "height"], separate=True).build()  # type: ignore[call-arg]
@@ -173,7 +173,7 @@ def test_columns_are_several_inputs_and_a_structure(
     ]
 
 
-def test_columns_of_a_table_are_one_structured_target(tmp_path: Path) -> None:
+def test_columns_of_data_targets_are_a_structured_target(tmp_path: Path) -> None:
     lines = ["a,b,width,height", *(f"{row},{2 * row},{row}.5,{row}" for row in range(10))]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     source = Csv(root=str(tmp_path / "rows.csv"), targets=["width", "height"], test_fraction=0)
@@ -196,7 +196,7 @@ def archive() -> dict[str, Any]:
     }
 
 
-def test_numpy_archive_parts_are_inputs_and_structure(tmp_path: Path) -> None:
+def test_numpy_archive_has_several_inputs_and_targets(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", **archive())
     built = NumPy(root=str(tmp_path), test_fraction=0).build()
     assert isinstance(built.shape, PackedShape)
@@ -219,7 +219,7 @@ def test_numpy_archive_parts_are_inputs_and_structure(tmp_path: Path) -> None:
         ({"x.age": AGES[:5]}, r"x\.age 5"),
     ],
 )
-def test_numpy_archive_parts_are_checked(
+def test_numpy_archive_with_wrong_arrays_is_refused(
     changes: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     np.savez(tmp_path / "train.npz", **{**archive(), **changes})

@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # ---- the cached file -----------------------------------------------------------------------------
-def test_dataset_is_read_only_and_pickles_as_its_path() -> None:
+def test_dataset_is_read_only_and_pickled_as_its_path() -> None:
     built = Synthetic(samples=20_000).build()
     assert not built.inputs.flags.writeable and not built.labels.flags.writeable
     assert (
@@ -50,7 +50,7 @@ def test_dataset_is_read_only_and_pickles_as_its_path() -> None:
     assert np.array_equal(pickle.loads(content).inputs, built.inputs)
 
 
-def test_second_build_opens_file_of_the_first(cache: Path) -> None:
+def test_second_build_opens_the_stored_file(cache: Path) -> None:
     first = Synthetic().build()
     written = first.path.stat().st_mtime_ns
     assert (
@@ -61,7 +61,7 @@ def test_second_build_opens_file_of_the_first(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_cache_setting_replaces_environment_variable(tmp_path: Path) -> None:
+def test_data_cache_replaces_environment_variable(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -123,7 +123,7 @@ def test_flipped_byte_of_any_array_is_detected(array: str) -> None:
         Synthetic(samples=50, test_samples=0).build()
 
 
-def test_damaged_byte_never_gives_other_data() -> None:
+def test_file_with_damaged_byte_is_never_read_as_other_data() -> None:
     path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
     content = path.read_bytes()
     good = Dataset(path)
@@ -197,7 +197,9 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
         (Usps, "usps.bz2"),
     ],
 )
-def test_root_without_set_names_missing_file(kind: type[Source], file: str, tmp_path: Path) -> None:
+def test_error_of_missing_data_set_names_the_file(
+    kind: type[Source], file: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*{file}.*data.download=true"):
         kind(root=str(tmp_path), download=False).build()
 
@@ -211,7 +213,7 @@ def test_root_without_set_names_missing_file(kind: type[Source], file: str, tmp_
         "<urlopen error no route to host>",
     ],
 )
-def test_failed_download_names_reason_and_key(
+def test_error_of_failed_download_names_reason_and_key(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -293,7 +295,7 @@ def test_usps_is_read_from_root_or_its_folder(inner: str, tmp_path: Path) -> Non
     assert built.shape == (1, 16, 16) and built.inputs[0].sum() == built.inputs[0, 0, 0, 0] == 255
 
 
-def test_svhn_labels_and_pixels_keep_their_places(
+def test_svhn_keeps_order_of_labels_and_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -331,7 +333,7 @@ def test_synthetic_has_balanced_classes_per_domain() -> None:
     assert set(cells.tolist()) == {10}
 
 
-def test_synthetic_domains_shift_classes() -> None:
+def test_synthetic_classes_differ_between_domains() -> None:
     built = Synthetic(classes=2, domains=2, samples=8, test_samples=0, noise=0.0).build()
     assert len({image.tobytes() for image in built.inputs}) == 4
 
@@ -355,12 +357,12 @@ def test_synthetic_domains_shift_classes() -> None:
         ({"shape": [2, 4, 4]}, r"data.shape=\[2, 4, 4\]"),
     ],
 )
-def test_impossible_settings_name_their_key(settings: dict, key: str) -> None:
+def test_error_of_impossible_data_setting_names_its_key(settings: dict, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         Synthetic(**settings)
 
 
-def test_arrays_are_resized_as_pictures_are() -> None:
+def test_arrays_are_resized_like_pictures() -> None:
     plain, large = (
         Synthetic(samples=5, test_samples=0).build(),
         Synthetic(samples=5, test_samples=0, size=12, channels=3).build(),
@@ -370,7 +372,7 @@ def test_arrays_are_resized_as_pictures_are() -> None:
     assert np.abs(large.inputs[2].astype(int) - np.asarray(resized)).max() <= 1
 
 
-def test_pipeline_settings_change_no_file() -> None:
+def test_pipeline_settings_do_not_change_the_stored_file() -> None:
     source = Synthetic(
         mean=[0.5],
         std=[0.25],
@@ -395,7 +397,7 @@ def test_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_data_only_selects_classes_in_its_order(tmp_path: Path) -> None:
+def test_data_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

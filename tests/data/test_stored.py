@@ -44,7 +44,7 @@ def test_parquet_images_keep_every_pixel(struct: bool, tmp_path: Path) -> None:
     assert built.domain_names == [tmp_path.name]
 
 
-def test_parquet_folders_are_domains_of_one_size(
+def test_parquet_folders_are_domains_with_images_of_one_size(
     tmp_path: Path,
 ) -> None:
     for name, size, channels in (("usps", 4, 1), ("photo", 6, 3)):
@@ -67,7 +67,7 @@ def test_parquet_folders_are_domains_of_one_size(
     assert sorted(from_list.domain_names) == built.domain_names
 
 
-def test_parquet_domains_text_labels_and_parts(tmp_path: Path) -> None:
+def test_parquet_reads_text_domains_labels_and_several_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", [picture()], ["dog"], domain=["b"])
     write_parquet(tmp_path / "train-1.parquet", [picture()], ["cat"], domain=["a"])
     write_parquet(tmp_path / "test-0.parquet", [picture()], ["cat"], domain=["b"])
@@ -308,7 +308,7 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_label_in_lists_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
+def test_label_above_number_of_rows_in_list_is_rejected(label: int, tmp_path: Path) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
@@ -367,7 +367,7 @@ def test_label_in_lists_above_number_of_rows_is_rejected(label: int, tmp_path: P
         ),
     ],
 )
-def test_error_of_label_lists_names_wrong_values(
+def test_error_of_a_list_of_labels_names_the_wrong_value(
     labels: list, names: list[str] | None, value: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=value):
@@ -405,7 +405,7 @@ def test_error_names_label_types_that_differ_between_files(
 @pytest.mark.parametrize(
     "other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())]
 )
-def test_label_lists_of_several_arrow_types(other: pa.DataType, tmp_path: Path) -> None:
+def test_label_lists_may_have_any_arrow_type(other: pa.DataType, tmp_path: Path) -> None:
     built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
     assert built.kind == "multilabel" and built.class_names == ["0", "1", "2"]
     assert built.labels.tolist() == [[1, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
@@ -565,7 +565,7 @@ def forms(root: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["strips", "parquet", "pictures"])
-def test_stored_set_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
+def test_stored_data_set_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
     images = forms(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
     assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [
@@ -579,7 +579,7 @@ def test_stored_set_is_the_same_in_every_form(form: str, tmp_path: Path) -> None
     assert np.array_equal(itself.inputs, around.inputs)
 
 
-def test_stored_passes_columns_to_parquet(tmp_path: Path) -> None:
+def test_stored_source_passes_columns_to_parquet(tmp_path: Path) -> None:
     write_parquet(
         tmp_path / "train.parquet",
         [picture() for _ in range(4)],
@@ -596,7 +596,7 @@ def test_stored_passes_columns_to_parquet(tmp_path: Path) -> None:
     )
 
 
-def test_stored_names_missing_set(tmp_path: Path) -> None:
+def test_error_of_missing_stored_data_set_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"PACS needs data\.root"):
         Stored(name="PACS").build()
     with pytest.raises(

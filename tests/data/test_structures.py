@@ -58,7 +58,7 @@ class Padded:
         return (outputs[:, 4] - counts).square()
 
 
-def test_targets_are_stored_and_taken_apart_exactly() -> None:
+def test_structured_targets_are_stored_without_change() -> None:
     labels = pack_targets(TARGETS, "here")
     found = unpack_targets(torch.from_numpy(labels.values), labels.targets)
     for target, expected in zip(found, TARGETS, strict=True):
@@ -77,7 +77,7 @@ def test_targets_are_stored_and_taken_apart_exactly() -> None:
         ([{"a": ["x"]}], "a: .*type"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(targets: Any, text: str) -> None:
+def test_structured_targets_of_unequal_form_are_refused(targets: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pack_targets(targets, "here")
 
@@ -91,7 +91,7 @@ class Scenes(Dataset[Any]):
 
 
 @pytest.mark.parametrize("data", [(INPUTS, TARGETS), Scenes()], ids=["lists", "items"])
-def test_structures_train_with_the_users_loss(data: Any, tmp_path: Path) -> None:
+def test_structured_targets_train_with_the_users_loss(data: Any, tmp_path: Path) -> None:
     data = {"train": data, "test": (INPUTS[:20], TARGETS[:20])}
     metrics = [raysim.Metric(miscounted, higher=False, per="set")]
     settings = {**FAST, "rounds": 6, "local.lr": 0.05}
@@ -119,7 +119,7 @@ def test_loss_gets_what_its_collate_function_returns(tmp_path: Path) -> None:
     assert both[0].summary["metric"] == "sample_loss"
 
 
-def test_structures_have_the_same_bits_on_workers() -> None:
+def test_structured_targets_have_the_same_bits_on_workers() -> None:
     data = federate(store_arrays(((INPUTS, TARGETS), (INPUTS, TARGETS))), IID(clients=4), 0)
     spec = run_spec(
         model=CustomModel(outputs_of), data=data, local=Local(lr=0.05, batch=8), loss=box_loss
@@ -141,7 +141,7 @@ def test_structures_have_the_same_bits_on_workers() -> None:
         ("data.kind=regression", {}, r"data\.kind=regression"),
     ],
 )
-def test_settings_unsuited_to_structures_are_refused(words: str, parts: Any, text: str) -> None:
+def test_settings_without_use_for_structures_are_refused(words: str, parts: Any, text: str) -> None:
     settings = {key: value for key, value in FAST.items() if key not in words}
     arguments = {"model": outputs_of, "loss": box_loss, "data": (INPUTS, TARGETS), **parts}
     with pytest.raises(RefusedError, match=text):

@@ -100,7 +100,7 @@ def test_table_settings_name_columns(write: Writer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "user"), [("y", "client_id"), ("Target", "User_ID"), ("CLASS", "client")]
 )
-def test_table_usual_names_in_any_case(
+def test_table_columns_are_found_by_usual_names_in_any_case(
     write: Writer, label: str, user: str, tmp_path: Path
 ) -> None:
     columns = {"a": COLUMNS["score"], user: COLUMNS["user"], label: COLUMNS["label"]}
@@ -134,13 +134,13 @@ def test_table_reads_thirty_columns(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_text_alone_becomes_tokens(write: Writer, tmp_path: Path) -> None:
+def test_table_with_only_text_becomes_tokens(write: Writer, tmp_path: Path) -> None:
     dataset = write(tmp_path, {"review": ["ab", "c"] * 6, "label": COLUMNS["label"]}).build()
     assert dataset.tokens == (257, 0) and dataset.inputs[:2].tolist() == [[98, 99], [100, 0]]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_text_next_to_numbers_names_both_choices(write: Writer, tmp_path: Path) -> None:
+def test_error_of_mixed_table_names_both_choices_of_columns(write: Writer, tmp_path: Path) -> None:
     columns = {
         "age": COLUMNS["age"],
         "city": ["x", "y"] * 6,
@@ -151,14 +151,14 @@ def test_table_text_next_to_numbers_names_both_choices(write: Writer, tmp_path: 
         write(tmp_path, columns).build()
 
 
-def test_table_date_is_not_proposed_as_input(tmp_path: Path) -> None:
+def test_error_of_table_does_not_propose_dates_as_inputs(tmp_path: Path) -> None:
     columns = {"age": COLUMNS["age"], "day": ["2020-01-01"] * ROWS, "label": COLUMNS["label"]}
     with pytest.raises(ValueError, match=r"day.*data\.columns=age") as error:
         write_csv(tmp_path, columns).build()
     assert "data.columns=day" not in str(error.value)
 
 
-def test_table_large_integer_labels_name_the_kind(tmp_path: Path) -> None:
+def test_error_of_large_integer_labels_names_data_kind(tmp_path: Path) -> None:
     columns = {"age": COLUMNS["age"], "target": [1000 * row for row in range(ROWS)]}
     source = write_csv(tmp_path, columns)
     with pytest.raises(ValueError, match=r"11000.*data\.kind=regression"):
@@ -169,7 +169,7 @@ def test_table_large_integer_labels_name_the_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"]
 )
-def test_parquet_picture_column_names_its_key(column: list, tmp_path: Path) -> None:
+def test_error_of_several_picture_columns_names_the_key(column: list, tmp_path: Path) -> None:
     columns = {"img": column, "age": COLUMNS["age"], "label": COLUMNS["label"]}
     with pytest.raises(ValueError, match=r"data\.image_column=img"):
         write_parquet(tmp_path, columns).build()
@@ -184,7 +184,7 @@ def test_parquet_picture_column_names_its_key(column: list, tmp_path: Path) -> N
     ],
     ids=["no label", "no input"],
 )
-def test_table_without_column_names_its_key(
+def test_error_of_missing_column_names_its_key(
     write: Writer, columns: dict[str, list], key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=key):
@@ -204,7 +204,7 @@ def test_table_rejects_unknown_column(
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("name", ["age", "label", "user"])
-def test_table_empty_values_name_the_column(write: Writer, name: str, tmp_path: Path) -> None:
+def test_error_of_empty_values_names_the_column(write: Writer, name: str, tmp_path: Path) -> None:
     columns = COLUMNS | {
         name: [COLUMNS[name][0], "" if write is write_csv else None, *COLUMNS[name][2:]]
     }
@@ -213,7 +213,7 @@ def test_table_empty_values_name_the_column(write: Writer, name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_beyond_float32_names_the_column(write: Writer, tmp_path: Path) -> None:
+def test_error_of_value_beyond_float32_names_the_column(write: Writer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column score .*float32"):
         write(tmp_path, COLUMNS | {"score": [1e300] * ROWS}).build()
 
@@ -247,7 +247,7 @@ def test_table_test_fraction_of_each_class_and_user(
 
 
 # ---- CSV -----------------------------------------------------------------------------------------
-def test_csv_may_be_one_file(tmp_path: Path) -> None:
+def test_csv_root_can_be_a_single_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(csv_text(COLUMNS, ";"))
     assert Csv(str(path), delimiter=";").build().shape == (3,)
@@ -255,7 +255,7 @@ def test_csv_may_be_one_file(tmp_path: Path) -> None:
         Csv(str(path)).build()
 
 
-def test_csv_may_be_compressed(tmp_path: Path) -> None:
+def test_csv_file_can_be_compressed(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "train.csv.gz", "wt") as file:
         file.write(csv_text(COLUMNS))
     assert Csv(str(tmp_path)).build().shape == (3,)
@@ -270,7 +270,7 @@ def test_csv_types_are_inferred_from_whole_file(tmp_path: Path) -> None:
     assert dataset.inputs[-1, 0] == 0.5
 
 
-def test_csv_quoted_text_is_not_a_missing_value(tmp_path: Path) -> None:
+def test_csv_reads_quoted_na_as_text(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text('a,label\n1,"NA"\n2,b\n3,"NA"\n4,b\n')
     assert Csv(str(tmp_path)).build().class_names == ["NA", "b"]
     (tmp_path / "train.csv").write_text("a,label\n1,NA\n2,b\n3,c\n4,b\n")
@@ -317,7 +317,7 @@ def test_table_needs_a_file_in_its_root(source: Any, tmp_path: Path) -> None:
         (Stored, "This data set"),
     ],
 )
-def test_source_without_root_names_option_and_key(source: Any, option: str) -> None:
+def test_error_of_source_without_root_names_option_and_key(source: Any, option: str) -> None:
     for root in (None, ""):
         with pytest.raises(ValueError, match=rf"^{option} needs data\.root"):
             source(root=root).build()
@@ -382,7 +382,7 @@ def test_npz_archives_are_clients(tmp_path: Path) -> None:
         assert (dataset.inputs[rows] == int(dataset.domain_names[dataset.domains[rows[0]]])).all()
 
 
-def test_npz_test_archive_is_client_test(tmp_path: Path) -> None:
+def test_npz_test_archive_has_the_clients_test_samples(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 4])
     write_clients(tmp_path, "test", [2, 2])
     data = federate(Npz(str(tmp_path)), Domain(test_fraction=None), 0)
@@ -409,7 +409,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("key", ["data", "x"])
-def test_npz_pickled_archive_is_never_unpickled(key: str, tmp_path: Path) -> None:
+def test_npz_archive_with_pickles_is_never_unpickled(key: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     arrays: dict[str, Any] = {"y": np.arange(2)} if key == "x" else {}
     arrays[key] = np.array([Bomb(tmp_path / "bomb")], dtype=object)
@@ -419,7 +419,7 @@ def test_npz_pickled_archive_is_never_unpickled(key: str, tmp_path: Path) -> Non
     assert not (tmp_path / "bomb").exists()
 
 
-def test_numpy_and_npz_name_each_other(tmp_path: Path) -> None:
+def test_errors_of_numpy_and_npz_suggest_the_other_source(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4])
     with pytest.raises(ValueError, match=r"data\.root=.*data=npz"):
         NumPy(str(tmp_path)).build()

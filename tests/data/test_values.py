@@ -97,7 +97,7 @@ def test_columns_of_floats_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READ_AS_TEXT)
-def test_columns_of_text_are_labels_and_users(name: str) -> None:
+def test_columns_of_text_can_be_labels_and_users(name: str) -> None:
     dataset = store_arrays((TABLE, READ_AS_TEXT[name], READ_AS_TEXT[name])).build()
     assert dataset.class_names == dataset.domain_names == ["a", "b", "c"]
     assert dataset.labels.tolist() == dataset.domains.tolist() == INTEGERS
@@ -186,7 +186,7 @@ class Items(torch.utils.data.Dataset):
         return self.items[row]
 
 
-def test_items_without_labels_are_rejected_with_their_keys() -> None:
+def test_error_of_items_without_labels_lists_their_keys() -> None:
     items = Items(*[{"image": row, "age": row} for row in TABLE])
     with pytest.raises(ValueError, match=r"^data: .*image, age"):
         store_arrays(items)
@@ -235,18 +235,18 @@ def frame(**columns: Any) -> pd.DataFrame:
         "Arrow lists",
     ],
 )
-def test_inputs_of_any_type_are_the_same_data(inputs: object) -> None:
+def test_inputs_of_any_type_give_equal_data(inputs: object) -> None:
     dataset = store_arrays((inputs, INTEGERS)).build()
     assert dataset.inputs.dtype == np.float32
     assert np.array_equal(dataset.inputs, TABLE.astype(np.float32))
 
 
-def test_frame_of_integers_has_numbers() -> None:
+def test_data_frame_of_integers_is_read_as_numbers() -> None:
     dataset = store_arrays((frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1]), INTEGERS)).build()
     assert dataset.tokens is None and dataset.inputs[:, 1].tolist() == [3, 2, 1, 3, 2, 1]
 
 
-def test_frame_with_text_names_the_column() -> None:
+def test_error_of_data_frame_with_text_names_the_column() -> None:
     with pytest.raises(ValueError, match="column city"):
         store_arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
@@ -292,7 +292,7 @@ def read_parquet(folder: Path, **columns: Any) -> Dataset:
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_arrow_numbers_are_labels_and_inputs(column: pa.Array, tmp_path: Path) -> None:
+def test_arrow_numbers_can_be_labels_and_inputs(column: pa.Array, tmp_path: Path) -> None:
     assert read_parquet(tmp_path, label=column).labels.tolist() == INTEGERS
     assert read_parquet(tmp_path, x=column).inputs.ravel().tolist() == INTEGERS
 
@@ -307,7 +307,7 @@ def test_arrow_numbers_are_labels_and_inputs(column: pa.Array, tmp_path: Path) -
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> None:
+def test_arrow_text_can_be_labels_and_users(column: pa.Array, tmp_path: Path) -> None:
     dataset = read_parquet(tmp_path, label=column, user=column)
     assert dataset.class_names == dataset.domain_names == ["a", "b", "c"]
 
@@ -335,7 +335,7 @@ def test_error_names_unreadable_arrow_column(column: pa.Array, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["x", "user"])
-def test_struct_is_neither_input_nor_user(name: str, tmp_path: Path) -> None:
+def test_arrow_struct_is_neither_input_nor_user(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: pa.array([{"a": 1}] * 6)})
 
