@@ -157,7 +157,7 @@ examples:
   raysim ui http://MLFLOW:5000          the page of a server
 
 MLflow opens an experiment on traces of language models; this opens it on the charts of its runs.
-Ctrl-C ends it."""
+Ctrl-C ends the server."""
 BENCH = """\
 examples:
   raysim bench                              all workloads

@@ -127,23 +127,23 @@ class TestRun:
         (folder,) = Path("runs").iterdir()
         assert folder.name.endswith("-fedavg-synthetic")
 
-    def test_bits_depend_on_the_seed_only(self) -> None:
+    def test_bits_of_a_command_depend_on_the_seed_only(self) -> None:
         for out, seed in (("a", 0), ("b", 0), ("c", 1)):
             run(f"out={out}", f"seed={seed}", "rounds=2")
         assert bits("a") == bits("b")
         assert bits("a") != bits("c")
 
-    def test_python_gets_what_the_command_writes(self) -> None:
+    def test_run_in_python_returns_what_the_command_writes(self) -> None:
         result = execute.run([*QUICK, "out=a"], quiet=True)
         assert result.folder == Path("a")
         assert result.summary == summary("a")
         assert [row["round"] for row in result.rows] == [1, 2, 3, 4]
 
-    def test_quiet_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_quiet_run_prints_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("--quiet", "out=a", "rounds=1")
         assert capsys.readouterr() == ("", "")
 
-    def test_quiet_prints_warnings_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_quiet_run_prints_warnings_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
         members = {"__module__": __name__, "name": "mine", "gradiant": lambda self: None}
         method = type("Mine", (Method,), members)()
         execute.run([*QUICK, "out=a", "rounds=1"], methods=[method], quiet=True)
@@ -151,7 +151,7 @@ class TestRun:
         assert output.out == ""
         assert "'mine'" in output.err and "'gradiant'" in output.err
 
-    def test_quiet_reports_a_failed_client(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_quiet_run_reports_a_failed_client(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("--quiet", "out=a", "rounds=1", "local.lr=1e30", "local.batch=4", "faults.tolerate=1")
         output = capsys.readouterr()
         assert output.out == ""
@@ -194,7 +194,7 @@ class TestRefusals:
             (["--verbose"], ""),
         ],
     )
-    def test_flag_is_answered_with_the_override(
+    def test_error_of_unknown_flag_names_the_override(
         self, words: list[str], override: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         flag = words[0].partition("=")[0]
@@ -211,13 +211,15 @@ class TestRefusals:
         assert "resume=latest" in one_sentence(capsys.readouterr().err)
         assert list(Path("a").iterdir()) == []
 
-    def test_bare_resume_of_an_absent_folder_is_refused(
+    def test_resume_without_overrides_refuses_missing_folder(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_may_begin_with_the_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto_resume_can_start_a_run_with_defaults(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         folders: list[Any] = []
 
         def record_folder(config: Any, **_: object) -> None:
@@ -231,15 +233,13 @@ class TestRefusals:
         ("words", "missing"),
         [(["out=a", "resume=latest"], "resume="), (["rounds=1"], "out=DIR")],
     )
-    def test_auto_resume_needs_out_and_no_resume(
+    def test_auto_resume_needs_out_and_refuses_resume(
         self, words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         error = printed(["run", "--auto-resume", *words], capsys, status=2)
         assert "--auto-resume" in error and missing in error
 
-    def test_folder_of_something_else_is_not_resumed(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_resume_refuses_folder_that_is_no_run(self, capsys: pytest.CaptureFixture[str]) -> None:
         Path("a").mkdir()
         Path("a/letter.txt").write_text("dear")
         run("out=a", "resume=latest", status=2)
@@ -271,14 +271,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "names", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]]
     )
-    def test_run_killed_before_its_first_file_begins_again(self, names: list[str]) -> None:
+    def test_run_killed_before_its_first_file_starts_again(self, names: list[str]) -> None:
         Path("a").mkdir()
         for name in names:
             Path("a", name).touch()
         run("out=a", "resume=latest")
         assert Path("a/summary.json").is_file() and not list(Path("a").glob(".config*"))
 
-    def test_folder_below_a_file_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_run_folder_below_a_file_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         Path("a").write_text("file")
         run("out=a/b", status=2)
         assert "out=a/b" in one_sentence(capsys.readouterr().err)
@@ -292,7 +292,7 @@ class TestRefusals:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_earlier_command_is_answered_with_the_new_one(
+    def test_error_of_old_command_names_the_new_one(
         self, words: list[str], command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert command in printed(words, capsys, status=2)
@@ -306,7 +306,7 @@ class TestRefusals:
             (["report", "nope"], "nope"),
         ],
     )
-    def test_obvious_mistake_is_answered_without_torch(
+    def test_obvious_mistake_is_refused_without_importing_torch(
         self,
         words: list[str],
         part: str,
@@ -321,7 +321,7 @@ class TestRefusals:
 
 # --- resume -------------------------------------------------------------------------------------
 class TestResume:
-    def test_latest_without_a_checkpoint_starts_at_round_0(
+    def test_resume_without_a_checkpoint_starts_at_round_0(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a", "resume=latest")
@@ -329,7 +329,7 @@ class TestResume:
         run("out=b")
         assert bits("a") == bits("b")
 
-    def test_latest_removes_drafts_of_a_killed_process(self) -> None:
+    def test_resume_removes_unfinished_files_of_a_killed_process(self) -> None:
         run("out=a", "rounds=1")
         name = ".history.parquet." + "0f" * 16
         drafts = [Path("a", name), Path("a", "checkpoints", name)]
@@ -338,7 +338,7 @@ class TestResume:
         run("out=a", "resume=latest")
         assert not any(draft.exists() for draft in drafts)
 
-    def test_latest_on_a_finished_run_does_nothing(
+    def test_resume_of_a_finished_run_does_nothing(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -356,7 +356,7 @@ class TestResume:
         ],
         ids=str,
     )
-    def test_more_rounds_continue_to_the_same_bits(self, overrides: list[str]) -> None:
+    def test_finished_run_continues_to_more_rounds_bit_for_bit(self, overrides: list[str]) -> None:
         quick = list(QUICK)
         if "schedule=buffered" in overrides:
             quick.remove("schedule.cohort=3")
@@ -387,7 +387,7 @@ class TestResume:
         assert bits("a") == bits("straight")
         assert rounds("a") == [1, 2, 3, 4]
 
-    def test_other_settings_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_resume_refuses_other_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("out=a")
         run("out=a", "resume=latest", "rounds=6", "local.lr=0.2", status=2)
         error = one_sentence(capsys.readouterr().err)
@@ -397,7 +397,7 @@ class TestResume:
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
-    def test_run_of_earlier_version_is_refused_with_the_version(
+    def test_error_of_run_of_earlier_version_names_the_version(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -410,7 +410,9 @@ class TestResume:
         error = one_sentence(capsys.readouterr().err)
         assert "runtime.lanes=" in error and raysim.__version__ in error
 
-    def test_run_in_process_is_finished_for_ray(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_finished_run_of_another_runtime_is_not_repeated(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run("out=a")
         workers = ["runtime.workers=2", "runtime.strategy=SPREAD", "runtime.resources={slot: 1}"]
         on_ray = ["runtime=local", *workers, *QUICK[1:]]
@@ -442,9 +444,7 @@ class TestResume:
             assert cli.call(["study", "out=s", "resume=latest"]) == 2
         assert "s is in use by" in capsys.readouterr().err
 
-    def test_damaged_checkpoint_is_refused_by_name(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_error_of_damaged_checkpoint_names_it(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("out=a")
         last = list_complete(Path("a/checkpoints"))[-1]
         with (last / "server.safetensors").open("r+b") as file:
@@ -497,7 +497,7 @@ def two_samples() -> Samples:
 
 
 @pytest.mark.slow
-def test_wait_for_a_cache_names_its_owner(
+def test_line_about_a_locked_cache_names_its_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
@@ -544,7 +544,7 @@ class TestFullDisk:
             ("model", 1),
         ],
     )
-    def test_full_disk_ends_a_run_which_continues_later(
+    def test_run_continues_after_a_full_disk(
         self,
         writer: str,
         first_failure: int,
@@ -581,7 +581,7 @@ class TestFullDisk:
         [["methods"], ["methods", "--json"], ["run", *QUICK], ["report", "a"], ["partition"]],
         ids=lambda words: " ".join(words[:2]),
     )
-    def test_output_to_a_full_disk_is_one_sentence(self, words: list[str]) -> None:
+    def test_error_of_printing_to_a_full_disk_is_one_sentence(self, words: list[str]) -> None:
         if words == ["report", "a"]:
             run("out=a")
         command = [sys.executable, "-m", "raysim", *words]
@@ -593,7 +593,7 @@ class TestFullDisk:
         assert ended.returncode in (1, 2)
 
     @pytest.mark.parametrize("out", ["/dev/full", "~nosuchuser/x"])
-    def test_impossible_output_folder_is_one_sentence(
+    def test_error_of_impossible_output_folder_is_one_sentence(
         self, out: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -625,13 +625,15 @@ class Failing(Method):
 class TestFailures:
     @pytest.mark.parametrize("hook", ["personalise", "absorb"])
     @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-    def test_error_in_a_hook_names_the_method(self, hook: str, error: type[BaseException]) -> None:
+    def test_command_error_of_a_hook_names_the_method(
+        self, hook: str, error: type[BaseException]
+    ) -> None:
         experiment = build([*QUICK, "out=a"])
         spec = replace(experiment.spec, methods=(Failing(hook, error),))
         with pytest.raises(RunStoppedError, match=rf"'failing'.*{error.__name__}: on purpose"):
             execute.run(replace(experiment, spec=spec), quiet=True)
 
-    def test_too_many_failures_end_a_run_with_a_traceback(
+    def test_too_many_failures_end_command_with_a_traceback(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a", "local.lr=1e30", "local.batch=4", status=1)
@@ -652,7 +654,7 @@ class TestFailures:
 
 # --- methods and partition ----------------------------------------------------------------------
 class TestMethods:
-    def test_methods_are_listed(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_methods_command_lists_all_methods(self, capsys: pytest.CaptureFixture[str]) -> None:
         content = json.loads(printed(["methods", "--json"], capsys))
         entries = {entry["name"]: entry for entry in content}
         assert entries["fedprox"]["parameters"] == {"mu": 0.01}
@@ -663,7 +665,9 @@ class TestMethods:
         assert "\nscaffold  (Karimireddy et al., ICML 2020)\n" in text
         assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(text.split())
 
-    def test_named_methods_are_explained_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_methods_command_explains_named_methods_once(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         text = printed(["methods", "fedld+fedavg"], capsys)
         equation = "w_l = lambda_l / sqrt(sum_k lambda_k^2)"
         assert text.count(equation) == 1, "both methods are in one module"
@@ -673,7 +677,7 @@ class TestMethods:
         assert [entry["name"] for entry in entries] == ["fedprox"]
         assert "did you mean fedbr?" in printed(["methods", "fedbrr"], capsys, status=2)
 
-    def test_users_methods_are_listed_or_refused(
+    def test_methods_command_lists_or_refuses_users_methods(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "own/conf/method").mkdir(parents=True)
@@ -690,7 +694,9 @@ class TestMethods:
             assert "method.near" in error
 
 
-def test_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_command_describes_and_draws_the_split(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["partition", "data=synthetic", "partition=shards", "--out", "shards.png"]
     text = printed(words, capsys)
     assert "clients" in text and "effective classes" in text
@@ -700,7 +706,7 @@ def test_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) ->
 
 # --- report -------------------------------------------------------------------------------------
 class TestReport:
-    def test_report_compares_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_report_command_compares_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
         run("out=a")
         run("out=b", "method=[fedprox]")
         capsys.readouterr()
@@ -712,7 +718,9 @@ class TestReport:
             has_note = "% scores: accuracy on the clients' own tests" in text
             assert has_note == (form == "--latex")
 
-    def test_folders_without_a_run_are_left_out(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_report_leaves_out_folders_without_a_run(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run("out=runs/a", "rounds=2")
         for name in ("mlflow_artifacts/1", "notes"):
             Path("runs", name).mkdir(parents=True)
@@ -729,7 +737,7 @@ class TestReport:
             assert "nowhere" in printed(["report", "nowhere", other], capsys, status=2)
         printed(["report", *paths, "nowhere"], capsys, status=2)
 
-    def test_study_and_sweep_are_named_by_their_folders(
+    def test_report_names_studies_and_sweeps_by_their_folders(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for seed, name in enumerate(("one", "two")):
@@ -745,7 +753,9 @@ class TestReport:
         Path("many/runs").rename("many/others")
         assert "many " in printed(["report", "many"], capsys, status=2)
 
-    def test_form_and_out_are_refused_together(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_report_refuses_form_together_with_out(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         words = ["report", "a", "--csv", "--out", "page"]
         assert "--out page: --csv" in printed(words, capsys, status=2)
 
@@ -753,17 +763,19 @@ class TestReport:
 # --- help and version ---------------------------------------------------------------------------
 class TestHelp:
     @pytest.mark.parametrize("command", ["", "run", "partition", "fleet", "report", "methods"])
-    def test_help_has_examples(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_of_every_command_has_examples(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         words = [command, "-h"] if command else ["-h"]
         assert "examples:\n  raysim " in printed(words, capsys)
 
-    def test_help_is_a_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_raysim_help_is_a_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert printed(["help"], capsys) == printed(["-h"], capsys) == printed([], capsys)
         assert printed(["help", "study"], capsys) == printed(["study", "-h"], capsys)
         assert "did you mean study?" in printed(["help", "stdy"], capsys, status=2)
 
     @pytest.mark.parametrize("command", cli.COMMANDS)
-    def test_help_keeps_the_case_of_names(
+    def test_help_shows_names_in_their_case(
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         text = printed(["help", command], capsys)
@@ -781,7 +793,9 @@ class TestHelp:
         ran = subprocess.run(command, check=True, capture_output=True, text=True)
         assert ran.stdout.strip() == ""
 
-    def test_version_is_that_of_the_package(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_version_flag_prints_the_package_version(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert printed(["--version"], capsys) == f"raysim {raysim.__version__}\n"
 
     def test_printed_configuration_can_be_run(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -798,7 +812,7 @@ class TestHelp:
         assert with_comment == printed(["run", "--show"], capsys)
 
     @pytest.mark.slow
-    def test_module_is_the_command(self) -> None:
+    def test_python_m_raysim_is_the_command(self) -> None:
         command = [sys.executable, "-m", "raysim", "rnu"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ran.returncode == 2
@@ -821,7 +835,7 @@ class TestHelp:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_flags_of_hydra_and_tune_are_answered(
+    def test_error_of_hydra_or_tune_flag_names_the_alternative(
         self, words: list[str], replacement: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert replacement in printed(words, capsys, status=2)
@@ -851,13 +865,13 @@ class TestCompletion:
             ("nothing", [], []),
         ],
     )
-    def test_overrides_are_completed(
+    def test_completion_knows_overrides(
         self, prefix: str, overrides: list[str], expected: list[str]
     ) -> None:
         assert completions(prefix, overrides) == expected
 
     @pytest.mark.parametrize("shell", ["bash", "zsh"])
-    def test_script_is_printed_for_a_shell(
+    def test_completion_script_is_printed_for_a_shell(
         self, shell: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         script = printed(["completion", shell], capsys)
@@ -873,7 +887,7 @@ class TestCompletion:
             ("raysim study method=fedavg,fedprox", {"fedavg,fedprox "}),
         ],
     )
-    def test_shell_gets_completions(self, line: str, expected: set[str]) -> None:
+    def test_completion_works_in_a_shell(self, line: str, expected: set[str]) -> None:
         code = "import sys; sys.argv[0] = 'raysim'; from raysim.cli import main; main()"
         shell = {
             "_ARGCOMPLETE": "1",
@@ -918,7 +932,7 @@ cli.main(["completion", "bash"])
 
 
 @pytest.mark.parametrize("function", ["interrupt_a_callback", "answer_with_another_error"])
-def test_interrupt_that_a_library_loses_is_kept(function: str) -> None:
+def test_interrupt_that_a_library_loses_still_stops_the_run(function: str) -> None:
     program = INTERRUPTED_COMMAND.replace("= COMMAND", f"= {function}")
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -186,7 +186,7 @@ def in_zsh(folder: Path) -> dict[str, list[str]]:
     return words_of("zsh", folder)
 
 
-def test_commands_in_texts_are_found() -> None:
+def test_search_finds_commands_in_texts() -> None:
     places = {*COMMANDS.values()}
     assert {
         "README.md",
@@ -257,7 +257,7 @@ def test_commands_of_published_tables_need_no_quotes() -> None:
 
 
 @pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_bash_and_zsh_can_parse_every_block(path: Path) -> None:
+def test_every_block_of_commands_is_valid_in_bash_and_zsh(path: Path) -> None:
     for shell in filter(shutil.which, SHELLS):
         for block in fences(path):
             done = subprocess.run([shell, "-n"], input=block, text=True, capture_output=True)
@@ -336,7 +336,7 @@ raysim() {
 
 
 @pytest.mark.slow
-def test_quick_commands_succeed(
+def test_quick_commands_of_texts_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

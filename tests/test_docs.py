@@ -45,7 +45,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert pages == {"fedavg", *find_groups().files["method"]}
 
 
-def test_method_page_agrees_with_the_code(from_docs: Any) -> None:
+def test_method_page_has_the_text_of_the_code(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
@@ -76,7 +76,7 @@ def test_configuration_page_lists_every_key(from_docs: Any) -> None:
             assert f"### {group}={option}\n" in page
 
 
-def test_every_option_has_a_meaning(from_docs: Any) -> None:
+def test_every_option_has_an_explanation(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     pages = [reference.configuration()]
     for name, method in reference.instances().items():
@@ -86,7 +86,7 @@ def test_every_option_has_a_meaning(from_docs: Any) -> None:
     assert lacking == []
 
 
-def test_many_nodes_tables_are_current(from_docs: Any) -> None:
+def test_tables_of_the_page_on_many_nodes_are_current(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
     assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"
@@ -98,7 +98,7 @@ def test_many_nodes_tables_are_current(from_docs: Any) -> None:
     )
 
 
-def test_asynchrony_pictures_come_from_the_planner(from_docs: Any) -> None:
+def test_asynchrony_pictures_are_made_with_the_planner(from_docs: Any) -> None:
     pictures = from_docs("pictures")
     panels = pictures.schedules().axes
     assert len(panels) == len(pictures.SCHEDULES)
@@ -107,7 +107,7 @@ def test_asynchrony_pictures_come_from_the_planner(from_docs: Any) -> None:
     assert all(panel.has_data() for panel in pictures.staleness().axes)
 
 
-def test_guide_names_existing_checks() -> None:
+def test_extending_page_names_existing_checks() -> None:
     table = re.findall(
         r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
     )
@@ -133,7 +133,7 @@ def test_links_between_pages_are_valid() -> None:
         ("v <- u    every local step", r"v\leftarrowu\quad\text{everylocalstep}"),
     ],
 )
-def test_formulas_of_docstrings_become_tex(text: str, tex: str, from_docs: Any) -> None:
+def test_formulas_in_docstrings_are_converted_to_tex(text: str, tex: str, from_docs: Any) -> None:
     typeset = from_docs("mathematics").typeset
     assert typeset(text, str).replace(" ", "") == tex
     assert typeset("only words of a sentence", str) is None

@@ -79,7 +79,7 @@ def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
     return circles
 
 
-def test_import_circles_finds_direct_and_indirect_ones() -> None:
+def test_search_finds_direct_and_indirect_import_circles() -> None:
     imports = {
         "a": {"b"},
         "b": {"c"},

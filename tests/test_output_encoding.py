@@ -75,7 +75,7 @@ IN_CP932 = [["methods"], ["run", *UNTRACKED], ["wróng"], ["report", "\udcff"]]
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_command_ends_well_in_every_encoding(
+def test_command_succeeds_in_every_output_encoding(
     words: list[str],
     encoding: str,
     run_folder: Path,
@@ -95,7 +95,9 @@ def test_command_ends_well_in_every_encoding(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_python_run_writes_to_the_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_in_python_prints_to_the_console(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stream = strict("ascii")
     raysim.run([*UNTRACKED, f"out={tmp_path / 'run'}"], console=Console(file=stream, width=200))
     text = written(stream)
@@ -118,13 +120,13 @@ def test_terminal_shows_bars_and_spinners_in_any_encoding(encoding: str) -> None
     assert "waiting for Ray" in written(stream) and "round 1/2" in written(stream)
 
 
-def test_characters_have_readable_equivalents() -> None:
+def test_missing_characters_have_readable_equivalents() -> None:
     text = "μ ± σ · café → 東"
     assert text.encode("ascii", HANDLER) == b"mu +/- sigma | cafe -> ?"
     assert "ー".encode("cp932", HANDLER) == "ー".encode("cp932"), "what an encoding has stays"
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_other_streams_are_unchanged() -> None:
+def test_lossy_output_does_not_change_other_streams() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

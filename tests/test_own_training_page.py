@@ -15,7 +15,9 @@ NAMES = [re.findall(r'out="runs/(\w+)"', program)[0] for program in PROGRAMS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
-def test_page_program_runs(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_of_own_training_page_runs(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(program, names)

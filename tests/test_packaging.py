@@ -47,7 +47,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_has_only_package_and_configuration(wheel: Path) -> None:
+def test_wheel_contains_only_package_and_configuration(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     tracked = subprocess.run(
         ["git", "ls-files", "raysim", "conf"], cwd=ROOT, capture_output=True, text=True

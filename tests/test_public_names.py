@@ -153,7 +153,7 @@ def violations(text: str) -> Iterator[str]:
         "from importlib import import_module\nnode = import_module('ray.node')\nnode.x = 1",
     ],
 )
-def test_checker_finds_private_names_and_assignments(text: str) -> None:
+def test_name_checker_finds_private_names_and_assignments(text: str) -> None:
     assert list(violations(text))
 
 
@@ -167,11 +167,11 @@ def test_checker_finds_private_names_and_assignments(text: str) -> None:
         "class A:\n    def f(self):\n        self.x = 1",
     ],
 )
-def test_checker_accepts_names_of_the_package(text: str) -> None:
+def test_name_checker_accepts_names_of_the_package(text: str) -> None:
     assert not list(violations(text))
 
 
-def test_package_uses_public_names_only() -> None:
+def test_package_uses_only_public_names_of_libraries() -> None:
     problems = []
     for path in PACKAGE.rglob("*.py"):
         names = violations(path.read_text())

@@ -408,7 +408,7 @@ def structure_objective(loss: RowLoss | None, targets: tuple[TargetField, ...]) 
     """
     if loss is None:
         raise ValueError(
-            "loss=usual does not fit: the targets of this data have several named parts "
+            "loss=usual cannot be used, because the targets of this data have several named parts "
             f"({', '.join(field.name for field in targets)}). Give your own loss: a function of "
             "outputs and a list of targets that returns a value for each sample."
         )

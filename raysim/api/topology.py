@@ -48,9 +48,9 @@ class Mixing(NamedTuple):
 
 
 class MixingRow(NamedTuple):
-    """One weighted mean of an exchange: the next vector of all targets.
+    """A weighted mean of replicas in an exchange, and the replicas that get it.
 
-    targets: the replicas that get this vector.
+    targets: the replicas whose next vector is this mean.
     sources: the replicas in the mean.
     weights: the weights of the sources; they sum to 1.
     """

@@ -572,8 +572,7 @@ def _draw_until_minimum(
             return shares
         best = max(best, smallest)
     raise ValueError(
-        f"partition.alpha={alpha} over partition.clients={clients} gave no split with at least "
-        f"{minimum} samples per client in {max_attempts} attempts; in the best one the smallest "
-        f"client had {best}. Set partition.minimum={best}, increase partition.alpha or decrease "
-        "partition.clients."
+        f"partition.alpha={alpha} and partition.clients={clients}: in {max_attempts} attempts no "
+        f"split gave every client {minimum} samples; at best the smallest client had {best}. Set "
+        f"partition.minimum={best}, increase partition.alpha or decrease partition.clients."
     )

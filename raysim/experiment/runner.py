@@ -167,7 +167,7 @@ class SteppedRun:
         self.is_finished = True
 
     def write_history(self) -> None:
-        """Write the history so far, because the caller may abandon the run between two calls."""
+        """Write the history so far, because the caller may stop calling at any time."""
         with self._recorded():
             write_history(self._follower.run.rows, self.folder / HISTORY)
 

@@ -150,7 +150,7 @@ class FedALA(Method):
     ) -> Tensor:
         """Train the mixing weights on some of the client's batches; return them.
 
-        old, new: the parameters of the top layers, before and after receiving.
+        old, new: the client's own and the received parameters of the top layers.
         """
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)

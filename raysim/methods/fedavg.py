@@ -47,13 +47,16 @@ def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
 
 
 def weight_total(weights: Tensor) -> float:
-    """Return the sum of the weights [m]. Raises ValueError if they cannot weigh a mean."""
+    """Return the sum of the weights [m].
+
+    Raises ValueError for weights with which no mean can be computed.
+    """
     values = weights.tolist()
     total = math.fsum(values)
     if not (math.isfinite(total) and min(values, default=0.0) >= 0.0 and total > 0.0):
         raise ValueError(
-            f"no mean can be computed with the clients' weights {values}. Give every client a "
-            "finite weight of at least 0, and at least one a positive weight; with "
-            "weighting=samples, at least one client needs training samples."
+            f"the clients' weights {values} give no mean. Give every client a finite weight of at "
+            "least 0, and one client a positive weight; with weighting=samples, a client needs "
+            "training samples."
         )
     return total

@@ -280,7 +280,10 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean update in round 0, which starts the running mean; later, trees' roots."""
+        """Return the mean update in round 0, and later the mean of the harmonised updates.
+
+        The server keeps a running mean of the results, which orders the updates in the trees.
+        """
         counts = _ConflictCounts()
         reference = server.state.get("reference")
         if reference is None:

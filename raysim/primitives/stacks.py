@@ -60,7 +60,7 @@ def _own_file() -> IO[bytes]:
 
 
 def read_stacks(source: StackSource | None) -> str:
-    """Return where the threads of a process on this machine stand; "" if that is unknown.
+    """Return the stacks of a process on this machine; "" if they are unknown.
 
     If the process does not react, the text is its state, such as "T (stopped)".
     """

@@ -224,8 +224,8 @@ class WorkerDeaths(Observer):
             "1 worker process was lost" if count == 1 else f"{count} worker processes were lost"
         )
         self._note(
-            f"round {event.row['round']}: {deaths}; their jobs are trained again from the same "
-            "states with the same random numbers, so no result changes"
+            f"round {event.row['round']}: {deaths}; their jobs are trained again with the same "
+            "client states and random numbers, so no result changes"
         )
 
 
@@ -390,7 +390,7 @@ class ClosingLine(Observer):
         self._say(f"create a report with: raysim report {shlex.quote(run.address)}")
         if self._is_stored:
             folder = shlex.quote(str(run.folder.parent))
-            self._say(f"see it in MLflow with: raysim ui {folder}")
+            self._say(f"see the run in MLflow with: raysim ui {folder}")
 
 
 # --- files in the run's folder --------------------------------------------------------------------

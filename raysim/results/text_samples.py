@@ -111,7 +111,7 @@ class TextSamples(Observer):
         if loaded is None:
             self._note(
                 "samples.txt is not written, because each client has a model of its own. "
-                f"raysim.load({str(run.folder)!r}).text(client=0) returns a text of one of them"
+                f"raysim.load({str(run.folder)!r}).text(client=0) returns a text of client 0"
             )
             return
         model, _ = loaded

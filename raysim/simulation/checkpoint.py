@@ -63,7 +63,7 @@ class Snapshot:
     numbers: values for a JSON file.
     server: the arrays of the server by name, such as model parameters and server state.
     clients: for each client that has a committed state, the named tensors of that state.
-    jobs: for each of these clients, the number of the job that left the state.
+    jobs: for each of these clients, the number of the job that made the state.
     """
 
     numbers: Mapping[str, Any]

@@ -26,8 +26,8 @@ from raysim.vectors.layout import Layout
 class StateUse(NamedTuple):
     """The client state that one client's jobs in a call start from.
 
-    job: the number of the job that left the state; -1 means the initial state.
-    next_job: the number of the job in this call that leaves the client's next state; -1 if the call
+    job: the number of the job that made the state; -1 means the initial state.
+    next_job: the number of the job in this call that makes the client's next state; -1 if the call
     only reads the state.
     """
 
@@ -37,7 +37,7 @@ class StateUse(NamedTuple):
 
 
 class ClientStates:
-    """The client states of a run; each state has the number of the job that left it.
+    """The client states of a run; each state has the number of the job that made it.
 
     The worker that trained a job keeps a copy of the new state, and the client's next job on this
     worker starts from that copy. The object store has the state as well. The state is sent from
@@ -64,10 +64,10 @@ class ClientStates:
         self._last: dict[int, int] = {}  # by client: its last job, accepted or not
         # By client: the worker of its last submitted job, and the number of that job.
         self._places: dict[int, tuple[int, int]] = {}
-        self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
-        self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
-        self._makers: dict[int, int] = {}  # by job: the worker that makes the state it leaves
-        self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once known
+        self._accepted: dict[int, int] = {}  # by client: the job that made its accepted state
+        self._stored: dict[int, Ref] = {}  # by job: the state that it made, unless that is on disk
+        self._makers: dict[int, int] = {}  # by job: the worker that makes its state
+        self._sizes: dict[int, int] = {}  # by job: bytes of the state that it made, once known
         self._total_size = 0  # sum of them
         # By client: bytes of its accepted state, unless that is on disk; the latest accepted last.
         self._in_memory: dict[int, int] = {}
@@ -92,12 +92,12 @@ class ClientStates:
         return previous
 
     def accepted_job(self, client: int) -> int:
-        """Return the job that left the client's committed state; -1 for the initial state."""
+        """Return the job that made the client's committed state; -1 for the initial state."""
         return self._accepted.get(client, -1)
 
     @property
     def accepted_jobs(self) -> Mapping[int, int]:
-        """The number of the job that left each client's committed state.
+        """The number of the job that made each client's committed state.
 
         Clients in the initial state are left out.
         """
@@ -105,7 +105,7 @@ class ClientStates:
 
     # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """Return the worker that has a client's newest state, and the job that leaves that state.
+        """Return the worker that has a client's newest state, and the job that makes this state.
 
         Return None if no worker has a state of the client.
         """
@@ -192,7 +192,7 @@ class ClientStates:
         self._stored.update(zip(numbers, refs, strict=True))
 
     def note_sizes(self, result: TrainingResult) -> None:
-        """Record the size in bytes of each state that the jobs of an answered call left."""
+        """Record the size in bytes of each state that the jobs of an answered call made."""
         for update, state_bytes in zip(result.updates, result.states, strict=False):
             self._note_size(update.job, state_bytes)
 
@@ -222,7 +222,7 @@ class ClientStates:
 
     # --- committing and spilling ------------------------------------------------------------------
     def accept(self, jobs: Sequence[Job]) -> None:
-        """Commit the states that these jobs left; write states that exceed the budget to disk."""
+        """Commit the states that these jobs made; write states that exceed the budget to disk."""
         if not self.stateful:
             return
         for job in jobs:

@@ -35,7 +35,7 @@ class SumTrees:
         self._places: dict[int, tuple[Group, int]] = {}
 
     def plan(self, tree: Group) -> None:
-        """Add a tree.
+        """Add the summation tree of a planned aggregation.
 
         tree: the numbers of its jobs, in the order in which they are aggregated.
         """

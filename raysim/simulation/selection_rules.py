@@ -83,8 +83,7 @@ class PowerOfChoice(Selection):
         if self.loss == "last":
             raise ValueError(
                 f"selection.samples={self.samples} has no effect with selection.loss=last, which "
-                "uses the loss of each client's last job and measures no losses. Leave one of "
-                "them out."
+                "measures no losses. Leave one of them out."
             )
 
     @property

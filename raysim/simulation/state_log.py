@@ -59,7 +59,7 @@ def _empty_table(columns: int) -> np.ndarray:
 class StateIndex:
     """The file that contains each client's committed state.
 
-    states: int64 [clients, 4], with the columns client, job that left its state, number of the
+    states: int64 [clients, 4], with the columns client, job that made its state, number of the
     file, and bytes of the state. A client whose state is committed for the first time comes last.
     files: int64 [files, 2], with the columns number of the file and bytes written into it.
     """
@@ -69,14 +69,14 @@ class StateIndex:
 
     @property
     def jobs(self) -> dict[int, int]:
-        """The number of the job that left each client's committed state, by client."""
+        """The number of the job that made each client's committed state, by client."""
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
         """Return the index after more jobs were aggregated.
 
         Changed states, and states in abandoned files, get the file number `UNWRITTEN`.
-        jobs: for each client, the job that left its committed state.
+        jobs: for each client, the job that made its committed state.
         """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))

@@ -28,7 +28,7 @@ MAX_KMEANS_ROUNDS = 50
 
 @dataclass(frozen=True)
 class Hierarchical(Topology):
-    """Edge servers, each with its own clients and schedule, that meet at a cloud.
+    """Edge servers, each with its own clients and schedule, that exchange through a cloud.
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge server (an edge) waits for the

@@ -166,7 +166,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
     # --- the step ----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[Lane]) -> None:
-        """Make the next iteration of these lanes."""
+        """Make the next step of these lanes."""
         try:
             losses = self._step(busy)
         except (RuntimeError, IndexError) as error:

@@ -46,7 +46,7 @@ class Lane:
 
     @property
     def next_batch(self) -> Batch:
-        """Return the batch of the next iteration."""
+        """Return the batch of the next step."""
         assert self.batch is not None, f"lane {self.row} is done"
         return self.batch
 
@@ -57,12 +57,12 @@ class Lane:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the next iteration."""
+        """Return the stages of the next step."""
         cycle = self.job.cycle
         return tuple(cycle[self.step % len(cycle)])
 
     def advance(self, loss: Tensor | None) -> None:
-        """Append the task loss of an iteration, if there was one, and take the next batch."""
+        """Append the task loss of a step, if there was one, and take the next batch."""
         if loss is not None:
             self.job.losses.append(loss)
         self.step += 1
@@ -93,7 +93,7 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def step_lanes(self, busy: Sequence[L]) -> None:
-        """Make the next iteration of these lanes, and call `advance` of each lane."""
+        """Make the next step of these lanes, and call `advance` of each lane."""
 
     @abstractmethod
     def finish(self, lane: L) -> None:

@@ -139,7 +139,7 @@ class Sizes:
 
     @property
     def steps(self) -> int:
-        """Number of iterations."""
+        """The number of steps."""
         return len(self.sizes)
 
 
@@ -149,7 +149,7 @@ class RecordedContext(Context):
     tables: the tensors that a step may read, see `tables_of`.
     rate: the learning rate, a scalar tensor.
     frozen_vector: a function that returns the vector of another set of networks.
-    iteration: an exit stack that is closed at the end of the iteration.
+    iteration: an exit stack that is closed at the end of the step.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")
@@ -203,7 +203,7 @@ class RecordedContext(Context):
     ) -> Mapping[str, nn.Module]:
         """Return a second set of networks, see `LocalJob.frozen`.
 
-        Until the iteration ends, the networks use `values` themselves and not a copy.
+        Until the step ends, the networks use `values` themselves and not a copy.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

@@ -1,12 +1,12 @@
-"""Record `Step` once for each lane and kind of iteration, and replay it from then on.
+"""Record `Step` once for each lane and kind of step, and replay it from then on.
 
-If the jobs of all lanes are at the same kind of iteration, one recording has a branch for each
+If the jobs of all lanes are at the same kind of step, one recording has a branch for each
 lane, and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A
 lane's vector, the buffers of its optimizers and the inputs of its step are tensors at fixed
 addresses. Before a replay, changed values are copied into the inputs; after it, losses and changed
 entries are copied out.
 
-The first iteration of a kind is computed without a recording, because libraries then choose kernels
+The first step of a kind is computed without a recording, because libraries then choose kernels
 and allocate memory. It also shows which values the step reads from its client.
 """
 
@@ -99,7 +99,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give the job those of the lane's optimizers that its next iteration uses first."""
+        """Give the job those of the lane's optimizers that its next step uses first."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -118,9 +118,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self.trainer.set_training(True)
         set_modes(self.trainer.vector.networks, modes)
 
-    # --- an iteration ------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[RecordedLane]) -> None:
-        """Make the next iteration of these lanes."""
+        """Make the next step of these lanes."""
         keys: dict[int, Key] = {}
         for lane in busy:
             self.prepare(lane)
@@ -199,7 +199,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Compute a lane's iteration with `Step`.
+        """Compute a lane's step with `Step`.
 
         Return the task loss (None if no stage has it), and the changed entries of `state` and
         `kept`.
@@ -255,7 +255,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
 
 class Recording:
-    """The recorded iteration of some lanes, with its own input tensors."""
+    """The recorded step of some lanes, with its own input tensors."""
 
     def __init__(
         self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[InputPath, Tensor]
@@ -271,7 +271,7 @@ class Recording:
     def replay(
         self, inputs: Mapping[InputPath, Tensor]
     ) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
-        """Replay the iteration with these inputs; return each lane's loss and changed entries."""
+        """Replay the step with these inputs; return each lane's loss and changed entries."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)

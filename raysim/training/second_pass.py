@@ -61,7 +61,7 @@ class RecordedOutputs(Outputs):
 class RepeatedOutputs(Outputs):
     """The same outputs at other parameters, with the random numbers of the first pass.
 
-    An earlier stage of the iteration may have computed some of the outputs. Therefore each output
+    An earlier stage of the step may have computed some of the outputs. Therefore each output
     has its own generator state.
     """
 

@@ -118,7 +118,7 @@ class _StepHooks:
 
 
 class Step:
-    """One iteration on one batch, for every method and every stage.
+    """One training step: the work on one batch, for every method and every stage.
 
     clip: the largest norm of a stage's gradient; 0 allows any norm.
     usual_loss: the task's loss, a mean over the batch, which a method may replace.

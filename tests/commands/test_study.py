@@ -255,7 +255,7 @@ def test_killed_study_resumes_its_run_with_the_same_bits() -> None:
     assert bits("s/runs/scaffold_seed-0") == bits("straight")
 
 
-def test_warnings_come_before_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_study_prints_warnings_before_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [override for override in QUICK if override != "rounds=2"]
     study("method=fedavg,fedbn", "seed=0..1", "model=mlp", "rounds=1", *overrides, "out=s")
     first, second, third = capsys.readouterr().out.splitlines()[:3]
@@ -450,7 +450,7 @@ class TestComparisons:
             ("alpha=0.5", "lr=0.2", "lr=0.1"),
         ]
 
-    def test_label_has_the_method_and_its_varied_values(self) -> None:
+    def test_label_of_a_setting_has_method_and_varied_values(self) -> None:
         planned = plan(["method=[],[fedprox]", "method.fedprox.mu=0.1,1", "out=s"])
         keys = study_report.compared_keys(planned)
         labels = [study_report.label(planned, run, keys) for run in planned.runs]

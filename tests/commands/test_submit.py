@@ -586,7 +586,7 @@ def submitted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Sub
     return Submitted(out, job[1], ran.stdout.splitlines())
 
 
-def test_ray_job_submit_makes_a_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_ray_job_submit_executes_a_run(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = shlex.join(["raysim", "run", "runtime=inprocess", *SMALL, f"out={out}"])
     words = [
@@ -790,7 +790,7 @@ def test_slurm_script_starts_ray_with_one_token(
     assert nothing.returncode == 2 and "name a command" in nothing.stderr
 
 
-def test_submissions_in_the_guide_are_parsed() -> None:
+def test_submit_commands_in_the_guide_are_valid() -> None:
     text = (ROOT / "jobs" / "README.md").read_text().replace("\\\n", " ")
     lines = [
         line.split(" # ")[0]

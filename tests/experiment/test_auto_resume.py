@@ -76,7 +76,7 @@ def test_lost_process_restarts_from_checkpoint(fails: list[int], tmp_path: Path)
     assert out.getvalue().count("a node is gone. The run restarts from its last checkpoint") == 4
 
 
-def test_restarts_without_progress_end(fails: list[int], tmp_path: Path) -> None:
+def test_run_ends_after_restarts_without_progress(fails: list[int], tmp_path: Path) -> None:
     fails += [3] * 9
     with pytest.raises(ProcessLostError, match="a node is gone; resume=latest"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
@@ -126,7 +126,7 @@ def test_restart_uses_as_many_workers_as_fit(
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
-def test_run_starts_smaller_if_the_cluster_loses_a_node(
+def test_run_starts_with_fewer_workers_if_a_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -152,7 +152,7 @@ def test_run_starts_smaller_if_the_cluster_loses_a_node(
     assert len(sizes) == 4
 
 
-def test_same_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_command_continues_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", *QUICK, f"out={tmp_path / 'a'}", "--auto-resume", "--quiet"]
     assert cli.call([word.replace("rounds=5", "rounds=2") for word in words]) == 0
     assert cli.call(words) == 0

@@ -42,7 +42,7 @@ def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["memory://runs/a", "apart"])
-def test_run_continues_from_only_its_checkpoint_folder(where: str) -> None:
+def test_run_continues_without_its_own_folder(where: str) -> None:
     straight = run(out="straight", rounds=6)
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()
@@ -72,7 +72,7 @@ def test_checkpoint_folder_may_change_on_resume() -> None:
     ("where", "place"),
     [("/dev/null", "/dev/null"), ("letter/a", "letter"), ("file://letter", "letter")],
 )
-def test_impossible_checkpoint_folder_is_refused_first(where: str, place: str) -> None:
+def test_impossible_checkpoint_folder_is_refused_before_the_run(where: str, place: str) -> None:
     Path("letter").touch()
     with pytest.raises(RefusedError, match=rf"^checkpoint.folder=.*{place} is a file"):
         run(where, out="a", rounds=2)
@@ -102,13 +102,13 @@ def test_checkpoint_folder_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("where", ["nosuch://runs/a", "s3://bucket/a"])
-def test_unreachable_url_is_refused(where: str) -> None:
+def test_checkpoint_folder_at_unreachable_url_is_refused(where: str) -> None:
     with pytest.raises(RefusedError, match=f"{where} cannot be used"):
         run(where, out="a")
     assert not Path("a").exists()
 
 
-def test_damaged_remote_file_is_refused() -> None:
+def test_damaged_remote_checkpoint_is_refused() -> None:
     run(where := "memory://runs/a", out="a", rounds=4)
     files = fsspec.filesystem("memory")
     name = max(files.ls("/runs/a/log", detail=False))
@@ -120,7 +120,7 @@ def test_damaged_remote_file_is_refused() -> None:
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_checkpoint_folders_of_sweeps_and_studies() -> None:
+def test_checkpoint_folder_is_divided_in_studies_but_not_sweeps() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(RefusedError, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)

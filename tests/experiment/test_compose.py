@@ -54,20 +54,20 @@ def options(group: str) -> list[str]:
         ("checkpoint", Checkpoint),
     ],
 )
-def test_groups_equal_their_dataclasses(group: str, cls: type) -> None:
+def test_option_groups_have_defaults_of_their_dataclasses(group: str, cls: type) -> None:
     values = node()[group]
     expected = defaults(cls)
     assert values == {key: expected[key] for key in values}
 
 
-def test_primary_file_equals_its_dataclasses() -> None:
+def test_primary_file_has_defaults_of_its_dataclasses() -> None:
     values = node()
     for key, value in (defaults(RunSettings) | defaults(ExecutionOptions)).items():
         assert isinstance(value, dict) or values[key] == value, key
     assert values["faults"] == defaults(Faults)
 
 
-def test_local_group_equals_its_dataclass(
+def test_group_local_has_defaults_of_its_dataclass(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -77,7 +77,7 @@ def test_local_group_equals_its_dataclass(
 
 
 @pytest.mark.slow  # 18 presets
-def test_presets_compose() -> None:
+def test_every_preset_is_composed() -> None:
     assert {"default", "fedbr/rotated_mnist", "fedbr/cifar10"} <= set(options("experiment"))
     for name in options("experiment"):
         assert node(f"experiment={name}")["choices"]["experiment"] == name
@@ -120,7 +120,7 @@ def test_override_list_needs_no_brackets(word: str, quoted: str) -> None:
     assert node(word) == node(quoted)
 
 
-def test_path_is_never_split() -> None:
+def test_path_with_plus_signs_is_not_a_list() -> None:
     assert node("out=a+b/c")["out"] == "a+b/c"
     assert node("data=mnist", "data.root=a+b")["data"]["root"] == "a+b"
 
@@ -140,12 +140,12 @@ def test_path_is_never_split() -> None:
         ("method=[],[fedbr,mixup]", ["[]", "[fedbr,mixup]"]),
     ],
 )
-def test_override_of_a_study_expands(word: str, values: list[str]) -> None:
+def test_override_of_a_study_is_expanded_to_its_values(word: str, values: list[str]) -> None:
     key = word.partition("=")[0]
     assert expand_override(word) == (key, [f"{key}={value}" for value in values])
 
 
-def test_resources_may_have_any_name() -> None:
+def test_resources_of_the_runtime_may_have_any_name() -> None:
     config = to_dict(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
     assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
     with pytest.raises(
@@ -155,12 +155,12 @@ def test_resources_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
-def test_counts_go_up_to_a_limit(word: str) -> None:
+def test_range_of_too_many_counts_is_refused(word: str) -> None:
     with pytest.raises(RefusedError, match="10,000 values"):
         expand_override(word)
 
 
-def test_option_named_as_empty_list_is_refused(tmp_path: Path) -> None:
+def test_option_file_named_fedavg_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "fedavg.yaml").write_text(
         "fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n"
@@ -179,7 +179,7 @@ def test_empty_list_replaces_methods_of_preset() -> None:
         assert values["choices"]["method"] == []
 
 
-def test_chosen_option_keeps_its_keys_of_preset() -> None:
+def test_chosen_option_takes_its_values_from_the_preset() -> None:
     values = node("experiment=fedbr/rotated_mnist", "partition=iid")["partition"]
     assert values["clients"] == 10
     assert "concentration" not in values
@@ -188,13 +188,13 @@ def test_chosen_option_keeps_its_keys_of_preset() -> None:
 @pytest.mark.parametrize(
     "word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"]
 )
-def test_chosen_option_has_only_its_keys(word: str) -> None:
+def test_chosen_option_has_only_the_keys_of_its_class(word: str) -> None:
     group = word.partition("=")[0]
     values = node(word)[group]
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
-def test_steps_and_epochs_empty_each_other() -> None:
+def test_local_steps_unset_epochs_and_the_reverse() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")
@@ -208,7 +208,7 @@ def test_user_folder_adds_options(tmp_path: Path) -> None:
     assert to_dict(compose(["method=[soft]"], [tmp_path]))["method"]["soft"]["mu"] == 0.5
 
 
-def test_values_reach_the_objects() -> None:
+def test_override_reaches_the_built_objects() -> None:
     experiment = build(
         [*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"]
     )
@@ -217,7 +217,7 @@ def test_values_reach_the_objects() -> None:
     assert experiment.spec.settings.evaluate.clients == 3
 
 
-def test_default_weighting() -> None:
+def test_default_weighting_follows_from_the_method() -> None:
     assert build(QUICK).spec.settings.weighting == "samples"
     assert build([*QUICK, "method=[scaffold]"]).spec.settings.weighting == "uniform"
     assert (
@@ -404,7 +404,9 @@ def test_wrong_override_is_refused(words: list[str], parts: list[str]) -> None:
         assert part in text
 
 
-def test_vanishing_folders_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_vanish_during_the_search_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("method/deep/mine.yaml", "method/fleeting/other.yaml", "gone/any.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine: {_target_: raysim.methods.fedprox.FedProx}\n")
@@ -458,7 +460,7 @@ def test_unreadable_option_is_refused(content: bytes, tmp_path: Path) -> None:
             build(compose([*QUICK, f"{group}={chosen}"], [tmp_path]))
 
 
-def test_deeply_nested_file_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_option_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_bytes(b"a: " + b"[" * 2_000)
     with pytest.raises(RefusedError, match=str(path)):
@@ -476,7 +478,7 @@ def test_option_that_is_no_file_is_refused(tmp_path: Path) -> None:
             compose([word], [tmp_path])
 
 
-def test_broken_link_is_refused(tmp_path: Path) -> None:
+def test_broken_link_as_option_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method").symlink_to("method")
     with pytest.raises(RefusedError, match=f"{tmp_path}/method"):
         compose([], [tmp_path])
@@ -535,7 +537,9 @@ def test_reference_to_environment_is_refused(
 @pytest.mark.parametrize(
     "choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}]
 )
-def test_stored_configuration_with_wrong_choices(choices: dict[str, Any], tmp_path: Path) -> None:
+def test_stored_configuration_with_wrong_choices_is_refused(
+    choices: dict[str, Any], tmp_path: Path
+) -> None:
     content = to_dict(compose(QUICK))
     content["choices"] = {
         key: value for key, value in (content["choices"] | choices).items() if value is not None
@@ -545,7 +549,7 @@ def test_stored_configuration_with_wrong_choices(choices: dict[str, Any], tmp_pa
         compose([], stored=tmp_path / "config.yaml")
 
 
-def test_stored_configuration_without_the_key(
+def test_stored_configuration_with_list_for_group_is_refused(
     tmp_path: Path,
 ) -> None:
     content = to_dict(compose(QUICK)) | {"local": [1, 2]}
@@ -554,7 +558,7 @@ def test_stored_configuration_without_the_key(
         compose(["local.epochs=1"], stored=tmp_path / "config.yaml")
 
 
-def test_too_long_path_is_refused(tmp_path: Path) -> None:
+def test_too_long_path_of_configuration_is_refused(tmp_path: Path) -> None:
     for given in ({"folders": ["x" * 5000]}, {"stored": "x" * 5000}):
         with pytest.raises(RefusedError, match="is not a path: File name too long"):
             compose([], **given)
@@ -573,7 +577,7 @@ DAMAGED_VALUES = ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "
         for value in DAMAGED_VALUES[index % 3 :: 3]  # a third; the fuzzer tries the others
     ],
 )
-def test_changed_stored_value_runs_or_is_refused(
+def test_edited_stored_configuration_is_built_or_refused(
     key: str, value: str | None, tmp_path: Path
 ) -> None:
     content = to_dict(compose(QUICK))
@@ -592,7 +596,7 @@ def test_missing_configuration_folder_of_user_is_refused(tmp_path: Path) -> None
         compose([], [tmp_path / "nowhere"])
 
 
-def test_user_target_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_a_user_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs.py").write_text(
         "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
     )
@@ -611,7 +615,7 @@ def test_constructor_gets_checked_values() -> None:
         build_object(Evaluation, {"every": None}, "evaluate")
 
 
-def test_conf_folder_exists() -> None:
+def test_folder_of_options_exists() -> None:
     assert (conf_folder() / "config.yaml").is_file()
 
 

@@ -35,7 +35,7 @@ def lines(*words: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("budget", ["local.epochs=5", "local.steps=7"])
-def test_overview_of_centralized_training(
+def test_overview_describes_centralized_training(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_overview_has_local_budget() -> None:
     )
 
 
-def test_overview_has_heterogeneity() -> None:
+def test_overview_has_heterogeneity_of_the_split() -> None:
     text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")[
         "split"
     ]
@@ -135,7 +135,7 @@ def test_overview_has_busy_workers(workers: str, cohort: int, said: str) -> None
     assert found["schedule"].endswith(said)
 
 
-def test_fleet_without_clients_is_refused_first(
+def test_run_refuses_fleet_without_available_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_fleet_without_clients_is_refused_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_version_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_is_known_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is not installed on the nodes to which `raysim submit` sends it."""
 
     def nothing(name: str) -> str:

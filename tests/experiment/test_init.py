@@ -76,7 +76,7 @@ class Net(nn.Module):
 
 
 # --- whole ----------------------------------------------------------------------------------------
-def test_run_starts_from_model_of_another(trained: Path) -> None:
+def test_run_starts_from_model_of_another_run(trained: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}"])
     assert_starts(experiment, stored)
@@ -101,7 +101,7 @@ def test_adapters_start_on_weights_of_a_run_without_them(trained: Path, tmp_path
             start(build(compose([*words, f"init.file={tmp_path / 'less.safetensors'}"])))
 
 
-def test_adapters_of_a_file_need_their_frozen_weights(tmp_path: Path) -> None:
+def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     words = [*MLP, "model.lora.rank=2"]
     raysim.run([*words, f"out={tmp_path / 'run'}"], quiet=True)
@@ -150,7 +150,7 @@ def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))],
 )
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_state_dicts_with_and_without_prefix(
+def test_state_dict_is_read_with_and_without_prefix(
     write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")
@@ -163,7 +163,9 @@ def test_state_dicts_with_and_without_prefix(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_floats_are_converted(dtype: torch.dtype, trained: Path, tmp_path: Path) -> None:
+def test_initial_weights_of_other_float_types_are_converted(
+    dtype: torch.dtype, trained: Path, tmp_path: Path
+) -> None:
     stored = {
         name: tensor.to(dtype) for name, tensor in load_file(trained / "model.safetensors").items()
     }
@@ -172,7 +174,7 @@ def test_other_floats_are_converted(dtype: torch.dtype, trained: Path, tmp_path:
     assert_starts(build([*MLP, f"init={tmp_path / 'weights.pt'}"]), expected)
 
 
-def test_names_of_own_network(tmp_path: Path) -> None:
+def test_initial_weights_may_have_names_of_a_users_network(tmp_path: Path) -> None:
     net = Net()
     net(torch.zeros(2, 1, 8, 8))
     with torch.no_grad():
@@ -229,14 +231,14 @@ def test_model_of_plain_run_starts_method_with_more_networks(trained: Path) -> N
 @pytest.mark.parametrize(
     "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
 )
-def test_parts_are_drawn_as_without_file(words: list[str], trained: Path) -> None:
+def test_redrawn_parts_equal_those_of_a_run_without_file(words: list[str], trained: Path) -> None:
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])
     stored, drawn = load_file(trained / "model.safetensors"), start(build([*MLP, "seed=5"]))
     assert_starts(experiment, {k: t for k, t in stored.items() if k.startswith("model.extractor.")})
     assert_starts(experiment, {k: t for k, t in drawn.items() if k.startswith("model.head.")})
 
 
-def test_head_of_other_classes_is_redrawn(trained: Path, tmp_path: Path) -> None:
+def test_head_for_other_classes_can_be_redrawn(trained: Path, tmp_path: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     stored["model.head.weight"] = torch.zeros(77, stored["model.head.weight"].shape[1])
     stored["model.head.extra"] = torch.zeros(3)
@@ -300,18 +302,18 @@ def test_error_names_tensors_that_do_not_fit(
         ("init.only", ["init.only=[]"]),
     ],
 )
-def test_parts_that_do_not_exist_are_refused(key: str, words: list[str], trained: Path) -> None:
+def test_init_refuses_parts_that_do_not_exist(key: str, words: list[str], trained: Path) -> None:
     with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build([*MLP, f"init={trained / 'model.safetensors'}", *words])
 
 
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
-def test_parts_without_file_are_refused(word: str) -> None:
+def test_init_refuses_parts_without_a_file(word: str) -> None:
     with pytest.raises(RefusedError, match=r"^init\."):
         build([*MLP, word])
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_initial_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
     (tmp_path / "broken.pt").write_bytes(b"no weights")
     (tmp_path / "objects.pt").write_bytes(pickle.dumps(Path("x")))
@@ -335,7 +337,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         build([*MLP, f"init={tmp_path}"])
 
 
-def test_loaded_pickle_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_of_initial_weights_runs_no_code(tmp_path: Path) -> None:
     class Harmful:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "harm",)
@@ -349,7 +351,7 @@ def test_loaded_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 # --- identity -------------------------------------------------------------------------------------
-def test_resumed_run_ends_alike(trained: Path, tmp_path: Path) -> None:
+def test_resumed_run_from_initial_weights_has_the_same_bits(trained: Path, tmp_path: Path) -> None:
     words = [*MLP, "method=fedbn", "checkpoint.every=1", f"init={trained / 'model.safetensors'}"]
     straight = raysim.run([*words, "rounds=4", f"out={tmp_path / 'straight'}"], quiet=True)
     raysim.run([*words, f"out={tmp_path / 'run'}"], quiet=True)
@@ -357,7 +359,7 @@ def test_resumed_run_ends_alike(trained: Path, tmp_path: Path) -> None:
     assert resumed.summary["model_sha256"] == straight.summary["model_sha256"]
 
 
-def test_changed_file_is_refused_on_resume(trained: Path, tmp_path: Path) -> None:
+def test_resume_refuses_changed_file_of_initial_weights(trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "start.safetensors"
     file.write_bytes((trained / "model.safetensors").read_bytes())
     again = [f"out={tmp_path / 'run'}", "resume=latest", "rounds=3"]
@@ -374,7 +376,7 @@ def test_changed_file_is_refused_on_resume(trained: Path, tmp_path: Path) -> Non
         )
 
 
-def test_other_parts_are_another_run(trained: Path, tmp_path: Path) -> None:
+def test_resume_refuses_other_redrawn_parts(trained: Path, tmp_path: Path) -> None:
     words = [
         *MLP,
         f"init={trained / 'model.safetensors'}",
@@ -395,7 +397,7 @@ def test_runs_of_earlier_versions_are_resumed(tmp_path: Path) -> None:
     assert len(raysim.run([f"out={folder}", "resume=latest", "rounds=3"], quiet=True).rows) == 3
 
 
-def test_short_name_sets_file(tmp_path: Path) -> None:
+def test_init_without_a_key_sets_the_file(tmp_path: Path) -> None:
     for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
         assert compose(words).init.file == "a/b.pt"
     assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"
@@ -414,7 +416,7 @@ def test_best_model_starts_another_run(trained: Path) -> None:
 # --- every method ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("method", find_groups().files["method"])
-def test_method_starts_whole_and_by_part(method: str, tmp_path: Path) -> None:
+def test_every_method_starts_from_whole_and_partial_files(method: str, tmp_path: Path) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]
     if method in LORA_METHODS:
         words.append("model.lora.rank=2")

@@ -12,7 +12,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.primitives.version import __version__
 
 
-def test_missing_class_error_names_version() -> None:
+def test_error_of_missing_class_names_the_version() -> None:
     with pytest.raises(
         RefusedError, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
     ):
@@ -28,10 +28,10 @@ def test_missing_class_error_names_version() -> None:
         ("a+b", str | list[str] | None, "a+b"),  # a path
     ],
 )
-def test_list_needs_no_brackets(text: str, kind: Any, value: object) -> None:
+def test_list_with_plus_signs_needs_no_brackets(text: str, kind: Any, value: object) -> None:
     assert convert(text, kind, "key") == value
 
 
-def test_wrong_item_is_named_by_index() -> None:
+def test_error_of_wrong_list_item_names_its_index() -> None:
     with pytest.raises(RefusedError, match=r"key\[1\]=x must be an integer"):
         convert("1+x", list[int], "key")

@@ -84,7 +84,7 @@ class Unnamed(Learner):
         return np.asarray(inputs.reshape(len(inputs), -1) @ parameters)
 
 
-def test_learner_option_equals_its_object() -> None:
+def test_option_and_object_of_a_learner_give_equal_runs() -> None:
     option = raysim.run(f"{QUICK} learner=sklearn_linear rounds=2", quiet=True, out="option")
     part = raysim.run(f"{QUICK} rounds=2", learner=SklearnLinear(), quiet=True, out="object")
     assert part.summary["model_sha256"] == option.summary["model_sha256"]
@@ -128,7 +128,7 @@ def test_unstorable_learner_must_be_passed_again() -> None:
 
 
 @pytest.mark.slow
-def test_learner_varies_in_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+def test_study_compares_learners(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{QUICK} learner=none,sklearn_linear rounds=1 seed=0,1 out=study"
     with pytest.raises(SystemExit) as end:
         main(["study", *words.split()])

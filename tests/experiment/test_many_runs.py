@@ -22,17 +22,17 @@ from raysim.primitives.errors import RefusedError, first_line
 from raysim.results.history import Row, score, summarise
 
 
-def test_short_names_are_unique() -> None:
+def test_short_names_of_keys_are_unique() -> None:
     keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
     assert short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
 
-def test_value_labels() -> None:
+def test_values_have_short_labels() -> None:
     values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 
 
-def test_dated_folders_of_one_second_differ(
+def test_dated_folders_of_the_same_second_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda text: "now")
@@ -44,7 +44,7 @@ def test_dated_folders_of_one_second_differ(
     assert dated_folder(tmp_path).name == "now"
 
 
-def test_existing_folder_is_refused(tmp_path: Path) -> None:
+def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
     with pytest.raises(
         RefusedError,
@@ -53,7 +53,7 @@ def test_existing_folder_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_resume_needs_out_and_latest() -> None:
+def test_resume_of_a_study_needs_out_and_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (
@@ -92,13 +92,13 @@ def test_last_score_equals_that_of_the_summary(column: str) -> None:
     assert last_score(rows, column) == (score(summarise(rows), column), None)
 
 
-def test_mean_row_has_means_and_deviation() -> None:
+def test_mean_row_has_means_and_deviation_over_seeds() -> None:
     rows = [mean_row([{"round": 1, "x": 1.0, "y": 4}, {"round": 1, "x": 2.0, "y": None}], "x")]
     assert rows == [{"round": 1, "x": 1.5, "y": 4.0, "x_std": pytest.approx(0.5**0.5)}]
     assert last_score([*rows, {"round": 2, "x": None}], "x") == (1.5, rows[0]["x_std"])
 
 
-def test_first_line_of_an_error_from_a_process() -> None:
+def test_error_of_another_process_has_one_line() -> None:
     error, other = ValueError("\nas it arrived"), RuntimeError("as it was raised\nthere")
     error.cause = other  # type: ignore[attr-defined]
     assert first_line(error) == "as it was raised"
@@ -115,7 +115,7 @@ def test_first_line_of_an_error_from_a_process() -> None:
         "raysim.commands.submit.job_server",
     ],
 )
-def test_overrides_are_read_without_torch(module: str) -> None:
+def test_reading_overrides_does_not_import_torch(module: str) -> None:
     program = f"import {module}, sys; print('torch' in sys.modules)"
     assert (
         subprocess.run(

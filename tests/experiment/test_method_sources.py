@@ -21,7 +21,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_facts_read_from_source_equal_those_of_the_class(name: str) -> None:
+def test_facts_read_from_source_equal_facts_of_the_class(name: str) -> None:
     source = read_method(NODES[name]["_target_"])
     assert source == methods._import_method(name, NODES[name], [])
 
@@ -36,7 +36,7 @@ def test_source_of_fedavg_has_its_paper() -> None:
 
 
 @pytest.mark.parametrize("target", ["mine.method.Lasso", "raysim.methods.none.X", "None"])
-def test_class_of_others_has_to_be_imported(target: str) -> None:
+def test_source_of_third_party_class_is_not_read(target: str) -> None:
     assert read_method(target) is None
 
 

@@ -113,7 +113,7 @@ def test_observer_gets_all_events() -> None:
     assert never.pages == []  # the run had finished
 
 
-def test_error_in_on_round_names_it_and_the_run_can_resume() -> None:
+def test_run_resumes_after_an_error_in_on_round() -> None:
     def picky(row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise ZeroDivisionError("nothing to divide by")
@@ -134,7 +134,7 @@ def test_error_in_on_round_names_it_and_the_run_can_resume() -> None:
     assert repaired.summary["model_sha256"] == straight.summary["model_sha256"]
 
 
-def test_observer_failing_at_end_leaves_finished_run() -> None:
+def test_run_is_finished_if_an_observer_fails_at_the_end() -> None:
     with pytest.raises(
         ObserverError, match=r"your observer Diary .*in on_finish.*The run itself had finished"
     ):
@@ -185,7 +185,7 @@ def jobs(folder: str) -> list[dict[str, Any]]:
     return list(pq.read_table(Path(folder, "jobs.parquet")).to_pylist())
 
 
-def test_job_files_are_same_after_resumes() -> None:
+def test_job_files_are_equal_after_two_resumes() -> None:
     def stop(row: dict[str, Any]) -> None:
         if row["round"] == 7:
             raise KeyboardInterrupt
@@ -202,7 +202,7 @@ def test_job_files_are_same_after_resumes() -> None:
     assert jobs("a") == jobs("straight")
 
 
-def test_run_without_job_files_continues() -> None:
+def test_run_resumes_without_its_job_files() -> None:
     raysim.run([*ASYNCHRONOUS, "out=a", "rounds=2"], quiet=True)
     shutil.rmtree("a/jobs.parquet")
     Path("a/timeline.png").unlink()
@@ -288,7 +288,7 @@ def test_history_is_not_rewritten_at_each_checkpoint(
         ("finish", [False, True, True]),
     ],
 )
-def test_stop_reaches_started_unfinished_observers(
+def test_on_stop_is_called_for_started_unfinished_observers(
     tmp_path: Path, fails: str, told: list[bool]
 ) -> None:
     observers = [Diary(), Diary(fails), Diary()]
@@ -323,7 +323,7 @@ def test_failed_removal_of_checkpoints_is_shown_once(tmp_path: Path) -> None:
     ]
 
 
-def test_round_warning_is_shown_once(tmp_path: Path) -> None:
+def test_method_warning_during_a_run_is_shown_once(tmp_path: Path) -> None:
     class Wary(Method):
         name, paper = "wary", "a test"
 

@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("key", ["out", "data.root"])
-def test_text_needs_only_the_shells_quotes(key: str, text: str) -> None:
+def test_text_override_needs_only_the_quotes_of_the_shell(key: str, text: str) -> None:
     expected = text.replace("\\=", "=")  # an escape that Hydra's grammar knows
     assert read_override(f"{key}={text}").value == expected
     config = compose(["data=mnist", f"{key}={text}"])
@@ -63,13 +63,13 @@ def test_text_needs_only_the_shells_quotes(key: str, text: str) -> None:
         ("int('3')", 3),
     ],
 )
-def test_values_keep_their_types(value: str, expected: Any) -> None:
+def test_override_values_keep_their_types(value: str, expected: Any) -> None:
     found = read_override(f"x={value}")
     assert found.value == expected
     assert type(found.value) is type(expected)
 
 
-def test_values_of_a_study_keep_their_letters() -> None:
+def test_study_overrides_keep_letters_of_any_language() -> None:
     assert expand_override("data.root=/ü/a,/日/b=c") == (
         "data.root",
         ["data.root=/ü/a", "data.root=/日/b=c"],
@@ -77,14 +77,14 @@ def test_values_of_a_study_keep_their_letters() -> None:
     assert expand_override("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
 
 
-def test_values_of_a_search_keep_their_letters() -> None:
+def test_sweep_overrides_keep_letters_of_any_language() -> None:
     sweep = sort_overrides(["data.root=/ü/a,/日/b", "out=/é=1", "seed=0..2"])
     assert sweep.space["data.root"] == Choice(("/ü/a", "/日/b"))
     assert sweep.space["seed"] == Choice((0, 1, 2))
     assert sweep.fixed == ["out=/é=1"]
 
 
-def test_options_and_files_of_any_language(tmp_path: Path) -> None:
+def test_names_of_options_and_files_may_have_any_letters(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "größe.yaml").write_text(
         "_target_: raysim.data.sources.Mnist\nroot: null\n"
@@ -113,7 +113,7 @@ def test_error_shows_override_as_written(text: str) -> None:
     assert "Zq" not in sentence
 
 
-def test_comma_in_path_error_shows_quotes() -> None:
+def test_error_of_path_with_comma_shows_quotes() -> None:
     with pytest.raises(RefusedError, match=r"data\.root=\"a,b\""):
         single_override("data.root=/home/a,/b")
     assert single_override('data.root="/home/a,b"').value == "/home/a,b"

@@ -65,7 +65,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- scores -------------------------------------------------------------------------------
-def test_own_metrics_score_central_set_and_each_client() -> None:
+def test_users_metrics_score_central_set_and_each_client() -> None:
     result = raysim.run(**SMALL, metrics=["accuracy", LOWER, kappa])
     row = result.rows[-1]
     central = result.predictions()
@@ -85,21 +85,21 @@ def test_own_metrics_score_central_set_and_each_client() -> None:
     assert result.summary["metric"] == "accuracy" and "kappa_validation" in row
 
 
-def test_metrics_do_not_change_the_run() -> None:
+def test_users_metrics_do_not_change_training() -> None:
     plain = raysim.run(**SMALL)
     scored = raysim.run(**SMALL, metrics=["accuracy", kappa, "auroc"])
     assert scored.summary["model_sha256"] == plain.summary["model_sha256"]
     assert scored.rows[-1]["accuracy"] == plain.rows[-1]["accuracy"]
 
 
-def test_domains_and_unseen_clients_have_own_metrics() -> None:
+def test_users_metrics_score_domains_and_unseen_clients() -> None:
     settings = {**SMALL, "partition": "domain", "evaluate.unseen": 0.3, "data.domains": 3}
     row = raysim.run(**settings, metrics=[kappa]).rows[-1]
     assert {"kappa_unseen", "kappa_unseen_worst", "kappa_worst_domain"} <= row.keys()
     assert {"kappa.domain 0", "kappa.domain 1"} & row.keys()
 
 
-def test_undefined_scores_are_left_out_of_means() -> None:
+def test_mean_of_scores_leaves_out_undefined_ones() -> None:
     def undefined(outputs: Tensor, labels: Tensor) -> float:
         return 0.5 if labels[0] else float("nan")
 
@@ -111,7 +111,7 @@ def test_undefined_scores_are_left_out_of_means() -> None:
 
 
 # --- names --------------------------------------------------------------------------------
-def test_metric_is_named_by_its_path() -> None:
+def test_metric_can_be_named_by_its_import_path() -> None:
     words = "evaluate.metrics=accuracy+ownmetrics.right+ownmetrics.Entropy"
     result = raysim.run(words, **SMALL, allow=["ownmetrics"], out="run")
     row = result.rows[-1]
@@ -157,7 +157,7 @@ def test_torchmetrics_score_values() -> None:
         ("accuracy", "metrics='accuracy'"),
     ],
 )
-def test_wrong_metrics_are_refused(metrics: Any, key: str) -> None:
+def test_wrong_metrics_of_a_user_are_refused(metrics: Any, key: str) -> None:
     pytest.importorskip("torchmetrics")
     with pytest.raises(RefusedError, match=key):
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
@@ -180,7 +180,7 @@ def test_main_metric_decides_best_rounds_and_thresholds() -> None:
     assert result.summary["best5_mean"] == pytest.approx(np.mean([r["brier"] for r in result.rows]))
 
 
-def test_searches_and_studies_know_thebetter_direction() -> None:
+def test_sweeps_and_studies_know_which_scores_are_better() -> None:
     spec = raysim.build(
         **{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=["accuracy", LOWER]
     ).spec
@@ -200,7 +200,7 @@ def with_metrics(spec: RunSpec) -> RunSpec:
 
 
 @pytest.mark.parametrize("methods", [[], [FedBN()]])
-def test_metrics_do_not_depend_on_workers(methods: list[Any], tmp_path: Path) -> None:
+def test_users_metrics_do_not_depend_on_workers(methods: list[Any], tmp_path: Path) -> None:
     spec = with_metrics(run_spec(*methods, model=NORMED_MLP, data=tiny_data()))
     one = run(spec, rounds=4)
     three = run_to_end(coordinate(spec, rounds=4, runtime=several_workers(spec, 3)))

@@ -65,7 +65,7 @@ def composed(words: list[str]) -> Any:
     return compose(words, folders=["conf"])
 
 
-def test_classes_and_functions_are_models(package: str) -> None:
+def test_classes_and_functions_are_accepted_as_models(package: str) -> None:
     found = []
     for name in ("Net", "make"):
         words = option(name.lower(), f"_target_: {package}.{name}\nwidth: 6\nhead: fc\n")
@@ -92,12 +92,12 @@ def test_classes_and_functions_are_models(package: str) -> None:
         ),
     ],
 )
-def test_object_that_does_not_fit_is_refused(package: str, text: str, sentence: str) -> None:
+def test_object_that_is_no_model_is_refused(package: str, text: str, sentence: str) -> None:
     with pytest.raises(RefusedError, match=sentence):
         raysim.build(composed(option("mine", text)), allow=[package])
 
 
-def test_module_is_trained_and_returned(
+def test_users_module_is_trained_and_returned(
     package: str,
 ) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3))

@@ -108,9 +108,7 @@ def test_submitted_job_packs_named_packages(
     assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
-def test_package_is_allowed_for_one_command(
-    package: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_allow_applies_to_one_command(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["run", "method=quiet", *SMALL]) == 2
     assert "method=quiet does not exist" in capsys.readouterr().err
     assert cli.call(["run", "--allow", "quietly", "method=quiet", *SMALL]) == 0
@@ -123,7 +121,7 @@ def test_package_is_allowed_for_one_command(
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
-def test_missing_packages_have_no_options(package: Path) -> None:
+def test_missing_package_has_no_options(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
     assert conf_folders_of(["nowhere", "single", "..", ""]) == []
@@ -146,7 +144,7 @@ def test_unknown_option_error_names_local_package(
     )
 
 
-def test_missing_package_is_refused(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_allow_refuses_missing_package(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
     assert capsys.readouterr().err.startswith("raysim: allow=quitely")
     with pytest.raises(RefusedError, match=r"^allow=quitely\.parts"):
@@ -156,7 +154,7 @@ def test_missing_package_is_refused(package: Path, capsys: pytest.CaptureFixture
     assert conf_folders_of(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
 
-def test_package_in_current_folder_is_allowed(
+def test_allow_accepts_package_in_current_folder(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     around = package.parent / "around" / "quietly"
@@ -211,7 +209,7 @@ def test_installed_option_with_taken_name_is_refused(package: Path) -> None:
         compose(["method=[]"])
 
 
-def test_later_folder_replaces_option(tmp_path: Path) -> None:
+def test_later_folder_replaces_option_of_earlier_one(tmp_path: Path) -> None:
     for name, speed in (("one", 11.0), ("two", 12.0)):
         (folder := tmp_path / name / "fleet").mkdir(parents=True)
         (folder / "ideal.yaml").write_text(

@@ -120,14 +120,14 @@ def test_run_of_objects_equals_run_of_their_options() -> None:
     )
 
 
-def test_names_and_values_next_to_objects() -> None:
+def test_run_accepts_option_names_next_to_objects() -> None:
     result = ran(methods=["fedbn", FedProx(0.1)], model=NormedMlp(), fleet="lognormal")
     assert result.summary["methods"] == ["fedbn", "fedprox"]
     assert result.experiment.config["choices"]["fleet"] == "lognormal"
     assert result.experiment.spec.settings.local.epochs == 1
 
 
-def test_lists_of_rows_are_stored_and_resumed() -> None:
+def test_partition_of_lists_is_stored_and_resumed() -> None:
     lists, by_client = [[0, 1, 9], range(2, 6)], {7: np.array([0, 1, 9]), 8: [2, 3, 4, 5]}
     result = ran(partition=lists)
     assert result.experiment.spec.data.partition.train.counts.tolist() == [3, 4]
@@ -138,7 +138,7 @@ def test_lists_of_rows_are_stored_and_resumed() -> None:
     assert json.loads(stored.read_text()) == {"7": [0, 1, 9], "8": [2, 3, 4, 5]}
 
 
-def test_lists_of_rows_may_have_names() -> None:
+def test_partition_of_lists_may_have_client_names() -> None:
     result = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
     assert (
         result.summary["model_sha256"]
@@ -164,7 +164,7 @@ class Holding(NormedMlp):
     what: object = None
 
 
-def test_object_without_plain_values_is_marked() -> None:
+def test_object_without_plain_values_is_marked_in_the_config() -> None:
     class Local(FedProx):
         pass
 
@@ -319,7 +319,7 @@ def test_load_needs_unstorable_methods_again() -> None:
         ),
     ],
 )
-def test_object_that_does_not_fit_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_object_of_wrong_type_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RefusedError, match=sentence) as refused:
         ran(**given)
     assert "\n" not in str(refused.value) and not Path("a").exists()
@@ -397,7 +397,7 @@ def test_arrays_are_identified_by_content() -> None:
     assert ran(resume="latest", rounds=3).summary["rounds"] == 3
 
 
-def test_labels_may_be_names_and_channels_last() -> None:
+def test_arrays_may_have_text_labels_and_channels_last() -> None:
     colours = RNG.integers(0, 256, (30, 8, 8, 3), dtype=np.uint8)
     data = raysim.build(
         **(_without(SMALL, "quiet") | PARTS | {"data": (colours, np.array(["b", "a", "c"] * 10))})
@@ -407,7 +407,7 @@ def test_labels_may_be_names_and_channels_last() -> None:
     assert Arrays(digest="x").digest == "x"
 
 
-def test_kinds_of_inputs_and_labels() -> None:
+def test_task_follows_from_inputs_and_labels() -> None:
     def task(inputs: np.ndarray, labels: np.ndarray) -> Any:
         given = (
             _without(SMALL, "quiet")
@@ -464,7 +464,7 @@ def test_network_function_is_stored_by_name() -> None:
     )
 
 
-def test_partial_function_is_stored_with_arguments() -> None:
+def test_partial_model_function_is_stored_with_arguments() -> None:
     result = ran(model=functools.partial(flat, width=5))
     assert load_yaml(Path("a/config.yaml"))["model"] == {"_target_": f"{__name__}.flat", "width": 5}
     assert result.model()[1].out_features == 5
@@ -472,13 +472,13 @@ def test_partial_function_is_stored_with_arguments() -> None:
     assert again.model()[1].out_features == 5
 
 
-def test_function_may_take_any_arguments() -> None:
+def test_model_function_may_take_any_arguments() -> None:
     ran(model=functools.partial(passing, width=5), rounds=1)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True, allow=[__name__])
     assert again.model()[1].out_features == 5
 
 
-def test_passed_module_is_unchanged_and_needed_to_resume() -> None:
+def test_module_of_user_is_unchanged_and_needed_to_resume() -> None:
     torch.manual_seed(1)
     module = flat(3)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -514,7 +514,7 @@ def test_table_of_clients_equals_its_file() -> None:
 
 
 @pytest.mark.parametrize("methods", [[], [FedExP(1e-6)]], ids=["fedavg", "fedexp"])
-def test_predictions_have_the_score_of_the_history(methods: list[Any]) -> None:
+def test_predictions_score_as_in_the_history(methods: list[Any]) -> None:
     result = ran(methods=methods)
     predictions = result.predictions()
     assert (predictions.classes == predictions.labels).mean() == result.rows[-1]["accuracy_global"]

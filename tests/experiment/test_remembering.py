@@ -45,11 +45,11 @@ def ran(*methods: Method, **given: Any) -> raysim.Result:
 
 
 @pytest.mark.parametrize("check", checks(Steady(mu=0.5)), ids=str)
-def test_remembering_method_conforms(check: Any) -> None:
+def test_example_method_with_client_state_passes_checks(check: Any) -> None:
     check()
 
 
-def test_remembering_method_pulls_and_reports() -> None:
+def test_example_method_with_client_state_pulls_and_reports() -> None:
     result, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
     assert (
         free.summary["model_sha256"]

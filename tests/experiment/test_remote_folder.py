@@ -104,7 +104,9 @@ def test_fetch_copies_the_files_of_a_url(
 
 
 @pytest.mark.parametrize("words", ["report {}", "fetch {}", "run out={} resume=latest"])
-def test_url_without_a_run_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_url_without_a_run_names_it(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.call(words.format("memory://nothing/here").split()) == 2
     assert "memory://nothing/here" in capsys.readouterr().err
 
@@ -128,7 +130,7 @@ def test_files_are_sent_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> N
     fsspec.filesystem("memory").rm("/runs", recursive=True)
 
 
-def test_url_that_fails_is_named_with_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_failing_url_names_it_and_the_local_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match="nothing://"):
         run(out="nothing://bucket/run", rounds=2)
     from raysim.experiment.remote_folder import FolderCopy
@@ -143,7 +145,9 @@ def test_url_that_fails_is_named_with_the_copy(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("command", ["study", "sweep"])
-def test_url_is_for_single_runs_only(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_studies_and_sweeps_refuse_results_at_a_url(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = {"study": "seed=0,1", "sweep": "sweep=fedprox"}
     assert cli.call([command, words[command], "out=s3://a/b"]) == 2
     assert "out=s3://a/b" in capsys.readouterr().err

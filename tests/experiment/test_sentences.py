@@ -41,7 +41,7 @@ class TestUnknownKeys:
         assert "loss=usual has no settings" in sentence
         assert "loss=focal" in sentence
 
-    def test_method_without_settings_says_so(self) -> None:
+    def test_error_of_method_without_settings_says_so(self) -> None:
         assert "method.scaffold has no settings" in refused(
             "method=scaffold", "method.scaffold.mu=1"
         )
@@ -68,7 +68,7 @@ class TestUnknownKeys:
 
 
 class TestPartitions:
-    def test_natural_split_without_users_names_existing_keys(self) -> None:
+    def test_error_of_missing_users_names_existing_keys(self) -> None:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
@@ -84,12 +84,12 @@ class TestPartitions:
         )
         assert sentence.startswith("partition.clients=9")
 
-    def test_default_minimum_is_no_setting_of_the_user(self) -> None:
+    def test_error_does_not_name_default_minimum(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.alpha=") as error:
             federate(Synthetic(samples=40), Dirichlet(30, 0.01), 0)
         assert "partition.minimum=1 " not in str(error.value)
 
-    def test_lists_from_python_need_no_file(self) -> None:
+    def test_error_of_lists_from_python_names_no_file(self) -> None:
         for lists in ([], [["a"]], [[0.5]]):
             sentence = refused(data=DATA, partition=lists)
             assert sentence.startswith("partition")
@@ -104,24 +104,24 @@ class Empty(Source):
 
 
 class TestData:
-    def test_source_without_root_option_needs_no_root(self) -> None:
+    def test_error_of_source_without_root_does_not_ask_for_it(self) -> None:
         sentence = refused(data=Empty())
         assert "Empty" in sentence
         assert "data.root" not in sentence
 
-    def test_share_of_tests_is_named_where_the_source_has_one(self) -> None:
+    def test_error_of_missing_tests_names_only_keys_of_the_data(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.test_fraction=null") as error:
             federate(Synthetic(samples=40, test_samples=0), Domain(test_fraction=None), 0)
         assert "data.test_fraction" not in str(error.value)
 
-    def test_nothing_to_score_names_no_key_of_another_partition(self) -> None:
+    def test_warning_of_no_scores_names_keys_of_the_partition(self) -> None:
         lists = [list(range(0, 3)), list(range(3, 6))]
         warnings = build([*WORDS, "model=mlp"], data=DATA, partition=lists).warnings
         assert any("nothing will be scored" in text for text in warnings)
         assert not any("partition.clients" in text for text in warnings)
 
 
-def test_warning_names_no_key_that_the_model_lacks() -> None:
+def test_batchnorm_warning_names_only_keys_of_the_model() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     warnings = build(
         [*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}

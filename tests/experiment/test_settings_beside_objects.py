@@ -70,19 +70,19 @@ def built(*words: str, **parts: Any) -> Experiment:
 
 
 class TestArrays:
-    def test_label_noise_changes_labels(self) -> None:
+    def test_label_noise_applies_to_a_users_arrays(self) -> None:
         noisy = built("data.label_noise=0.5").spec.data
         train = noisy.partition.train.indices
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_data_only_selects_the_named_classes(self) -> None:
+    def test_data_only_applies_to_a_users_arrays(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40
         assert np.array_equal(data.inputs[data.labels == 0], NUMBERS[CLASSES == 2])
 
-    def test_mean_and_std_normalise(self) -> None:
+    def test_mean_and_std_apply_to_a_users_arrays(self) -> None:
         data = built("data.mean=[1,2,3,4]", "data.std=[2,2,2,4]").spec.data
         inputs = torch.from_numpy(data.open().inputs.copy())
         expected = (inputs - torch.tensor([1.0, 2, 3, 4])) / torch.tensor([2.0, 2, 2, 4])
@@ -100,12 +100,12 @@ class TestArrays:
         assert data.pipeline.augment == ("flip",)
         assert "rotation=per client" in data.title
 
-    def test_arguments_are_settings_too(self) -> None:
+    def test_settings_may_be_python_arguments(self) -> None:
         one = built("data.label_noise=0.5").spec.data.open()
         other = built(**{"data.label_noise": 0.5}).spec.data.open()
         assert np.array_equal(one.labels, other.labels)
 
-    def test_settings_are_stored_and_hold_on_resume(self) -> None:
+    def test_settings_of_arrays_are_stored_and_resumed(self) -> None:
         words = [*WORDS, "data.label_noise=0.5", "out=run"]
         raysim.run(words, **PARTS, quiet=True)
         assert load_yaml(Path("run/config.yaml"))["data"]["label_noise"] == 0.5
@@ -114,7 +114,7 @@ class TestArrays:
         assert again.experiment.config["data"]["label_noise"] == 0.5
         assert again.summary["rounds"] == 2
 
-    def test_bad_value_is_refused_by_its_key(self) -> None:
+    def test_error_of_bad_setting_of_arrays_names_its_key(self) -> None:
         with pytest.raises(RefusedError, match=r"^data\.label_noise=2"):
             built("data.label_noise=2")
         with pytest.raises(RefusedError, match=r"^data\.rotation\.per=twice"):
@@ -122,7 +122,7 @@ class TestArrays:
 
 
 class TestListsOfRows:
-    def test_shares_held_out_are_those_that_were_set(self) -> None:
+    def test_held_out_shares_apply_to_a_users_lists(self) -> None:
         assert not len(
             built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices
         )
@@ -131,13 +131,13 @@ class TestListsOfRows:
         )
         assert partition.spec.data.partition.train.counts.tolist() == [15, 15]
 
-    def test_fraction_keeps_a_share(self) -> None:
+    def test_fraction_applies_to_a_users_lists(self) -> None:
         data = built(
             "partition.fraction=0.5", **{"partition.test_fraction": 0}, partition=LISTS
         ).spec.data
         assert data.partition.train.counts.tolist() == [15, 15]
 
-    def test_settings_hold_on_resume(self) -> None:
+    def test_settings_of_lists_are_kept_on_resume(self) -> None:
         raysim.run(
             [*WORDS, "partition.test_fraction=0", "out=run"],
             **PARTS | {"partition": LISTS},
@@ -148,22 +148,22 @@ class TestListsOfRows:
 
 
 class TestNetworks:
-    def test_arguments_of_a_class_are_settings(self) -> None:
+    def test_arguments_of_a_model_class_are_settings(self) -> None:
         experiment = built("model.width=7", model=Wide)
         assert experiment.spec.model.options == {"width": 7}  # type: ignore[attr-defined]
         assert experiment.config["model"]["width"] == 7
 
-    def test_partial_arguments_and_settings_meet(self) -> None:
+    def test_setting_that_a_partial_fixes_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 
-    def test_head_and_adapters_are_settings(self) -> None:
+    def test_head_and_adapters_apply_to_a_users_network(self) -> None:
         recipe = built("model.head=fc", model=Wide()).spec.model
         assert recipe.head == "fc"  # type: ignore[attr-defined]
         with pytest.raises(RefusedError, match=r"model\.head=body\.1"):
             built("model.head=body.1", model=Wide())
 
-    def test_settings_hold_when_the_result_is_loaded(self) -> None:
+    def test_settings_of_a_network_are_kept_when_loaded(self) -> None:
         raysim.run([*WORDS, "model.head=fc", "out=run"], **PARTS | {"model": Wide()}, quiet=True)
         loaded = raysim.load("run", model=Wide())
         assert loaded.experiment.spec.model.head == "fc"  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ class TestNetworks:
         ("method=fedprox", {"methods": [FedProx()]}),
     ],
 )
-def test_setting_without_effect_is_refused_by_key(word: str, parts: dict[str, Any]) -> None:
+def test_error_of_setting_without_effect_names_its_key(word: str, parts: dict[str, Any]) -> None:
     key, _, value = word.partition("=")
     with pytest.raises(RefusedError, match=f"^{key}[=: ]"):
         built(word, **parts)
@@ -214,7 +214,7 @@ def test_object_replaces_part_of_whole_configuration() -> None:
     assert build(whole, data=PARTS["data"]).config["choices"]["data"] == "arrays"
 
 
-def test_value_of_another_part_still_has_its_effect() -> None:
+def test_setting_next_to_a_model_object_has_an_effect() -> None:
     experiment = built(
         "local.lr=0.5",
         "method=fedbn",

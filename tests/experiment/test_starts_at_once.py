@@ -77,7 +77,7 @@ def _run_command(command: list[str], folder: str, barrier: Any, queue: Any, numb
         _report(lambda: cli.call(command), barrier, queue, number)
 
 
-def test_dated_folders_made_at_once_differ() -> None:
+def test_dated_folders_of_processes_started_together_differ() -> None:
     def create() -> str:
         with new_folder(Path("root/now"), dated=True) as folder:
             (folder / "content").touch()
@@ -102,7 +102,7 @@ def test_named_folder_is_made_by_one_process() -> None:
     assert sorted(at_once(create)) == ["made"] + ["refused"] * (COUNT - 1)
 
 
-def test_empty_folder_is_removed_with_parents() -> None:
+def test_empty_run_folder_is_removed_with_its_parents() -> None:
     Path("kept").mkdir()
     with new_folder(Path("kept/a/b"), dated=False) as folder:
         assert folder.is_dir()
@@ -114,13 +114,13 @@ def test_empty_folder_is_removed_with_parents() -> None:
     assert Path("kept/a/b/content").is_file()
 
 
-def test_folder_below_a_file_is_an_error() -> None:
+def test_run_folder_below_a_file_is_an_error() -> None:
     Path("file").touch()
     with pytest.raises(OSError), new_folder(Path("file/now"), dated=True):
         pass
 
 
-def test_study_moves_to_another_folder_with_all_its_runs() -> None:
+def test_moved_study_plan_moves_the_folders_of_its_runs() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
     second = move(first, Path("studies/now-2"))
@@ -130,12 +130,12 @@ def test_study_moves_to_another_folder_with_all_its_runs() -> None:
     assert not plan(["method=fedavg,fedprox", "out=s"]).is_dated
 
 
-def test_sweep_knows_whether_its_folder_is_dated() -> None:
+def test_sweep_folder_is_dated_without_out() -> None:
     words = ["method=fedprox", "method.fedprox.mu=0.1,1", "sweep.search=grid"]
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_package_is_written_by_one_process() -> None:
+def test_new_package_is_written_by_one_process() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))
@@ -161,7 +161,7 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     [["run"], ["study", "method=fedavg,fedprox", "tracking=none"]],
     ids=["run with tracking", "study"],
 )
-def test_commands_started_at_once_all_finish(command: list[str], tmp_path: Path) -> None:
+def test_commands_started_together_all_finish(command: list[str], tmp_path: Path) -> None:
     # Processes that train are not forked from this one: a fork of a process with threads may wait
     # for ever.
     context: Any = multiprocessing.get_context("forkserver")

@@ -60,26 +60,26 @@ def names(data: FederatedData) -> list[str]:
 
 class TestOrder:
     @pytest.mark.parametrize("kind", [np.int64, np.int8, np.uint16])
-    def test_integers_are_ordered_by_value(self, kind: type) -> None:
+    def test_users_with_integer_names_are_ordered_by_value(self, kind: type) -> None:
         data = split(NUMBERS.astype(kind))
         assert names(data) == IN_ORDER
         for client in range(12):
             assert set(NUMBERS[data.partition.train.rows(client)]) == {client}
 
-    def test_negative_integers_come_first(self) -> None:
+    def test_users_with_negative_integers_come_first(self) -> None:
         assert names(split(SHIFTED)) == [str(number) for number in range(-6, 6)]
 
-    def test_text_is_ordered_as_text(self) -> None:
+    def test_users_with_text_names_are_ordered_as_text(self) -> None:
         data = split(TEXTS)
         assert names(data) == sorted(set(TEXTS))
         assert set(TEXTS[data.partition.train.rows(2)]) == {"user10"}
 
-    def test_arrays_of_files_follow_the_same_rule(self) -> None:
+    def test_users_of_array_files_are_ordered_by_value(self) -> None:
         np.savez("train.npz", x=INPUTS, y=CLASSES, user=NUMBERS)
         assert names(federate(NumPy(root="."), Natural(), 0)) == IN_ORDER
 
     @pytest.mark.parametrize("folders", [["."], ["one", "two"]])
-    def test_columns_of_tables_follow_the_same_rule(self, folders: list[str]) -> None:
+    def test_users_of_table_columns_are_ordered_by_value(self, folders: list[str]) -> None:
         for folder in folders:
             Path(folder).mkdir(exist_ok=True)
             columns = {"x": list(INPUTS), "label": CLASSES, "who": NUMBERS}
@@ -99,7 +99,7 @@ class TestOrder:
 
 
 class TestListedNames:
-    def test_keys_of_a_mapping_are_names_in_its_order(self) -> None:
+    def test_keys_of_a_mapping_are_client_names_in_order(self) -> None:
         data = build(
             WORDS, data=(INPUTS, CLASSES), partition={"zoe": range(9), "al": range(10, 19)}
         ).spec.data
@@ -114,7 +114,7 @@ class TestListedNames:
         data = federate(Synthetic(samples=40), Listed(file="rows.json"), 0)
         assert names(data) == ["zoe", "al"]
 
-    def test_lists_have_no_names(self) -> None:
+    def test_clients_of_lists_have_no_names(self) -> None:
         assert (
             build(
                 WORDS, data=(INPUTS, CLASSES), partition=[range(9), range(10, 19)]
@@ -157,7 +157,7 @@ class TestNamesInResults:
         assert result.clients["user"].tolist() == [str(100 + number) for number in range(12)]
         assert pq.read_table("run/clients.parquet").column_names[:2] == ["client", "user"]
 
-    def test_summary_has_names(self) -> None:
+    def test_summary_has_client_names(self) -> None:
         summary = trained().summary
         assert summary["split"]["users"][10] == "110"
         assert (
@@ -165,13 +165,13 @@ class TestNamesInResults:
             == summary["split"]["users"]
         )
 
-    def test_failures_have_names(self) -> None:
+    def test_failures_have_client_names(self) -> None:
         trained("schedule.cohort=12", methods=[Failing()])
         line = json.loads(Path("run/failures.jsonl").read_text().splitlines()[0])
         assert (line["client"], line["user"]) == (3, "103")
         assert "client 3 (user 103)" in line["error"]
 
-    def test_errors_have_names(self) -> None:
+    def test_errors_have_client_names(self) -> None:
         with pytest.raises(TooManyFailuresError, match=r"client 3 \(user 103\)"):
             trained("schedule.cohort=12", "faults.tolerate=0", methods=[Failing()])
 
@@ -186,7 +186,7 @@ class TestNamesInResults:
             result.predictions(1)
 
     @pytest.mark.slow
-    def test_report_has_names(self) -> None:
+    def test_report_has_client_names(self) -> None:
         result = trained("schedule.cohort=12", methods=[Failing()])
         text = page.write_report(
             report.group_by_setting([load_run(Path("run"))]), Path("page")

@@ -34,7 +34,7 @@ def warnings(*overrides: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT])
-def test_warning_of_fedasync_in_rounds(
+def test_fedasync_in_synchronous_rounds_gets_a_warning(
     schedule: Sequence[str],
 ) -> None:
     found = warnings("method=[fedasync]", *schedule)
@@ -43,7 +43,7 @@ def test_warning_of_fedasync_in_rounds(
 
 
 @pytest.mark.parametrize("name", ["ca2fl", "ace"])
-def test_warning_of_a_cache_with_scaffold(name: str) -> None:
+def test_scaffold_with_a_cache_gets_a_warning(name: str) -> None:
     (sentence,) = warnings(f"method=[{name},scaffold]", *BUFFER)
     assert "'scaffold'" in sentence and f"'{name}'" in sentence and "twice" in sentence
     assert warnings(f"method=[{name}]", *BUFFER) == ()
@@ -59,7 +59,7 @@ def test_warning_of_a_cache_with_scaffold(name: str) -> None:
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_warning_of_one_update_for_comparing_methods(name: str, local: Sequence[str]) -> None:
+def test_methods_that_compare_updates_warn_of_a_single_one(name: str, local: Sequence[str]) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
         (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
         assert sentence.startswith(f"method '{name}' compares the updates of an aggregation")
@@ -67,7 +67,7 @@ def test_warning_of_one_update_for_comparing_methods(name: str, local: Sequence[
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_warning_of_fedbuff_with_other_weights(normalization: str, count: int) -> None:
+def test_fedbuff_with_other_weights_gets_a_warning(normalization: str, count: int) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
         found = warnings(
             f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER
@@ -80,7 +80,7 @@ def test_warning_of_fedbuff_with_other_weights(normalization: str, count: int) -
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_methods_see_list_and_schedule(
+def test_methods_know_all_methods_and_the_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx
@@ -102,7 +102,7 @@ def test_client_state_named_as_a_tensor_is_refused() -> None:
         build([*DATA, *ROUNDS], methods=[private, clash])
 
 
-def test_warning_of_a_median_of_two() -> None:
+def test_median_of_two_updates_gets_a_warning() -> None:
     def of(cohort: int) -> tuple[str, ...]:
         return warnings(
             "method=[coordinate_median]", "schedule=synchronous", f"schedule.cohort={cohort}"
@@ -113,14 +113,14 @@ def test_warning_of_a_median_of_two() -> None:
     assert of(3) == ()
 
 
-def test_warning_of_a_trimmed_mean_that_trims_nothing() -> None:
+def test_trimmed_mean_that_trims_nothing_gets_a_warning() -> None:
     trimmed = ["method=[trimmed_mean]", *ROUNDS]
     (sentence,) = warnings(*trimmed, "method.trimmed_mean.share=0.3")
     assert "method.trimmed_mean.share=0.3" in sentence
     assert warnings(*trimmed, "method.trimmed_mean.share=0.4") == ()
 
 
-def test_warning_of_krum_with_few_updates() -> None:
+def test_krum_with_few_updates_gets_a_warning() -> None:
     def of(cohort: int) -> tuple[str, ...]:
         words = (
             "method=[krum]",
@@ -179,7 +179,7 @@ def test_hook_may_have_optional_arguments() -> None:
 
 
 @pytest.mark.parametrize(("step", "sentences"), [(1, 0), (2, 0), (10, 1)])
-def test_warning_of_missing_classes(step: int, sentences: int) -> None:
+def test_missing_classes_get_a_warning(step: int, sentences: int) -> None:
     data = (np.zeros((80, 3), np.float32), np.arange(80) % 4 * step)
     found = [
         text
@@ -204,7 +204,9 @@ def test_warning_of_missing_classes(step: int, sentences: int) -> None:
         ((16, 8, 3), np.int64, 0),  # tokens
     ],
 )
-def test_warning_of_channels_last(shape: Sequence[int], dtype: type, sentences: int) -> None:
+def test_images_with_channels_last_get_a_warning(
+    shape: Sequence[int], dtype: type, sentences: int
+) -> None:
     data = (np.ones((80, *shape), dtype), np.arange(80) % 4)
     model = type(
         "Flat", (torch.nn.Flatten,), {"forward": lambda self, x: x.flatten(1)[:, :4] * 1.0}
@@ -220,7 +222,7 @@ def test_warning_of_channels_last(shape: Sequence[int], dtype: type, sentences: 
     )
 
 
-def test_warning_of_a_run_without_scores() -> None:
+def test_run_without_scores_gets_a_warning() -> None:
     def of(*words: str, test: bool = False) -> list[str]:
         half = (np.zeros((40, 3), np.float32), np.arange(40) % 4)
         words = (*DATA[:2], "partition=iid", "model=mlp", *ROUNDS, *words)
@@ -236,7 +238,7 @@ def test_warning_of_a_run_without_scores() -> None:
     assert of("partition.clients=10", test=True) == []
 
 
-def test_warning_of_a_misspelt_hook() -> None:
+def test_misspelt_hook_gets_a_warning() -> None:
     def end(self: Any, job: Any) -> None:
         self.gradients(job)
 
@@ -261,7 +263,7 @@ def test_warning_of_a_misspelt_hook() -> None:
 
 
 @pytest.mark.parametrize("ends_in_softmax", [True, False])
-def test_warning_of_a_network_that_ends_in_a_softmax(ends_in_softmax: bool) -> None:
+def test_network_that_ends_in_a_softmax_gets_a_warning(ends_in_softmax: bool) -> None:
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(64, 10)]
     if ends_in_softmax:
         layers.append(nn.Softmax(dim=1))

@@ -16,7 +16,7 @@ def app(project):
     return str(project)
 
 
-def test_command_prints_rounds(app, capsys):
+def test_flower_command_prints_rounds(app, capsys):
     assert run_flower([app, *QUICK, "fleet=lognormal"], ["num-server-rounds=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["type", "round", "dispatched"]
@@ -24,7 +24,7 @@ def test_command_prints_rounds(app, capsys):
     assert "virtual time" in lines[-1]
 
 
-def test_command_continues_a_run(app, tmp_path, capsys):
+def test_flower_command_continues_a_run(app, tmp_path, capsys):
     out = f"out={tmp_path / 'run'}"
     run_flower([app, *QUICK, out], [])
     first = capsys.readouterr().out
@@ -33,7 +33,7 @@ def test_command_continues_a_run(app, tmp_path, capsys):
     assert (tmp_path / "run" / "messages.csv").is_file()
 
 
-def test_command_makes_a_table_of_seeds(app, tmp_path, capsys, monkeypatch):
+def test_flower_command_prints_a_table_of_seeds(app, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")  # a narrow table has several parts
     run_flower([app, *QUICK, "seed=0..2", f"out={tmp_path / 'runs'}"], ["num-server-rounds=1"])
     table = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_command_makes_a_table_of_seeds(app, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "runs" / "seed-1" / "summary.json").is_file()
 
 
-def test_command_reads_clients_of_the_project(app):
+def test_flower_command_reads_number_of_clients_of_the_project(app):
     request = read_request([app, "clients=7", "samples=9"], ["lr=0.5 data.rows=3"])
     assert (request.clients, request.samples) == (7, 9)
     assert request.run_config == {"lr": 0.5, "data.rows": 3}
@@ -50,7 +50,7 @@ def test_command_reads_clients_of_the_project(app):
     assert request.project.config["data.rows"] == 20
 
 
-def test_command_reads_a_file_of_values(app, tmp_path):
+def test_flower_command_reads_run_config_from_a_file(app, tmp_path):
     file = tmp_path / "values.toml"
     file.write_text("lr = 0.25\n[data]\nrows = 4\n")
     assert read_request([app], [str(file)]).run_config == {"lr": 0.25, "data.rows": 4}
@@ -70,17 +70,17 @@ def test_command_reads_a_file_of_values(app, tmp_path):
         (["another_folder"], [], "another_folder"),
     ],
 )
-def test_command_refuses_wrong_settings(app, words, config, key):
+def test_flower_command_refuses_wrong_settings(app, words, config, key):
     with pytest.raises(RefusedError, match=key):
         run_flower([app, *QUICK, *words], config)
 
 
-def test_command_refuses_a_folder_without_an_app(tmp_path, capsys):
+def test_flower_command_refuses_a_folder_without_an_app(tmp_path, capsys):
     assert call(["flower", "run", str(tmp_path)]) == 2
     assert "clientapp" in capsys.readouterr().err
 
 
-def test_command_names_the_line_of_a_broken_app(app, tmp_path):
+def test_flower_command_names_the_line_of_a_broken_app(app, tmp_path):
     project = tmp_path / "project"
     shutil.copytree(app, project)
     text = (project / "pyproject.toml").read_text()

@@ -71,7 +71,7 @@ def test_grid_timeout_leaves_out_late_replies():
     assert [record.fate for record in records].count("lost") == 2
 
 
-def test_grid_pull_waits_for_the_next_reply():
+def test_grid_pull_waits_until_the_next_reply():
     grid = make_grid()
     first, second, *_ = grid.get_node_ids()
     ids = list(grid.push_messages(messages([second, first])))
@@ -116,7 +116,7 @@ def test_grid_failing_client_keeps_its_state():
     assert seen == [0, 1]
 
 
-def test_grid_second_message_sees_the_first_ones_state():
+def test_grid_second_message_starts_from_state_of_the_first():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     ids = grid.push_messages([*messages([node]), *messages([node])])
@@ -124,7 +124,7 @@ def test_grid_second_message_sees_the_first_ones_state():
     assert [int(reply.content["m"]["seen"]) for reply in replies] == [0, 1]
 
 
-def test_grid_only_training_takes_samples():
+def test_grid_counts_samples_for_training_messages_only():
     grid = make_grid(fleet=Ideal(speed=10))
     grid.send_and_receive(messages(grid.get_node_ids(), "evaluate"))
     assert grid.clock.now == 0.0

@@ -93,7 +93,7 @@ MADE = "tiny_flower_app.broken:two_arrays"
 
 
 @pytest.mark.parametrize("name", ["app", "client_fn", "Mean", "old_client_fn"])
-def test_app_may_be_each_kind_of_client(project, tmp_path, name):
+def test_learner_accepts_apps_with_every_kind_of_client(project, tmp_path, name):
     settings = {"app": f"tiny_flower_app.numpy_client:{name}", "parameters": MADE}
     assert run(project, tmp_path, **settings).summary["failures_total"] == 0
 
@@ -124,7 +124,7 @@ def test_failing_client_is_one_failed_client(project, tmp_path, capsys, kind, te
         run(project, tmp_path, words + " faults.tolerate=0", name="strict", **broken(kind))
 
 
-def test_prints_of_an_app_go_to_stderr(project, tmp_path, capsys):
+def test_output_of_an_app_goes_to_stderr(project, tmp_path, capsys):
     run(project, tmp_path, "schedule.cohort=6 rounds=1", **broken("prints"))
     captured = capsys.readouterr()
     assert "a line of the app" in captured.err

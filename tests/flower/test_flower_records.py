@@ -4,7 +4,7 @@ import pytest
 flwr_app = pytest.importorskip("flwr.app")
 
 
-def test_records_survive_packing():
+def test_unpacked_records_equal_packed_ones():
     from raysim.flower.records import pack_records, unpack_records
 
     content = flwr_app.RecordDict(
@@ -27,7 +27,7 @@ def test_records_survive_packing():
     assert np.array_equal(array, np.arange(6).reshape(2, 3))
 
 
-def test_records_without_entries_survive_packing():
+def test_unpacked_empty_records_equal_packed_ones():
     from raysim.flower.records import pack_records, unpack_records
 
     content = flwr_app.RecordDict({"arrays": flwr_app.ArrayRecord()})
@@ -35,7 +35,7 @@ def test_records_without_entries_survive_packing():
     assert len(unpack_records(pack_records(flwr_app.RecordDict()))) == 0
 
 
-def test_array_bytes_leave_out_headers():
+def test_size_of_arrays_leaves_out_headers():
     from raysim.flower.records import count_array_bytes
 
     arrays = flwr_app.ArrayRecord({"w": flwr_app.Array(np.zeros((2, 3), np.float32))})

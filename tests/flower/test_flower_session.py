@@ -113,7 +113,7 @@ def test_killed_app_continues_with_the_same_numbers(run, tmp_path, kept, is_olde
     assert (continued.summary["replayed"] > 0) == (kept > 0)
 
 
-def test_finished_app_is_answered_from_its_file(run, tmp_path, monkeypatch):
+def test_finished_app_gets_its_replies_from_the_file(run, tmp_path, monkeypatch):
     stored = replace(run, out=tmp_path / "run", resumes=True)
     result = run_app(stored, no_text)
     monkeypatch.setattr(AppWorker, "answer", None)
@@ -122,7 +122,7 @@ def test_finished_app_is_answered_from_its_file(run, tmp_path, monkeypatch):
     assert again.summary["replayed"] == result.summary["answered"]
 
 
-def test_other_messages_than_the_stored_ones_are_refused(run, tmp_path):
+def test_session_refuses_messages_that_differ_from_stored_ones(run, tmp_path):
     calls = []
 
     def strategy():
@@ -136,7 +136,7 @@ def test_other_messages_than_the_stored_ones_are_refused(run, tmp_path):
         run_app(stored, no_text)
 
 
-def test_folder_of_another_run_is_refused(run, tmp_path):
+def test_session_refuses_folder_of_another_run(run, tmp_path):
     stored = replace(run, out=tmp_path / "run", resumes=True)
     run_app(stored, no_text)
     with pytest.raises(RefusedError, match="seed=1"):
@@ -187,7 +187,7 @@ NEWER = {
 
 
 @pytest.mark.parametrize("name", NEWER)
-def test_message_strategies_train(run, name):
+def test_message_based_strategies_train(run, name):
     strategy = getattr(newer, name)(**NEWER[name])
     results = []
 
@@ -211,7 +211,7 @@ def test_message_strategies_train(run, name):
     ],
 )
 @pytest.mark.parametrize("is_older", [False, True])
-def test_private_strategies_run(run, name, is_older):
+def test_differential_privacy_strategies_run(run, name, is_older):
     clipping = {"clipping_norm": 5.0} if "Fixed" in name else {}
     if is_older:
         older_run = numpy_run(
@@ -267,7 +267,7 @@ OLDER = {
 
 
 @pytest.mark.parametrize("name", OLDER)
-def test_older_strategies_run(run, name):
+def test_strategies_of_older_apps_run(run, name):
     initial = ndarrays_to_parameters([np.zeros((2, 2), np.float32), np.zeros(2)])
 
     def strategy():

@@ -39,7 +39,7 @@ def test_start_simulation_takes_a_client_fn_with_context():
     assert start(client_fn=client_fn).losses_distributed == start().losses_distributed
 
 
-def test_start_simulation_takes_a_server_of_ones_own():
+def test_start_simulation_accepts_a_users_server():
     server = Server(client_manager=SimpleClientManager(), strategy=FedAvg())
     history = start(server=server, strategy=None)  # asks a client for the initial parameters
     assert len(history.losses_distributed) == 2
@@ -74,7 +74,7 @@ def test_start_simulation_numbers_the_clients():
     assert history.losses_distributed == start(server=usual, strategy=None).losses_distributed
 
 
-def test_start_simulation_continues(tmp_path):
+def test_start_simulation_continues_a_run(tmp_path):
     straight = start(fleet=Lognormal(dropout=0.2))
     out = tmp_path / "run"
     start(fleet=Lognormal(dropout=0.2), out=out)

@@ -26,14 +26,14 @@ def study() -> ModuleType:
 
 
 @pytest.mark.slow  # composes every run of the study
-def test_runs_are_valid_and_do_equal_work(study: ModuleType) -> None:
+def test_runs_of_asynchrony_study_are_valid_and_do_equal_work(study: ModuleType) -> None:
     for algorithm, local in product(study.ALGORITHMS, study.LOCAL):
         config = compose(study.words(algorithm, local, seed=1))
         assert config.seed == 1 and config.rounds * study.ALGORITHMS[algorithm][3] == study.RESULTS
         assert ("fedbr" in config.method) == (local == "FedBR")
 
 
-def test_page_equals_the_text_made_from_stored_runs(study: ModuleType) -> None:
+def test_asynchrony_page_equals_the_text_of_stored_runs(study: ModuleType) -> None:
     store = json.loads(study.STORE.read_text())
     assert study.PAGE.read_text() == study.page_text(store)
     for runs in store.values():
@@ -45,7 +45,7 @@ def test_page_equals_the_text_made_from_stored_runs(study: ModuleType) -> None:
             )
 
 
-def test_mean_shows_the_number_of_runs_with_a_value(study: ModuleType) -> None:
+def test_mean_shows_number_of_runs_that_have_a_value(study: ModuleType) -> None:
     assert study.mean([None, None], "{:.0f}") == "never"
     assert study.mean([1.0, None, 3.0], "{:.0f}") == "2 ± 1 (2 of 3)"
     assert study.mean([2.0], "{:.1f}") == "2.0"

@@ -9,7 +9,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.groups import find_groups
 
 
-def test_runs_are_valid_and_have_every_compressor() -> None:
+def test_compression_study_is_valid_and_has_every_compressor() -> None:
     chosen = set()
     for overrides in study.COMPRESSORS.values():
         config = compose([*study.SETTING, *overrides])
@@ -18,13 +18,13 @@ def test_runs_are_valid_and_have_every_compressor() -> None:
     assert chosen == set(find_groups().files["compression"])
 
 
-def test_page_is_made_of_the_store() -> None:
+def test_compression_page_equals_the_text_of_stored_runs() -> None:
     store = json.loads(study.STORE.read_text())
     assert study.page_text(store) == study.PAGE.read_text()
     assert "none" in store and set(store) <= set(study.COMPRESSORS)
 
 
-def test_target_is_reached_by_the_first_high_score() -> None:
+def test_compression_study_finds_first_score_above_target() -> None:
     curve = [[1.0, 2.0, 3.0, 0.5], [2.0, 4.0, 6.0, study.TARGET], [3.0, 6.0, 9.0, 0.99]]
     assert study.reached(curve) == [2.0, 4.0, 6.0]
     assert study.reached(curve[:1]) is None

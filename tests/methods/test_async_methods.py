@@ -99,7 +99,7 @@ def arrive(
 # --- FedAsync ---------------------------------------------------------------------------------
 
 
-def test_hinge_is_continuous_and_exponent_0_is_constant() -> None:
+def test_staleness_hinge_is_continuous_and_exponent_0_constant() -> None:
     assert staleness_weight(staleness=4, kind="hinge", a=10.0, b=4 - 1e-12) == pytest.approx(1.0)
     assert {staleness_weight(staleness=s, a=0.0) for s in range(9)} == {1.0}
 
@@ -109,7 +109,7 @@ def test_negative_staleness_is_refused() -> None:
         staleness_weight(staleness=-1)
 
 
-def test_rates_by_samples_are_at_most_1_and_0_for_old_models() -> None:
+def test_fedasync_rates_by_samples_are_between_0_and_1() -> None:
     rates = arrival_rates(
         base_versions=torch.tensor([5, 5, 0]),
         version=5,
@@ -121,7 +121,7 @@ def test_rates_by_samples_are_at_most_1_and_0_for_old_models() -> None:
     assert rates == [0.3, 1.0, 0.0]
 
 
-def test_alpha_1_takes_the_last_arrived_model() -> None:
+def test_fedasync_with_alpha_1_takes_the_last_trained_model() -> None:
     at, bases = server(FedAsync(1.0, "constant")), dict[int, Tensor]()
     arrive(at, (0, 1.0), (1, 2.0), bases=bases)
     assert at.vector.tolist() == [2.0] * WIDTH
@@ -129,7 +129,7 @@ def test_alpha_1_takes_the_last_arrived_model() -> None:
     assert at.vector.tolist() == [5.0] * WIDTH, "buffers, too"
 
 
-def test_alpha_0_does_not_change_the_model() -> None:
+def test_fedasync_with_alpha_0_keeps_the_model() -> None:
     at = server(FedAsync(0.0))
     arrive(at, (0, 1.0), (1, 2.0))
     assert at.vector.tolist() == [0.0] * WIDTH
@@ -146,7 +146,7 @@ def test_too_stale_update_is_discarded_and_counted() -> None:
     assert torch.equal(at.vector, before) and at.version == 3
 
 
-def test_samples_weigh_only_with_weighting_by_samples() -> None:
+def test_samples_matter_only_with_weighting_by_samples() -> None:
     counts = (30, 10, 20, 0)  # mean 20: a client without samples is none
     at = server(FedAsync(0.4, "constant"), weighting="samples", counts=counts)
     arrive(at, (0, 1.0))
@@ -159,7 +159,7 @@ def test_samples_weigh_only_with_weighting_by_samples() -> None:
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
-def test_unseen_clients_count_as_zeros(average: Any, second: float) -> None:
+def test_clients_without_an_update_count_as_zeros(average: Any, second: float) -> None:
     at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
     arrive(at, (0, 2.0))
     assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)
@@ -169,7 +169,7 @@ def test_unseen_clients_count_as_zeros(average: Any, second: float) -> None:
 
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE(0.3), ACE(0.3, 3)], ids=repr)
-def test_cache_has_the_last_update_of_each_client(method: Method) -> None:
+def test_update_cache_has_the_last_update_of_each_client(method: Method) -> None:
     spy = Spy(study := run_spec(method, data=equal_clients(clients=12)))
     ended = run_to_end(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {
@@ -205,7 +205,7 @@ def adapted(
     )
 
 
-def test_default_moments_are_those_of_the_released_code() -> None:
+def test_fadas_defaults_are_those_of_the_released_code() -> None:
     delta = torch.tensor([2.0, -1.0, 1e-8]).double()
     ended = adapted(delta, server_lr=0.3)
     torch.testing.assert_close(ended["first_moment"], 0.1 * delta)
@@ -213,7 +213,7 @@ def test_default_moments_are_those_of_the_released_code() -> None:
     torch.testing.assert_close(ended["params"], 0.3 * 0.1 * delta / (0.1 * delta.abs() + 1e-8))
 
 
-def test_threshold_changes_the_rate_of_stale_updates_only() -> None:
+def test_fadas_threshold_changes_rate_of_stale_updates_only() -> None:
     seen = {}
     for threshold in (0, 5, None):
         at, bases = server(FADAS(0.5, threshold)), dict[int, Tensor]()
@@ -228,7 +228,7 @@ def test_threshold_changes_the_rate_of_stale_updates_only() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_running_sum_is_exact_after_many_arrivals(
+def test_running_sum_of_the_cache_is_exact_after_many_updates(
     limit: int | None,
 ) -> None:
     at, bases, draw = (
@@ -246,7 +246,7 @@ def test_running_sum_is_exact_after_many_arrivals(
     torch.testing.assert_close(at.state["ace.total"], total, rtol=1e-6, atol=1e-6)
 
 
-def test_arrival_reads_only_its_own_entry() -> None:
+def test_update_reads_only_its_own_entry_of_the_cache() -> None:
     at = server(ACE(1.0), clients=3)
     for client in range(3):
         arrive(at, (client, 1.0))
@@ -255,7 +255,7 @@ def test_arrival_reads_only_its_own_entry() -> None:
     assert at.state["ace.total"].tolist() == [6.0] * (WIDTH - 1)
 
 
-def test_entries_expire_at_versions_without_a_step() -> None:
+def test_cache_entries_expire_also_without_a_step() -> None:
     at, bases = server(ACE(1.0, max_staleness=1)), dict[int, Tensor]()
     arrive(at, (0, 1.0), bases=bases)
     seen = []
@@ -267,7 +267,7 @@ def test_entries_expire_at_versions_without_a_step() -> None:
     assert seen == [(2.0, 6.5, 10.0), (0.0, 6.5, 10.0), (0.0, 6.5, 10.0)] and at.version == 4
 
 
-def test_initialise_waits_for_all_clients_with_samples() -> None:
+def test_ace_waits_for_all_clients_before_the_first_step() -> None:
     at = server(ACE(1.0, initialise=True), counts=(10, 0, 10, 10))
     for client in (0, 2, 0):
         arrive(at, (client, client + 1.0))
@@ -402,7 +402,7 @@ def distance(rule: Rule, arrivals: int = 1000) -> float:
     return float(np.mean(gaps))
 
 
-def test_fast_clients_bias_fedasync_and_fadas_only() -> None:
+def test_fast_clients_bias_only_fedasync_and_fadas() -> None:
     ca2fl, ace = distance(OneByOne(CA2FL(), 3)), distance(OneByOne(ACE(0.3)))
     assert max(ca2fl, ace) < 0.01
     aced, fadas = (
@@ -415,7 +415,7 @@ def test_fast_clients_bias_fedasync_and_fadas_only() -> None:
 # --- with others ------------------------------------------------------------------------------
 
 
-def test_single_arrivals_are_stale_and_report_columns() -> None:
+def test_asynchronous_methods_report_columns_for_stale_updates() -> None:
     for method, columns in (
         (FedAsync(), {"fedasync.rate"}),
         (CA2FL(0.3), {"ca2fl.seen"}),

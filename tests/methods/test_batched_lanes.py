@@ -80,22 +80,22 @@ def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
 
 class TestNumbers:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-    def test_every_local_option_equals_training_one_by_one(self, local: Local) -> None:
+    def test_every_local_option_in_lanes_equals_one_by_one(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_methods_outside_the_step_equal_training_one_by_one(
+    def test_methods_outside_the_step_in_lanes_equal_one_by_one(
         self, methods: Sequence[Method]
     ) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
     @pytest.mark.parametrize("lanes", [2, 5, 10])
-    def test_any_number_of_lanes_equals_training_one_by_one(self, lanes: int) -> None:
+    def test_any_number_of_lanes_equals_one_by_one(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
-    def test_products_in_bfloat16_train_a_float32_vector(self) -> None:
+    def test_lanes_with_bfloat16_products_train_a_float32_vector(self) -> None:
         fine, coarse = (
             run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2)
             for kind in ("float32", "bfloat16")
@@ -127,14 +127,14 @@ class TestBits:
     @pytest.mark.parametrize(
         "local", [EPOCHS, Local(lr=0.01, optimizer="adam", batch=8)], ids=["sgd", "adam"]
     )
-    def test_other_clients_of_the_lanes_change_no_bit(self, local: Local) -> None:
+    def test_lane_does_not_depend_on_clients_of_other_lanes(self, local: Local) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32, local=local), jobs_of(6)
         together = trained(spec, jobs)
         for some in (jobs[::-1], [jobs[4], jobs[1]], jobs[2:3]):
             for client, delta in trained(spec, some).items():
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
-    def test_bits_are_the_same_on_two_workers_and_resumed(self, tmp_path: Path) -> None:
+    def test_lanes_have_same_bits_on_two_workers_and_resumed(self, tmp_path: Path) -> None:
         def spec() -> RunSpec:
             return study(lanes=3, dtype=torch.float32)
 
@@ -149,7 +149,7 @@ class TestBits:
         )
         assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
-    def test_sum_does_not_depend_on_the_order_of_ends(self) -> None:
+    def test_sum_does_not_depend_on_which_lane_ends_first(self) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32), jobs_of(6)
         single = trained(spec, jobs)
         published = coordinate(spec).server.published()
@@ -181,7 +181,7 @@ class Failing(Method):
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
-def test_failing_client_does_not_change_the_others(hook: str) -> None:
+def test_client_that_fails_does_not_change_other_lanes(hook: str) -> None:
     loop, lanes = (
         run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3)
     )
@@ -254,11 +254,11 @@ class TestQualification:
         ],
         ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
     )
-    def test_other_runs_are_refused_with_the_key(self, spec: RunSpec) -> None:
+    def test_error_of_run_that_lanes_cannot_train_names_the_key(self, spec: RunSpec) -> None:
         with pytest.raises(RefusedError, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
             Worker(spec)
 
-    def test_refusal_names_the_method_or_the_device(self) -> None:
+    def test_error_of_batched_lanes_names_method_or_device(self) -> None:
         with pytest.raises(RefusedError, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
         spec = study(lanes=2, device="cuda")
@@ -276,7 +276,7 @@ class TestUsualLanes:
         assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 
-    def test_runs_that_lanes_would_not_speed_up_use_one(self) -> None:
+    def test_run_that_lanes_cannot_speed_up_uses_one_lane(self) -> None:
         assert usual(Scaffold()) == 1
         assert usual(model=NORMED) == 1, "convolutions"
         assert usual(model=Mlp((1200, 1200))) == 1, "a large network"

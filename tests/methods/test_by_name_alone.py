@@ -54,7 +54,7 @@ def every_method() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", METHOD_FILES)
-def test_method_runs_by_name_with_the_default_study(name: str) -> None:
+def test_method_runs_by_its_name_alone(name: str) -> None:
     config = copy.deepcopy(every_method())
     own_keys = load_option(METHOD_FILES[name], "method")
     config["method"] = {key: config["method"][key] for key in own_keys}
@@ -70,7 +70,7 @@ def test_method_runs_by_name_with_the_default_study(name: str) -> None:
 
 # Methods with many columns, with client states of several kinds, and with warnings.
 @pytest.mark.parametrize("name", ["fedpac", "dp_fedavg"])
-def test_method_writes_its_results_with_the_default_study(name: str, tmp_path: Path) -> None:
+def test_method_run_by_its_name_alone_writes_results(name: str, tmp_path: Path) -> None:
     result = run([*SMALL, f"method={name}", f"out={tmp_path / name}"], quiet=True)
     assert result.summary["rounds"] == 1
     assert result.summary["failures_total"] == 0
@@ -92,7 +92,7 @@ def test_method_sets_its_required_settings(overrides: list[str], key: str, value
     assert experiment.config["local"][key] == value
 
 
-def test_plan_names_the_setting_the_method_and_the_old_value() -> None:
+def test_plan_shows_setting_that_a_method_has_changed() -> None:
     (line,) = plan_lines(build([*IN_PROCESS, "method=fedrep"]))
     assert all(part in line for part in ("local.epochs=11", "'fedrep'", "2"))
     assert plan_lines(build([*IN_PROCESS, "method=fedprox"])) == []
@@ -132,7 +132,7 @@ def test_method_object_sets_its_required_settings() -> None:
     assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
 
 
-def test_composed_configuration_remembers_which_keys_were_set() -> None:
+def test_composed_configuration_has_list_of_keys_the_user_set() -> None:
     assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))
@@ -140,14 +140,14 @@ def test_composed_configuration_remembers_which_keys_were_set() -> None:
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_keys_of_a_given_configuration_are_user_settings() -> None:
+def test_keys_of_a_users_configuration_count_as_set() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(config)
 
 
-def test_stored_configuration_omits_which_keys_the_user_gave() -> None:
+def test_stored_configuration_omits_list_of_keys_the_user_set() -> None:
     config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))
@@ -155,7 +155,7 @@ def test_stored_configuration_omits_which_keys_the_user_gave() -> None:
     assert "_set_" not in experiment.config["choices"]
 
 
-def test_repeating_a_stored_run_sets_nothing_again(tmp_path: Path) -> None:
+def test_repeated_run_does_not_set_required_values_again(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(build([*IN_PROCESS, "method=fedrep"]).config))
     again = build(compose((), (), path))

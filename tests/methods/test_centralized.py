@@ -52,7 +52,7 @@ def test_losses_and_data_changes_combine_with_centralized() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 
-def test_one_client_with_equal_batches_matches_local_training() -> None:
+def test_centralized_equals_local_training_of_one_client() -> None:
     data = pool_clients(population(1))
     result = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
     local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)
@@ -62,7 +62,7 @@ def test_one_client_with_equal_batches_matches_local_training() -> None:
     assert [row["accuracy"] for row in result.rows] == [row["accuracy"] for row in local.rows]
 
 
-def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
+def test_centralized_step_equals_a_round_of_fedsgd() -> None:
     data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
@@ -77,7 +77,7 @@ def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     assert moved > 1e-3 and torch.allclose(mine, its, rtol=1e-4, atol=1e-6)
 
 
-def test_order_of_clients_and_split_change_nothing() -> None:
+def test_centralized_does_not_depend_on_the_split() -> None:
     data = population()
     train, order = data.partition.train, [2, 0, 3, 1]
     rows = [train.rows(client) for client in order]
@@ -90,6 +90,6 @@ def test_order_of_clients_and_split_change_nothing() -> None:
     assert first.bits == second.bits
 
 
-def test_traffic_does_not_apply() -> None:
+def test_centralized_counts_no_traffic() -> None:
     rows = run(run_spec(Centralized(), data=pool_clients(population())), Synchronous(1)).rows
     assert all(row["floats_down"] is None and row["floats_up"] is None for row in rows)

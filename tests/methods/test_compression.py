@@ -49,7 +49,7 @@ CONFORMING = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in S
 
 
 @pytest.mark.parametrize("compressor", CONFORMING, ids=str)
-def test_compressor_passes_all_checks(compressor: Compressor) -> None:
+def test_every_compressor_passes_all_checks(compressor: Compressor) -> None:
     for check in checks(compressor):
         # The sign of an entry near 0 depends on the last bit, which recorded steps may change.
         if not (isinstance(compressor, SignSGD) and "recorded" in str(check)):
@@ -112,7 +112,7 @@ class TestValues:
         np.testing.assert_allclose(step[clear], 0.01 * np.sign(votes[clear]), rtol=1e-3)
         assert clear.any()
 
-    def test_step_of_the_server_is_compressed_down(self) -> None:
+    def test_server_sends_compressed_steps_to_clients(self) -> None:
         _, exact, _ = first_step()
         _, step, _ = first_step(TopK(0.1, "down"))
         np.testing.assert_allclose(step, decoded(TopK(0.1), exact), atol=2e-7)
@@ -123,14 +123,14 @@ class TestValues:
         memory = first.coordinator.server.state["topk.memory"].numpy()
         np.testing.assert_allclose(memory, exact - step, atol=2e-7)
 
-    def test_clients_keep_a_memory_each(self) -> None:
+    def test_each_client_keeps_its_own_compression_error(self) -> None:
         deltas, _ = plain_deltas()
         finished, _, updates = first_step(TopK(0.1, "up", "ef14"))
         for update, delta in zip(updates, deltas, strict=True):
             memory = finished.state(update.client).methods["topk.memory"]
             np.testing.assert_allclose(memory, delta - decoded(TopK(0.1), delta), atol=1e-8)
 
-    def test_statistics_of_batchnorm_travel_unchanged(self) -> None:
+    def test_batchnorm_statistics_are_not_compressed(self) -> None:
         spec = run_spec(TopK(0.01), model=NORMED_MLP)
         plain = run(run_spec(model=NORMED_MLP), Synchronous(4), rounds=1)
         compressed = run(spec, Synchronous(4), rounds=1)
@@ -210,13 +210,13 @@ class TestOtherParts:
         _, step, _ = first_step(method, TopK(0.1))
         np.testing.assert_allclose(step, np.mean(clipped, axis=0), atol=2e-7)
 
-    def test_scaffold_sends_its_control_uncompressed(self) -> None:
+    def test_scaffold_sends_uncompressed_control_variates(self) -> None:
         finished = run(run_spec(Scaffold(), TopK(0.1)), Synchronous(4))
         layout = finished.coordinator.layout
         words = TopK(0.1).words(layout) + layout.shared - layout.trained
         assert finished.rows[-1]["floats_up"] == 3 * 4 * (words + layout.trained)
 
-    def test_lanes_give_the_same_decoded_values(self) -> None:
+    def test_lanes_decode_the_same_values_as_single_clients(self) -> None:
         spec = run_spec(TopK(0.1, "up", "ef21"), lanes=2)
         finished = run(spec, Synchronous(4))
         assert not finished.failures
@@ -234,7 +234,7 @@ class TestOtherParts:
         ],
         ids=str,
     )
-    def test_impossible_combination_is_refused(
+    def test_impossible_combination_with_compression_is_refused(
         self, methods: list[Method], settings: dict[str, Any], key: str
     ) -> None:
         with pytest.raises(ValueError, match=key):

@@ -517,7 +517,7 @@ def watched(request: pytest.FixtureRequest) -> Watched:
     return Watched(name, SCHEDULES[schedule], make, seen)
 
 
-def test_every_method_has_a_row_in_the_table() -> None:
+def test_conformance_table_has_every_method() -> None:
     assert {method.name for method in every_method()} == set(TABLE)
     assert all(row.make().name == name for name, row in TABLE.items())
 
@@ -661,7 +661,7 @@ def test_training_results_do_not_move_the_clock(name: str) -> None:
 # --- what travels -------------------------------------------------------------------------------
 
 
-def test_messages_contain_declared_values_and_no_client_state(watched: Watched) -> None:
+def test_messages_contain_only_declared_values(watched: Watched) -> None:
     name, seen = watched.name, watched.seen
     row = TABLE.get(name.partition(" ")[0], Row(FedProx))  # FedAvg keeps and uploads nothing
     assert seen.uploads == {*row.uploads}
@@ -769,13 +769,13 @@ def covering(
 COVERING = covering(list(TABLE), legal())
 
 
-def test_each_legal_pair_is_trained() -> None:
+def test_each_compatible_pair_of_methods_trains() -> None:
     assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == legal()
     assert all(3 <= len(names) <= 8 for names in COVERING)
 
 
 @pytest.mark.parametrize("names", COVERING, ids="-".join)
-def test_methods_of_a_list_train_together(names: list[str]) -> None:
+def test_compatible_methods_of_a_list_train_together(names: list[str]) -> None:
     methods = [TABLE[name].make() for name in names]
     finished = run(study(*methods, data=tiny_data(samples=60)), rounds=2)
     assert not finished.failures
@@ -913,7 +913,7 @@ def test_only_listed_alternatives_exclude_each_other() -> None:
     assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
 
 
-def test_three_methods_run_together() -> None:
+def test_three_compatible_methods_train_together() -> None:
     result = run(study(FedBN(), FedProx(0.1), FedAdam()), rounds=2)
     assert not result.failures
     assert result.rows[-1]["accuracy_global"] is None, (

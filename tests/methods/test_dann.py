@@ -38,7 +38,7 @@ class Present(Dann):
 
 @pytest.mark.parametrize("mode", ["alternate", "grl"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_domain_is_client_number_on_every_worker(
+def test_dann_uses_client_number_as_domain_on_every_worker(
     workers: int, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, original = Present(0.5, width=4, mode=mode), dann.discriminator_loss
@@ -59,7 +59,7 @@ def test_domain_is_client_number_on_every_worker(
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
 
 
-def test_output_of_absent_client_only_decreases() -> None:
+def test_dann_lowers_output_of_absent_client() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
@@ -81,7 +81,9 @@ def test_output_of_absent_client_only_decreases() -> None:
     [({}, 1 / 2), ({"discriminator_steps": 3}, 3 / 4), ({"mode": "grl"}, 0)],
     ids=str,
 )
-def test_discriminator_step_saves_the_backward_pass(settings: dict[str, Any], share: float) -> None:
+def test_dann_discriminator_step_saves_a_backward_pass(
+    settings: dict[str, Any], share: float
+) -> None:
     saved = -Dann(**settings).cost(participation_facts(None, 5, 30.0))
     assert saved == pytest.approx(30 * share * 2 / 3)
 
@@ -94,14 +96,14 @@ def declare(method: Dann, clients: int = 2, local: Local | None = None) -> None:
     declare_run(run_spec(method, data=equal_clients(clients), local=local or Local()))
 
 
-def test_single_client_is_refused_and_two_are_not() -> None:
+def test_dann_refuses_a_single_client() -> None:
     with pytest.raises(ValueError, match=r"partition\.clients=1"):
         declare(Dann(), clients=1)
     declare(Dann(width=1), clients=2)
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_fewer_steps_than_a_cycle_are_refused(ratio: int) -> None:
+def test_dann_refuses_fewer_steps_than_a_cycle(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} "):
         declare(method, local=Local(epochs=None, steps=ratio))
@@ -110,7 +112,7 @@ def test_fewer_steps_than_a_cycle_are_refused(ratio: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"rate": 0.5}, {"discriminator_steps": 2}], ids=str)
-def test_gradient_reversal_refuses_rate_and_steps(settings: dict[str, Any]) -> None:
+def test_dann_with_reversal_refuses_rate_and_steps(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"method\.dann\.mode=grl"):
         Dann(mode="grl", **settings)
 
@@ -118,7 +120,7 @@ def test_gradient_reversal_refuses_rate_and_steps(settings: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "settings", [{"lam": -0.1}, {"width": 0}, {"discriminator_steps": 0}, {"rate": 0.0}], ids=str
 )
-def test_error_of_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_dann_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.dann\.{key}="):
         Dann(**settings)

@@ -37,7 +37,7 @@ from raysim.simulation.fleet import Ideal
 @pytest.mark.parametrize(
     "others", [(), (FedProx(0.1), Scaffold())], ids=["alone", "with fedprox and scaffold"]
 )
-def test_shared_model_has_the_same_bits_without_ditto(
+def test_ditto_does_not_change_the_shared_model(
     others: tuple[Method, ...], model: Any, schedule: Any
 ) -> None:
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the
@@ -53,7 +53,7 @@ def test_shared_model_has_the_same_bits_without_ditto(
             assert row[key] == reference[key], key
 
 
-def test_no_personal_model_is_sent() -> None:
+def test_ditto_sends_no_personal_model() -> None:
     spied = run_spec(Ditto(), model=NORMED_MLP)
     spy, plain = Spy(spied), run_spec(model=NORMED_MLP)
     shared = run_to_end(coordinate(spied, runtime=spy)).coordinator.layout.shared
@@ -75,7 +75,7 @@ def test_ditto_with_fedbn_runs_and_adds_no_tensors() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"lam": -1.0}, {"lr_factor": 0.0}], ids=str)
-def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
+def test_ditto_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.ditto\.{key}\b"):
         Ditto(**settings)
@@ -84,7 +84,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("batch", "sizes"), [(1, [1] * 5), (2, [2] * 5), (3, [3, 2, 3, 2, 3]), (9, [5] * 5)]
 )
-def test_batches_use_all_samples_before_any_repeats(batch: int, sizes: list[int]) -> None:
+def test_ditto_uses_every_sample_before_repeating_any(batch: int, sizes: list[int]) -> None:
     rows = np.array([3, 5, 8, 11, 12])
     job: Any = SimpleNamespace(
         plan=SimpleNamespace(steps=5),

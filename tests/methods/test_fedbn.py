@@ -80,14 +80,14 @@ def test_batchnorm_is_recognised_by_its_type(scope: Any) -> None:
     assert set(private_names(FedBN(scope), Trap())) == wanted
 
 
-def test_layers_all_keeps_every_normalisation_layer() -> None:
+def test_fedbn_with_layers_all_keeps_all_normalisation_layers() -> None:
     batch, every = FedBN(), FedBN(layers="all")
     more = set(private_names(every, Trap())) - set(private_names(batch, Trap()))
     wanted = {f"{layer}.{entry}" for layer in ("group", "layer") for entry in SCOPES["affine"]}
     assert more == wanted
 
 
-def test_name_rule_is_that_of_the_released_code() -> None:
+def test_fedbn_finds_layers_by_name_like_the_released_code() -> None:
     model, method = Trap(), FedBN(name_rule="bn")
     in_order = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     assert private_names(method, model) == [name for name in in_order if "bn" in name]
@@ -102,7 +102,7 @@ CHANNELS = {"mlp": (NORMED_MLP, 12), "cnn": (NORMED, 16 + 32), "blocks": (BLOCKS
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_each_channel_saves_four_floats_each_way(name: str) -> None:
+def test_fedbn_saves_four_floats_per_channel_and_direction(name: str) -> None:
     model, channels = CHANNELS[name]
     fedbn = run(run_spec(FedBN(), model=model), fleet=Ideal())
     fedavg = run(run_spec(model=model), fleet=Ideal())
@@ -119,7 +119,7 @@ SHARES = {"all": 0, "statistics": 2, "affine": 2, "none": 4}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_each_scope_shares_its_floats_and_counters(scope: Any) -> None:
+def test_fedbn_scope_decides_which_floats_are_shared(scope: Any) -> None:
     _, layout = build_networks(run_spec(FedBN(scope), model=NORMED))
     _, whole = build_networks(run_spec(model=NORMED))
     assert layout.shared == whole.shared - 48 * (4 - SHARES[scope])
@@ -127,7 +127,7 @@ def test_each_scope_shares_its_floats_and_counters(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
-def test_shared_counters_take_the_maximum(scope: Any) -> None:
+def test_fedbn_shared_counters_have_the_largest_value(scope: Any) -> None:
     here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
     finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))
@@ -152,7 +152,7 @@ class Starts(Method):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_clients_start_different_in_private_tensors_only(scope: Any) -> None:
+def test_fedbn_clients_differ_only_in_private_tensors(scope: Any) -> None:
     starts = Starts()
     finished = run(study(FedBN(scope), starts), Synchronous(5), rounds=3)
     layout = finished.coordinator.layout
@@ -190,7 +190,7 @@ def personalised(
 
 
 @pytest.mark.parametrize("scope", ["all", "statistics"])
-def test_untrained_client_gets_statistics_of_its_samples(scope: Any) -> None:
+def test_fedbn_untrained_client_gets_own_statistics(scope: Any) -> None:
     worker, before = personalised(False, FedBN(scope, reestimate=True))
     model: Any = worker.vector.networks["model"]
     inputs = torch.cat([inputs for inputs, _ in worker.trainer.client_samples(0)])
@@ -204,7 +204,7 @@ def test_untrained_client_gets_statistics_of_its_samples(scope: Any) -> None:
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
 
-def test_statistics_weigh_batches_and_restore_modes() -> None:
+def test_fedbn_statistics_weigh_batches_and_restore_modes() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.07)
     drop = nn.Dropout(0.5)
     model = nn.Sequential(drop, norm).eval()
@@ -220,7 +220,7 @@ def test_statistics_weigh_batches_and_restore_modes() -> None:
     assert torch.equal(state, torch.get_rng_state()), "dropout stays in eval mode"
 
 
-def test_modes_and_momenta_are_restored_after_an_error() -> None:
+def test_fedbn_restores_modes_and_momenta_after_an_error() -> None:
     norm = nn.BatchNorm1d(3).eval()
     batches = [(torch.ones(2, 3, 4, 5), torch.ones(2))]
     with pytest.raises(ValueError, match="expected 2D"):
@@ -228,13 +228,13 @@ def test_modes_and_momenta_are_restored_after_an_error() -> None:
     assert norm.momentum == 0.1 and not norm.training
 
 
-def test_trained_client_keeps_its_statistics() -> None:
+def test_fedbn_trained_client_keeps_its_statistics() -> None:
     worker, before = personalised(True, FedBN(reestimate=True))
     after = worker.vector.named(worker.vector.data, worker.vector.counters)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_reestimated_statistics_do_not_change_training() -> None:
+def test_fedbn_estimated_statistics_do_not_change_training() -> None:
     with_pass = run(study(FedBN(reestimate=True)), Synchronous(1), rounds=3)
     without = run(study(FedBN()), Synchronous(1), rounds=3)
     assert with_pass.bits == without.bits
@@ -255,12 +255,12 @@ def test_reestimated_statistics_do_not_change_training() -> None:
         ({"reestimate": True, "scope": "none"}, "reestimate"),
     ],
 )
-def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
+def test_fedbn_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^method\.fedbn\.{key}\b"):
         FedBN(**settings)
 
 
-def test_model_without_normalisation_warns() -> None:
+def test_fedbn_warns_of_model_without_normalisation() -> None:
     def warnings(method: FedBN, **others: Any) -> list[str]:
         return list(declare_run(run_spec(method, **others)).warnings)
 

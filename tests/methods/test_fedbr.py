@@ -54,7 +54,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Fin
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_traffic_includes_pseudo_data_each_time_they_change(
+def test_fedbr_counts_pseudo_data_whenever_they_change(
     make: Callable[..., FedBR], schedule: Any, refresh: Any
 ) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)
@@ -68,7 +68,7 @@ def test_traffic_includes_pseudo_data_each_time_they_change(
     assert found.rows[-1]["floats_up"] == finished * shared + pool
 
 
-def test_fresh_means_are_counted_and_nothing_is_uploaded() -> None:
+def test_fedbr_counts_new_means_and_uploads_nothing() -> None:
     found, spy = watched(small(fresh=True), rounds=3)
     shared, jobs = found.coordinator.layout.shared, len(spy.sent)
     assert not any(spy.contributed)
@@ -88,7 +88,7 @@ def test_fresh_means_are_counted_and_nothing_is_uploaded() -> None:
     ],
     ids=["off", "means", "mixture", "unmixed", "no contrast", "once a round"],
 )
-def test_cost_counts_the_passes_over_pseudo_data(method: FedBR, passes: float) -> None:
+def test_fedbr_cost_includes_passes_over_pseudo_data(method: FedBR, passes: float) -> None:
     assert method.cost(participation_facts(None, 5, 30.0)) == pytest.approx(30 * passes)
 
 
@@ -101,7 +101,7 @@ def test_cost_counts_the_passes_over_pseudo_data(method: FedBR, passes: float) -
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_rows_by_samples_equals_the_draws_of_numpy(
+def test_fedbr_draws_rows_like_numpy(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -115,7 +115,7 @@ def test_rows_by_samples_equals_the_draws_of_numpy(
     )
 
 
-def test_rows_by_samples_needs_no_array_over_clients() -> None:
+def test_fedbr_draws_rows_without_array_over_clients() -> None:
     ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
     tracemalloc.start()
     rows_by_samples(ends, 64, 64, generator)
@@ -137,7 +137,7 @@ def test_rows_by_samples_needs_no_array_over_clients() -> None:
     ],
     ids=str,
 )
-def test_projector_exists_only_if_it_is_needed(settings: dict[str, Any], adds: bool) -> None:
+def test_fedbr_has_a_projector_only_if_needed(settings: dict[str, Any], adds: bool) -> None:
     assert (PROJECTOR in declare_run(run_spec(small(**settings))).networks) == adds
 
 
@@ -145,19 +145,19 @@ def test_projector_exists_only_if_it_is_needed(settings: dict[str, Any], adds: b
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_projector_has_the_widths_of_its_source(
+def test_fedbr_projector_has_the_widths_of_its_source(
     projection: Any, sizes: list[tuple[int, int]]
 ) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]
     assert [tuple(p.shape) for p in projector.parameters() if p.dim() == 2] == sizes
 
 
-def test_defaults_are_those_of_the_paper() -> None:
+def test_fedbr_defaults_are_those_of_the_paper() -> None:
     method = FedBR()
     assert (method.lam, method.mu, method.tau1, method.tau2) == (1.0, 0.5, 2.0, 2.0)
 
 
-def test_pool_smaller_than_a_batch_is_refused() -> None:
+def test_fedbr_refuses_pool_smaller_than_a_batch() -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.pseudo_batch=13 "):
         declare_run(run_spec(FedBR(pseudo_batch=13, means_per_client=2)))
     for fits in (FedBR(pseudo_batch=12, means_per_client=2), FedBR(pseudo_batch=13)):
@@ -165,7 +165,7 @@ def test_pool_smaller_than_a_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [[1, 4, 4], [3, 8, 8]], ids=str)
-def test_proxy_set_of_other_images_is_refused(shape: list[int]) -> None:
+def test_fedbr_refuses_proxy_set_of_other_images(shape: list[int]) -> None:
     proxy = Synthetic(samples=10, test_samples=5, shape=shape)
     match = r"^method\.fedbr\.proxy .*proxy\.size=8 and .*proxy\.channels=1"
     with pytest.raises(ValueError, match=match):
@@ -175,7 +175,7 @@ def test_proxy_set_of_other_images_is_refused(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("key", ["mean", "std"])
-def test_proxy_constants_of_other_channels_are_refused(key: str) -> None:
+def test_fedbr_refuses_proxy_constants_of_other_channels(key: str) -> None:
     constants: dict[str, Any] = {"mean": [0.2], "std": [0.6]} | {key: [0.2, 0.3]}
     proxy = Synthetic(samples=10, test_samples=5, **constants)
     with pytest.raises(ValueError, match=rf"^method\.fedbr\.proxy\.{key}="):
@@ -183,7 +183,7 @@ def test_proxy_constants_of_other_channels_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("proxy", [None, Source()], ids=["none", "a source of nothing"])
-def test_mixture_without_a_proxy_set_is_refused(proxy: Source | None) -> None:
+def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.pseudo=mixture .*method\.fedbr\.proxy"):
         FedBR(pseudo="mixture", proxy=proxy)
 
@@ -193,7 +193,7 @@ def test_mixture_without_a_proxy_set_is_refused(proxy: Source | None) -> None:
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fresh_means_are_refused_with_once_or_mixture(settings: dict[str, Any]) -> None:
+def test_fedbr_refuses_new_means_with_once_or_mixture(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 
@@ -211,7 +211,7 @@ def test_fresh_means_are_refused_with_once_or_mixture(settings: dict[str, Any]) 
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedbr_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fedbr\.{key}="):
         FedBR(**settings)
@@ -222,7 +222,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 NODE = {"_target_": "raysim.methods.fedbr.FedBR", "pseudo": "mixture"}
 
 
-def test_proxy_is_configured_like_the_data() -> None:
+def test_fedbr_proxy_set_is_configured_like_the_data() -> None:
     proxy = {
         "_target_": "raysim.data.sources.Synthetic",
         "samples": 40,
@@ -248,6 +248,6 @@ def test_proxy_is_configured_like_the_data() -> None:
     ],
     ids=str,
 )
-def test_proxy_must_be_a_data_source(proxy: Any) -> None:
+def test_fedbr_proxy_set_must_be_a_data_source(proxy: Any) -> None:
     with pytest.raises(RefusedError, match=r"method\.fedbr\.proxy"):
         build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

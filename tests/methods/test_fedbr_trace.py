@@ -74,7 +74,7 @@ def cases(shared: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_one_step_of_fedbr_follows_the_trace(
+def test_fedbr_step_equals_the_published_trace(
     number: int, cases: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(cases) == 4

@@ -16,7 +16,7 @@ def charged(method: FedBSS, version: int) -> float:
     return method.cost(participation_facts(None, 30, 60.0, 1, version))
 
 
-def test_cost_has_ranking_pass_from_first_selecting_version() -> None:
+def test_fedbss_cost_has_ranking_pass_once_it_selects() -> None:
     assert [charged(FedBSS(2), version) for version in range(4)] == pytest.approx([0, 0, 10, 10])
     assert charged(FedBSS(0, kind="all"), 5) == 0
 
@@ -32,7 +32,9 @@ def test_cost_has_ranking_pass_from_first_selecting_version() -> None:
         ("filter", {"epochs": 1}, None),
     ],
 )
-def test_single_epoch_or_phase_warns(kind: Any, change: dict[str, Any], key: str | None) -> None:
+def test_fedbss_warns_of_a_single_epoch_or_phase(
+    kind: Any, change: dict[str, Any], key: str | None
+) -> None:
     spec = run_spec(FedBSS(kind=kind), local=replace(LOCAL, **change))
     warnings = list(declare_run(spec).warnings)
     assert len(warnings) == (key is not None)
@@ -44,7 +46,7 @@ def test_single_epoch_or_phase_warns(kind: Any, change: dict[str, Any], key: str
     [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}, {"fraction_of": "los"}],
     ids=str,
 )
-def test_error_of_a_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_fedbss_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedbss\.{key}="):
         FedBSS(**settings)

@@ -83,7 +83,7 @@ def combinations(arguments: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_search_in_one_batch_finds_the_best_combination(
+def test_fedcda_search_in_one_batch_finds_best_combination(
     seed: int, fixed: int, smoothness: float
 ) -> None:
     arguments = case(seed, fixed=fixed) | {"smoothness": smoothness}
@@ -91,7 +91,7 @@ def test_search_in_one_batch_finds_the_best_combination(
     assert select_models(**arguments).tolist() == list(best)
 
 
-def test_search_of_a_batch_ignores_later_batches() -> None:
+def test_fedcda_search_of_a_batch_ignores_later_batches() -> None:
     arguments = case(1)
     first = {
         key: value[:2] if key.startswith(("cand", "num")) else value
@@ -102,13 +102,13 @@ def test_search_of_a_batch_ignores_later_batches() -> None:
     )
 
 
-def test_search_allows_more_batches_than_clients() -> None:
+def test_fedcda_search_allows_more_batches_than_clients() -> None:
     arguments = case(2)
     alone, many = (greedy_selection(**arguments, num_batches=count).tolist() for count in (4, 9))
     assert alone == many
 
 
-def test_search_prefers_the_first_of_equal_combinations() -> None:
+def test_fedcda_search_takes_first_of_equal_combinations() -> None:
     arguments = case(6)
     same = arguments["candidates"][:, :1].expand(4, 3, 5).clone()
     tied = arguments | {
@@ -187,7 +187,7 @@ def model(value: float, buffer: float = 0.0) -> list[float]:
     return [value] * (WIDTH - 1) + [buffer]
 
 
-def test_cache_holds_the_last_models_of_each_client() -> None:
+def test_fedcda_cache_has_the_last_models_of_each_client() -> None:
     at = server(FedCDA(memory=2))
     step(at, [(3, model(1)), (1, model(2))])
     step(at, [(3, model(3))])
@@ -199,7 +199,7 @@ def test_cache_holds_the_last_models_of_each_client() -> None:
     )
 
 
-def test_stale_client_contributes_its_trained_model() -> None:
+def test_fedcda_stale_client_contributes_its_trained_model() -> None:
     at = server(FedCDA(warmup_rounds=1))
     step(at, [(0, model(1)), (1, model(3))])
     assert at.vector.tolist() == model(2)
@@ -212,7 +212,7 @@ def test_stale_client_contributes_its_trained_model() -> None:
     assert warm.vector[0] == pytest.approx(5.5)
 
 
-def test_client_twice_in_a_buffer_is_one_participant() -> None:
+def test_fedcda_client_twice_in_a_buffer_is_one_participant() -> None:
     at = server(FedCDA(memory=3, batches=1, warmup_rounds=0))
     step(at, [(1, model(2)), (0, model(4)), (1, model(3))])
     assert cached(at, 1) == [model(3), model(2)]
@@ -226,7 +226,7 @@ def test_client_twice_in_a_buffer_is_one_participant() -> None:
     ("losses", "epochs", "expected"),
     [(10, 5, 8.5), (10, 1, 4.5), (10, None, 9.0), (25, None, 23.5), (3, None, 2.0), (0, 2, 0.0)],
 )
-def test_upload_is_the_mean_loss_of_the_last_epoch(
+def test_fedcda_uploads_the_mean_loss_of_the_last_epoch(
     losses: int, epochs: int | None, expected: float
 ) -> None:
     local = SimpleNamespace(epochs=epochs)
@@ -238,7 +238,7 @@ def test_upload_is_the_mean_loss_of_the_last_epoch(
 # --- runs -------------------------------------------------------------------------------------
 
 
-def test_warmup_as_long_as_the_run_equals_fedavg_exactly() -> None:
+def test_fedcda_in_warmup_equals_fedavg_exactly() -> None:
     settings: dict[str, Any] = {"fleet": Ideal()} | UNIFORM
     ended, fedavg = (
         run(run_spec(*methods, model=NORMED), Synchronous(6), **settings)
@@ -249,7 +249,7 @@ def test_warmup_as_long_as_the_run_equals_fedavg_exactly() -> None:
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_killed_run_resumes_to_the_same_bits_and_cache(
+def test_fedcda_resumes_after_kill_with_same_bits_and_cache(
     schedule: Any, place: Any, tmp_path: Path
 ) -> None:
     def study() -> Any:
@@ -269,7 +269,7 @@ def test_killed_run_resumes_to_the_same_bits_and_cache(
     assert on_disk == [place == "disk"] * 2
 
 
-def test_cache_survives_resume_and_absence(tmp_path: Path) -> None:
+def test_fedcda_cache_is_kept_during_resume_and_absence(tmp_path: Path) -> None:
     data = equal_clients(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
@@ -299,7 +299,7 @@ def test_cache_survives_resume_and_absence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_too_large_search_is_refused_with_enough_batches(
+def test_fedcda_error_of_large_search_names_enough_batches(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
@@ -315,7 +315,7 @@ def test_too_large_search_is_refused_with_enough_batches(
     )
 
 
-def test_search_of_exactly_the_limit_is_accepted() -> None:
+def test_fedcda_accepts_search_of_exactly_the_limit() -> None:
     data = clients_of_sizes((3,) * 6)
     assert MAX_COMBINATIONS == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
@@ -328,7 +328,7 @@ def test_search_of_exactly_the_limit_is_accepted() -> None:
         )
 
 
-def test_cache_over_budget_error_names_a_fitting_setting() -> None:
+def test_fedcda_error_of_large_cache_names_fitting_setting() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)
@@ -341,7 +341,7 @@ def test_cache_over_budget_error_names_a_fitting_setting() -> None:
         server(FedCDA(budget=1e-12), counts)
 
 
-def test_weights_by_samples_are_refused() -> None:
+def test_fedcda_refuses_weights_by_samples() -> None:
     with pytest.raises(ValueError, match=r"^weighting=samples"):
         coordinate(run_spec(FedCDA(), data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 
@@ -354,6 +354,6 @@ def test_weights_by_samples_are_refused() -> None:
         ({"smoothness": -1.0}, "smoothness=-1.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_fedcda_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"method.fedcda.{text}"):
         FedCDA(**settings)

@@ -13,7 +13,7 @@ from raysim.methods.fedopt import FedAvgM
 from raysim.training.run_spec import declare_run
 
 
-def test_direction_does_not_depend_on_the_servers_rate() -> None:
+def test_fedcm_direction_does_not_depend_on_server_rate() -> None:
     one, other = (
         run(run_spec(FedCM(), FedAvgM(rate, 0.0)), rounds=1).coordinator.server
         for rate in (1.0, 0.3)
@@ -22,12 +22,12 @@ def test_direction_does_not_depend_on_the_servers_rate() -> None:
     assert one.state["fedcm.direction"].any() and not torch.equal(one.vector, other.vector)
 
 
-def test_adam_is_refused() -> None:
+def test_fedcm_refuses_adam() -> None:
     with pytest.raises(ValueError, match=r"local\.optimizer=adam"):
         declare_run(run_spec(FedCM(), local=replace(LOCAL, optimizer="adam", momentum=0.0)))
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01])
-def test_alpha_outside_zero_and_one_is_refused(alpha: float) -> None:
+def test_fedcm_refuses_alpha_outside_zero_and_one(alpha: float) -> None:
     with pytest.raises(ValueError, match=r"method\.fedcm\.alpha="):
         FedCM(alpha)

@@ -11,7 +11,7 @@ from raysim.methods.feddyn import FedDyn
 from raysim.simulation.schedule import Synchronous
 
 
-def test_h_is_the_mean_of_all_client_gradients() -> None:
+def test_feddyn_h_is_the_mean_of_all_client_gradients() -> None:
     ended = run(
         run_spec(FedDyn(0.1), model=NORMED_MLP, dtype=torch.float64), Synchronous(2), rounds=4
     )
@@ -22,7 +22,7 @@ def test_h_is_the_mean_of_all_client_gradients() -> None:
     np.testing.assert_allclose(h, np.sum(gradients, axis=0) / 6, rtol=1e-9, atol=1e-12)
 
 
-def test_absent_client_keeps_its_gradient() -> None:
+def test_feddyn_absent_client_keeps_its_gradient() -> None:
     gradients = []
     for rounds in (1, 2):
         ended = run(run_spec(FedDyn(0.1), model=NORMED_MLP), Synchronous(1), rounds=rounds)
@@ -31,7 +31,7 @@ def test_absent_client_keeps_its_gradient() -> None:
     assert all(np.array_equal(gradients[1][name], value) for name, value in gradients[0].items())
 
 
-def test_alpha_zero_keeps_nothing_and_equals_fedavg() -> None:
+def test_feddyn_with_alpha_zero_equals_fedavg() -> None:
     ended, plain = (
         run(run_spec(FedDyn(0.0)), weighting="uniform"),
         run(run_spec(), weighting="uniform"),
@@ -40,6 +40,6 @@ def test_alpha_zero_keeps_nothing_and_equals_fedavg() -> None:
     assert not ended.coordinator.server.state and not ended.private
 
 
-def test_negative_alpha_is_refused() -> None:
+def test_feddyn_refuses_negative_alpha() -> None:
     with pytest.raises(ValueError, match=r"feddyn\.alpha"):
         FedDyn(-0.1)

@@ -42,12 +42,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
-def test_step_size_without_movement_is_the_minimum(epsilon: float) -> None:
+def test_fedexp_step_size_without_movement_is_the_minimum(epsilon: float) -> None:
     assert fedexp.extrapolation(0.0, 0.0, epsilon) == 1.0
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8191, 8192, 8193, 40_000])
-def test_squared_norm_by_blocks_equals_that_of_the_whole(size: int) -> None:
+def test_fedexp_squared_norm_by_blocks_is_exact(size: int) -> None:
     values = random(size).numpy().astype(np.float32)
     assert fedexp.squared_norm(values) == pytest.approx(
         float(np.square(values.astype(np.float64)).sum()), rel=1e-6
@@ -104,7 +104,7 @@ def watched(
     return ended, watch
 
 
-def test_step_size_ignores_changes_of_other_methods() -> None:
+def test_fedexp_step_size_ignores_changes_of_other_methods() -> None:
     class Doubled(Method):
         name, paper = "doubled", "a test"
 
@@ -125,7 +125,7 @@ def test_step_size_ignores_changes_of_other_methods() -> None:
     [(FedExP(), Synchronous(1)), (FedExP(1e9), ROUNDS)],
     ids=["one client", "large epsilon"],
 )
-def test_step_size_one_equals_fedavg(method: FedExP, schedule: Any) -> None:
+def test_fedexp_with_step_size_one_equals_fedavg(method: FedExP, schedule: Any) -> None:
     ended, fedavg = (
         run(run_spec(*methods, model=NORMED_MLP), schedule, Ideal()) for methods in ([method], [])
     )
@@ -136,7 +136,7 @@ def test_step_size_one_equals_fedavg(method: FedExP, schedule: Any) -> None:
 # --- what is scored ---------------------------------------------------------------------------
 
 
-def test_mean_of_the_last_two_models_is_scored() -> None:
+def test_fedexp_scores_the_mean_of_the_last_two_models() -> None:
     ended, watch = watched(FedExP(), rounds=3)
     trained, scored = ended.coordinator.layout.trained, ended.coordinator.server.scored()
     assert torch.equal(
@@ -146,17 +146,17 @@ def test_mean_of_the_last_two_models_is_scored() -> None:
     assert not torch.equal(scored, watch.vectors[3])
 
 
-def test_initial_model_is_scored_before_the_first_step() -> None:
+def test_fedexp_scores_the_initial_model_before_a_step() -> None:
     at = coordinate(run_spec(FedExP())).server
     assert torch.equal(at.scored(), at.vector)
 
 
-def test_new_model_is_scored_after_the_first_round() -> None:
+def test_fedexp_scores_the_new_model_after_the_first_round() -> None:
     ended, watch = watched(FedExP(), rounds=1)
     assert torch.equal(ended.coordinator.server.scored(), watch.vectors[1])
 
 
-def test_clients_train_from_the_newest_model() -> None:
+def test_fedexp_clients_train_from_the_newest_model() -> None:
     far = FedExP(1e-9, minimum=40.0)  # two iterates that are far from each other
     ended, newest = (
         run(run_spec(method, model=MLP), EVERYBODY, Ideal(), rounds=2)
@@ -181,7 +181,7 @@ class Last(FedExP):
 # --- resuming, settings -----------------------------------------------------------------------
 
 
-def test_another_step_of_the_server_is_refused() -> None:
+def test_fedexp_refuses_another_step_of_the_server() -> None:
     with pytest.raises(ValueError, match=r"'fedexp'.*'fedadam'"):
         check_composition([FedExP(), FedAdam()])
     check_composition([FedExP(), InCo()])
@@ -198,7 +198,7 @@ def test_another_step_of_the_server_is_refused() -> None:
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedexp_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedexp\.{key}="):
         FedExP(**settings)

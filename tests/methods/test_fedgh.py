@@ -43,7 +43,7 @@ def harmonized(gradients: Tensor = GRADIENTS, **others: Any) -> Tensor:
 # --- projections ------------------------------------------------------------------------------
 
 
-def test_exactly_opposite_updates_cancel() -> None:
+def test_fedgh_makes_opposite_updates_cancel() -> None:
     for length in (7, 50_000):
         row = random(length).float()
         got = harmonized(torch.stack([row, -3 * row]))
@@ -54,13 +54,13 @@ def test_exactly_opposite_updates_cancel() -> None:
         assert mean.abs().max() < 1e-5
 
 
-def test_zero_update_has_no_conflict() -> None:
+def test_fedgh_zero_update_has_no_conflict() -> None:
     rows = torch.cat([GRADIENTS, torch.zeros(1, 4)])
     close(harmonized(rows)[:-1], harmonized())
     assert not harmonized(rows)[-1].any()
 
 
-def test_unknown_conflict_test_is_refused() -> None:
+def test_fedgh_refuses_unknown_conflict_test() -> None:
     with pytest.raises(ValueError, match="conflict_test='running'"):
         harmonized(conflict_test="running")
 
@@ -72,7 +72,7 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_hierarchy_keeps_the_order_of_its_last_two_updates() -> None:
+def test_fedgh_tree_keeps_order_of_its_last_two_updates() -> None:
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_hierarchy_keeps_the_order_of_its_last_two_updates() -> None:
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_hierarchy_projects_the_last_pair_by_one_product() -> None:
+def test_fedgh_tree_projects_the_last_pair_by_one_product() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;
@@ -138,7 +138,7 @@ ARRIVED = [5, 2, 7, 0, 3]
 
 
 @pytest.mark.parametrize("conflict_test", TESTS)
-def test_pairs_do_not_depend_on_the_order_of_arrival(conflict_test: Any) -> None:
+def test_fedgh_pairs_do_not_depend_on_order_of_arrival(conflict_test: Any) -> None:
     arrived, ordered = (
         step(server(FedGH(conflict_test=conflict_test)), clients).params.double()
         for clients in (ARRIVED, sorted(ARRIVED))
@@ -146,7 +146,7 @@ def test_pairs_do_not_depend_on_the_order_of_arrival(conflict_test: Any) -> None
     close(arrived, ordered, 1e-5)
 
 
-def test_random_order_comes_from_the_servers_stream() -> None:
+def test_fedgh_random_order_comes_from_the_servers_stream() -> None:
     params = [step(server(FedGH("random"), seed=seed), ARRIVED).params for seed in (0, 0, 1)]
     assert torch.equal(params[0], params[1]) and not torch.equal(params[0], params[2])
     assert not torch.equal(params[0], step(server(FedGH()), ARRIVED).params)
@@ -155,13 +155,13 @@ def test_random_order_comes_from_the_servers_stream() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["model", "tensor"])
-def test_aggregation_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None:
+def test_fedgh_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None:
     agreeing = np.abs(DELTAS)
     params = step(server(FedGH(granularity=granularity)), list(range(8)), agreeing)
     assert torch.equal(params.params, step(server(), list(range(8)), agreeing).params)
 
 
-def test_hierarchy_uses_the_weights_of_the_run() -> None:
+def test_fedgh_tree_uses_the_weights_of_the_run() -> None:
     agreeing = np.abs(DELTAS)
     target = step(server(HierarchicalFedGH()), ARRIVED, agreeing)
     before = target.params.clone()
@@ -186,14 +186,14 @@ def test_hierarchy_uses_the_weights_of_the_run() -> None:
         (lambda: HierarchicalFedGH(0.0), "method.fedgh_hierarchical.eps=0.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(make: Any, says: str) -> None:
+def test_fedgh_settings_out_of_range_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ValueError) as refused:
         make()
     assert says in str(refused.value)
 
 
 # --- updates at right angles ------------------------------------------------------------------
-def test_orthogonal_original_updates_do_not_conflict() -> None:
+def test_fedgh_orthogonal_original_updates_do_not_conflict() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
         "the third is at right angles to the first as it came"
@@ -202,7 +202,7 @@ def test_orthogonal_original_updates_do_not_conflict() -> None:
 
 
 @pytest.mark.parametrize("method", [FedGH, HierarchicalFedGH])
-def test_orthogonal_updates_are_not_counted_as_conflicts(method: type[Method]) -> None:
+def test_fedgh_counts_no_conflicts_of_orthogonal_updates(method: type[Method]) -> None:
     deltas = np.zeros_like(DELTAS)
     deltas[0, 0] = deltas[1, 1] = 1.0
     target = server(method(), weighting="uniform")

@@ -66,7 +66,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_missing_class_has_a_finite_margin_with_a_floor_only(tau: float) -> None:
+def test_fedlc_margin_of_missing_class_needs_a_floor(tau: float) -> None:
     zero = torch.tensor([0, 5])
     assert fedlc.calibration_margins(class_counts=zero, tau=tau)[0] == torch.inf
     assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau
@@ -76,7 +76,7 @@ def test_missing_class_has_a_finite_margin_with_a_floor_only(tau: float) -> None
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_gradient_of_missing_classes_is_zero(
+def test_fedlc_gradient_of_missing_classes_is_zero(
     denominator: str,
 ) -> None:
     ended = gradient(lambda z: loss(z, denominator=denominator))
@@ -88,7 +88,9 @@ def test_gradient_of_missing_classes_is_zero(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_loss_and_gradient_of_one_class_are_zero(denominator: str, dtype: torch.dtype) -> None:
+def test_fedlc_loss_and_gradient_of_one_class_are_zero(
+    denominator: str, dtype: torch.dtype
+) -> None:
     logits = LOGITS.to(dtype).repeat(40, 1)
     labels = SAME.repeat(40)
     assert loss(logits, labels, ONE, denominator=denominator).item() == 0.0
@@ -97,14 +99,14 @@ def test_loss_and_gradient_of_one_class_are_zero(denominator: str, dtype: torch.
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_loss_of_large_logits_in_float32_is_finite(denominator: str) -> None:
+def test_fedlc_loss_of_large_logits_is_finite(denominator: str) -> None:
     for sign in (1e4, -1e4):
         logits = (sign * LOGITS).float()
         assert loss(logits, denominator=denominator).isfinite()
         assert gradient(lambda z: loss(z, denominator=denominator), logits).isfinite().all()
 
 
-def test_loss_of_soft_targets_is_finite() -> None:
+def test_fedlc_loss_of_soft_targets_is_finite() -> None:
     targets = 0.3 * F.one_hot(LABELS, 5).double() + 0.7 * F.one_hot(LABELS.flip(0), 5).double()
     margins = fedlc.calibration_margins(class_counts=COUNTS, tau=1.0)
 
@@ -133,7 +135,7 @@ def partitioned(*classes: set[int]) -> Any:
 SKEWED = partitioned({0, 1}, {1, 2, 3}, {4, 0}, {2, 3, 4})
 
 
-def test_client_with_one_class_changes_nothing_and_is_counted() -> None:
+def test_fedlc_counts_clients_of_one_class_and_skips_them() -> None:
     plain = Local(lr=0.5, momentum=0.9, batch=8)
     for denominator in DENOMINATORS:
         study = run_spec(
@@ -151,7 +153,7 @@ def test_client_with_one_class_changes_nothing_and_is_counted() -> None:
     assert mixed.rows[0]["fedlc.one_class"] == 0.25
 
 
-def test_loss_without_margins_equals_fedavg_exactly() -> None:
+def test_fedlc_without_margins_equals_fedavg_exactly() -> None:
     zero, fedavg = (
         run(run_spec(*methods, data=SKEWED, model=NORMED_MLP), fleet=Ideal())
         for methods in ([FedLC(0.0, count_floor=1.0)], [])
@@ -164,7 +166,7 @@ def test_loss_without_margins_equals_fedavg_exactly() -> None:
     )
 
 
-def test_output_without_class_has_no_margin() -> None:
+def test_fedlc_output_without_class_has_no_margin() -> None:
     class Watched(FedLC):
         def begin(self, job: LocalJob) -> None:
             super().begin(job)
@@ -180,7 +182,7 @@ def test_output_without_class_has_no_margin() -> None:
 
 
 @pytest.mark.parametrize("other", [FedRS(), FedMix()], ids=lambda method: method.name)
-def test_methods_with_a_loss_of_their_own_are_refused(other: Method) -> None:
+def test_fedlc_refuses_methods_that_replace_the_loss(other: Method) -> None:
     with pytest.raises(ValueError, match=f"method 'fedlc' .*method '{other.name}'"):
         check_composition([FedLC(), other])
 
@@ -188,12 +190,12 @@ def test_methods_with_a_loss_of_their_own_are_refused(other: Method) -> None:
 @pytest.mark.parametrize(
     "settings", [{"tau": -0.1}, {"denominator": "other"}, {"count_floor": -1.0}], ids=str
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedlc_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedlc\.{key}="):
         FedLC(**settings)
 
 
-def test_tiny_floor_bounds_the_margin() -> None:
+def test_fedlc_tiny_floor_bounds_the_margin() -> None:
     margins = fedlc.calibration_margins(class_counts=torch.tensor([0]), tau=1.0, count_floor=1e-299)
     assert margins.item() == pytest.approx(10**74.75)

@@ -50,7 +50,7 @@ def penalty(kind: str, logits: Tensor = LOGITS, lam: float = 1.0, threshold: flo
     )
 
 
-def test_unknown_kind_of_penalty_is_refused() -> None:
+def test_fedld_refuses_unknown_kind_of_penalty() -> None:
     with pytest.raises(ValueError, match="kind='log'"):
         penalty("log")
 
@@ -76,14 +76,14 @@ def aggregate(
 
 @pytest.mark.parametrize("components", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_identical_updates_are_unchanged(components: int, dtype: torch.dtype) -> None:
+def test_fedld_keeps_identical_updates(components: int, dtype: torch.dtype) -> None:
     row = random(30).to(dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     close(aggregate(row.expand(4, 30), components, torch.tensor([1.0, 5, 2, 2])), row, tolerance)
     close(revised(row.expand(4, 30), components), row.expand(4, 30), tolerance)
 
 
-def test_single_update_keeps_its_bits() -> None:
+def test_fedld_keeps_the_bits_of_a_single_update() -> None:
     for scale in (1e-6, 1.0, 3e5):
         row = scale * random(1, 50).float()
         assert torch.equal(revised(row, 1), row)
@@ -91,7 +91,7 @@ def test_single_update_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_updates_of_zero_stay_zero(normalization: str) -> None:
+def test_fedld_keeps_updates_of_zero(normalization: str) -> None:
     zeros = torch.zeros(4, 6)
     assert torch.equal(revised(zeros, 3, normalization=normalization), zeros)
     assert torch.equal(aggregate(zeros, 3, torch.ones(4), normalization=normalization), zeros[0])
@@ -101,7 +101,7 @@ def test_updates_of_zero_stay_zero(normalization: str) -> None:
     )
 
 
-def test_update_across_all_principal_directions_is_zero() -> None:
+def test_fedld_removes_update_outside_principal_directions() -> None:
     rows = torch.tensor([[3.0, 0, 0], [2.0, 0, 0], [0, 1.0, 0]]).double()
     assert torch.equal(
         revised(rows, 1), torch.tensor([[3.0, 0, 0], [2.0, 0, 0], [0, 0, 0]]).double()
@@ -124,11 +124,11 @@ def step(clients: list[int], *methods: Method, weighting: Any = "samples") -> Se
     return server
 
 
-def test_single_participant_equals_fedavg_exactly() -> None:
+def test_fedld_with_one_participant_equals_fedavg_exactly() -> None:
     assert torch.equal(step([4], PrincipalGradient()).vector, step([4]).vector)
 
 
-def test_tensors_of_one_number_are_averaged() -> None:
+def test_fedld_averages_tensors_of_one_number() -> None:
     values = torch.tensor([[1.0], [-2.0], [4.0]]).double()
     close(aggregate(values, 2, torch.tensor([1.0, 1, 2])), torch.tensor([7 / 4]).double())
 
@@ -137,7 +137,7 @@ def test_tensors_of_one_number_are_averaged() -> None:
 
 
 @pytest.mark.parametrize("methods", [[MarginControl(1.0, "threshold")], [DampedMargin()]])
-def test_soft_labels_have_a_margin(methods: list[Method]) -> None:
+def test_fedld_margin_accepts_soft_labels(methods: list[Method]) -> None:
     ended = run(run_spec(Mixup(), *methods), rounds=2)
     assert not ended.failures
     assert ended.finished.model_sha256 != run(run_spec(Mixup()), rounds=2).finished.model_sha256
@@ -146,7 +146,7 @@ def test_soft_labels_have_a_margin(methods: list[Method]) -> None:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def test_options_of_fedld_select_its_parts() -> None:
+def test_fedld_settings_select_its_parts() -> None:
     for option, parts in (
         ("fedld", ["fedld_margin", "fedld_principal"]),
         ("fedld_margin", ["fedld_margin"]),
@@ -182,21 +182,21 @@ def test_options_of_fedld_select_its_parts() -> None:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_settings_out_of_range_are_refused(make: Any, says: str) -> None:
+def test_fedld_settings_out_of_range_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ValueError) as refused:
         make()
     assert says in str(refused.value)
 
 
 @pytest.mark.parametrize("function", [revised, aggregate])
-def test_unknown_normalization_is_refused(
+def test_fedld_refuses_unknown_normalization(
     function: Callable[..., Tensor],
 ) -> None:
     with pytest.raises(ValueError, match="normalization='l1'"):
         function(normalization="l1")
 
 
-def test_mean_of_revised_updates_is_longer_than_theirs() -> None:
+def test_fedld_mean_of_revised_updates_is_longer_than_theirs() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         updates = torch.randn(5, 1000, generator=generator) + torch.randn(

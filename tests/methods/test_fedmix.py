@@ -86,7 +86,7 @@ def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
+def test_fedmix_step_equals_the_published_trace(number: int, shared: Path) -> None:
     case, loss = (
         cases(shared, "gradients")[number],
         cases(shared, "terms")[number]["expected"]["total"],
@@ -132,7 +132,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
 # --- the expansion ----------------------------------------------------------------------------
 
 
-def test_mean_targets_of_added_outputs_are_zero() -> None:
+def test_fedmix_mean_targets_of_added_outputs_are_zero() -> None:
     logits, labels = (
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
         torch.arange(4) % 3,
@@ -147,7 +147,7 @@ def test_mean_targets_of_added_outputs_are_zero() -> None:
 # --- the pool ---------------------------------------------------------------------------------
 
 
-def test_raw_rows_of_a_mean_belong_to_one_client() -> None:
+def test_fedmix_mean_has_rows_of_one_client() -> None:
     partition = CSR(np.array([7, 3, 5, 1, 9, 2]), np.array([0, 1, 1, 4, 6]))
     rows = raw_rows(partition, 50, 4, 3, np.random.default_rng(0))
     assert rows.shape == (50, 4, 3) and rows.dtype == np.int64
@@ -159,7 +159,7 @@ def test_raw_rows_of_a_mean_belong_to_one_client() -> None:
     assert set(rows.ravel().tolist()) == set(owner)
 
 
-def test_batch_larger_than_the_pool_is_refused() -> None:
+def test_fedmix_refuses_batch_larger_than_the_pool() -> None:
     local = Local(batch=32)
     with pytest.raises(ValueError, match=r"^method\.fedmix\.means=5: .*means=6 "):
         declare_run(run_spec(FedMix(means=5), local=local))
@@ -172,7 +172,7 @@ def test_batch_larger_than_the_pool_is_refused() -> None:
         declare_run(run_spec(fits, local=local))
 
 
-def test_clients_without_samples_add_no_pairs() -> None:
+def test_fedmix_clients_without_samples_add_no_pairs() -> None:
     data = tiny_data()
     train = data.partition.train
     ends = np.concatenate([train.offsets[:3], [train.offsets[2]] * 4])
@@ -189,19 +189,19 @@ def test_clients_without_samples_add_no_pairs() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)
-def test_nothing_is_sent_without_a_pool(options: dict[str, Any]) -> None:
+def test_fedmix_sends_nothing_without_a_pool(options: dict[str, Any]) -> None:
     study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
     assert not run_to_end(coordinate(study, runtime=spy, rounds=1)).failures
     assert not any(spy.contributed) and not spy.constants
 
 
-def test_mixup_is_refused() -> None:
+def test_fedmix_refuses_mixup() -> None:
     with pytest.raises(ValueError, match=r"'fedmix'.*'mixup'"):
         check_composition([Mixup(), FedMix()])
 
 
-def test_attention_has_the_second_derivative() -> None:
+def test_fedmix_differentiates_attention_twice() -> None:
     model = Cct7(attention_dropout=0.0, drop_path=0.0).build((1, 8, 8), 5, seed=0)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(3, 1, 8, 8, generator=generator).requires_grad_()
@@ -217,18 +217,18 @@ def test_attention_has_the_second_derivative() -> None:
     assert not ended.failures
 
 
-def test_cost_is_one_more_pass() -> None:
+def test_fedmix_costs_one_more_pass() -> None:
     assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
     assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
     assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0
 
 
 @pytest.mark.parametrize("settings", [{"lam": 1.5}, {"means": 0}, {"samples_per_mean": 0}], ids=str)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedmix_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fedmix\.{key}="):
         FedMix(**settings)
 
 
-def test_lam_of_one_is_allowed() -> None:
+def test_fedmix_accepts_lam_of_one() -> None:
     assert FedMix(lam=1.0).lam == 1.0

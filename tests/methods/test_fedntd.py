@@ -20,18 +20,18 @@ def shared(steps: int, *methods: Method) -> np.ndarray:
     return vector
 
 
-def test_single_step_equals_fedavg() -> None:
+def test_fedntd_single_step_equals_fedavg() -> None:
     np.testing.assert_allclose(shared(1, FedNTD(50.0)), shared(1), rtol=0, atol=1e-5)
     assert np.abs(shared(2, FedNTD(50.0)) - shared(2)).max() > 1e-3
 
 
 @pytest.mark.parametrize("settings", [{"beta": -1.0}, {"temperature": 0.0}], ids=str)
-def test_error_of_setting_out_of_range_names_its_key(settings: dict[str, float]) -> None:
+def test_error_of_fedntd_setting_out_of_range_names_its_key(settings: dict[str, float]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedntd\.{key}="):
         FedNTD(**settings)
 
 
-def test_cost_is_the_teachers_forward_pass() -> None:
+def test_fedntd_costs_the_teachers_forward_pass() -> None:
     assert FedNTD().cost(participation_facts(None, 5, 30.0)) == 10
     assert FedNTD(0.0).cost(participation_facts(None, 5, 30.0)) == 0

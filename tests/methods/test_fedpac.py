@@ -75,7 +75,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_variance_is_never_negative(
+def test_fedpac_variance_is_never_negative(
     seed: int,
 ) -> None:
     features, labels = random(6, 4, seed=seed), torch.tensor([0, 1, 1, 2, 2, 2])
@@ -125,7 +125,7 @@ KINDS = ["plain", "near", "far", "twins", "mixed"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clients", [1, 2, 5, 20])
 @pytest.mark.parametrize("seed", range(3))
-def test_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str) -> None:
+def test_fedpac_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str) -> None:
     variances, weighted = case(seed, clients, kind)
     for client in range(clients):
         P = quadratic(variances, weighted, client)
@@ -141,7 +141,7 @@ def test_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()
 
 
-def test_common_part_of_all_class_means_changes_no_weight() -> None:
+def test_fedpac_weights_ignore_common_part_of_class_means() -> None:
     weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
     for client in range(4):
         settings = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}
@@ -151,7 +151,7 @@ def test_common_part_of_all_class_means_changes_no_weight() -> None:
         assert (near > 0).sum() > 1
 
 
-def test_distant_client_has_no_weight() -> None:
+def test_fedpac_distant_client_has_no_weight() -> None:
     weighted = random(3, 2, 4) * 0.01
     weighted[1] += 100
     a = classifier_combination_weights(
@@ -169,7 +169,7 @@ def test_distant_client_has_no_weight() -> None:
         assert one.tolist() == [1.0]
 
 
-def test_client_without_variance_keeps_its_head() -> None:
+def test_fedpac_client_without_variance_keeps_its_head() -> None:
     zero = torch.zeros(4, 2, 3)
     for client in range(4):
         a = classifier_combination_weights(
@@ -178,7 +178,7 @@ def test_client_without_variance_keeps_its_head() -> None:
         assert a.tolist() == F.one_hot(torch.tensor(client), 4).tolist()
 
 
-def test_small_weights_become_zero() -> None:
+def test_fedpac_small_weights_become_zero() -> None:
     variances = torch.tensor([0.1, 0.1, 0.1, 10.0, 400.0]).double()
     given: dict[str, Any] = {
         "variances": variances,
@@ -193,7 +193,7 @@ def test_small_weights_become_zero() -> None:
     )  # else nothing would be left
 
 
-def test_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedpac_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.tensor([0.75, 0.25]).double()
     monkeypatch.setattr(fedpac, "_simplex_minimum", lambda *arguments: exact)
     settings: dict[str, Any] = {"variances": torch.ones(2), "weighted_means": torch.zeros(2, 1, 1)}
@@ -279,7 +279,7 @@ def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> di
         ([8], 20, 1, 0),
     ],
 )
-def test_head_trains_for_its_number_of_passes(
+def test_fedpac_head_trains_for_its_number_of_passes(
     sizes: list[int], samples: int, epochs: int, expected: int
 ) -> None:
     assert head_steps(sizes, samples, epochs) == expected
@@ -291,7 +291,7 @@ def test_head_trains_for_its_number_of_passes(
 @pytest.mark.parametrize("others", [[], [FedBSS(warmup_rounds=0)]], ids=["alone", "with FedBSS"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_each_phase_changes_only_its_part_of_the_model(
+def test_fedpac_phase_changes_only_its_part_of_the_model(
     first: bool, epochs: int, others: list[Method]
 ) -> None:
     watch, method = Watch(), FedPAC(head_epochs=epochs)
@@ -307,7 +307,7 @@ def test_each_phase_changes_only_its_part_of_the_model(
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7])
-def test_job_has_two_phases_with_separate_optimizers(lam: float) -> None:
+def test_fedpac_phases_have_separate_optimizers(lam: float) -> None:
     watch = Watch()
     study = run_spec(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
     ctx = train(Worker(study), client=3, download=prototypes())
@@ -341,7 +341,7 @@ def test_job_has_two_phases_with_separate_optimizers(lam: float) -> None:
     )
 
 
-def test_job_starts_from_the_sent_head_and_uploads_its_own() -> None:
+def test_fedpac_job_starts_from_sent_head_and_uploads_its_own() -> None:
     watch = Watch()
     study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
     worker = Worker(study)
@@ -355,7 +355,7 @@ def test_job_starts_from_the_sent_head_and_uploads_its_own() -> None:
     assert torch.equal(worker.vector.personal, trained)
 
 
-def test_alignment_of_mixed_samples_is_a_mean_over_labels() -> None:
+def test_fedpac_aligns_mixed_samples_by_mean_over_labels() -> None:
     method = FedPAC(2.0)
     features = random(4, 12, seed=3).float()
     labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
@@ -380,7 +380,7 @@ def test_alignment_of_mixed_samples_is_a_mean_over_labels() -> None:
     assert term(mixed) is zero
 
 
-def test_first_round_aligns_nothing() -> None:
+def test_fedpac_aligns_nothing_in_the_first_round() -> None:
     one, other, later, unaligned = (
         run(run_spec(FedPAC(lam), local=TWO), fleet=Ideal(), rounds=rounds).finished.model_sha256
         for lam, rounds in ((1.0, 1), (0.0, 1), (1.0, 2), (0.0, 2))
@@ -441,7 +441,7 @@ def test_fedpac_without_alignment_and_mixing_only_alternates(
     )
 
 
-def test_last_update_of_a_client_twice_in_a_buffer_is_used() -> None:
+def test_fedpac_uses_last_update_of_client_twice_in_buffer() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     updates = []
@@ -461,7 +461,7 @@ def test_last_update_of_a_client_twice_in_a_buffer_is_used() -> None:
     assert all(np.array_equal(twice[key], once[key]) for key in twice)
 
 
-def test_own_model_has_its_mixture_or_the_initial_head() -> None:
+def test_fedpac_own_model_has_mixed_or_initial_head() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     before, head = worker.vector.data.clone(), random(65).float()
@@ -489,7 +489,7 @@ def sorted_data() -> FederatedData:
     )
 
 
-def test_class_without_participants_has_no_prototype() -> None:
+def test_fedpac_class_without_participants_has_no_prototype() -> None:
     study = run_spec(FedPAC(), local=TWO, data=sorted_data())
     spy = Spy(study)
     ended = run_to_end(coordinate(study, Synchronous(1), Ideal(), spy, rounds=8))
@@ -509,7 +509,7 @@ def test_class_without_participants_has_no_prototype() -> None:
 # --- costs and refusals -----------------------------------------------------------------------
 
 
-def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:
+def test_fedpac_costs_two_passes_and_its_head_saves_one() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
@@ -518,7 +518,7 @@ def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:
     assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
-def test_traffic_counts_heads_and_prototypes_when_sent() -> None:
+def test_fedpac_counts_heads_and_prototypes_when_sent() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     declarations, counts = declare_run(spec), spec.data.partition.train.counts
     loads, shared = Loads(spec, declarations, counts), declarations.layout.shared
@@ -534,7 +534,7 @@ def test_traffic_counts_heads_and_prototypes_when_sent() -> None:
 
 
 @pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(12, 5)), nn.Conv2d(1, 5, 1)], ids=str)
-def test_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
+def test_fedpac_refuses_head_that_is_not_linear(head: nn.Module) -> None:
     model = MLP.build((1, 8, 8), 5, 0)
     model.head = head  # type: ignore[assignment]
     networks = {"model": model}
@@ -543,7 +543,7 @@ def test_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
-def test_epochs_that_only_train_the_head_are_refused(key: str) -> None:
+def test_fedpac_refuses_epochs_that_only_train_the_head(key: str) -> None:
     def declare(budget: int) -> None:
         local: Any = {"epochs": None, key: budget}
         declare_run(run_spec(FedPAC(head_epochs=2), local=Local(**local)))
@@ -559,19 +559,19 @@ def test_epochs_that_only_train_the_head_are_refused(key: str) -> None:
     [{"lam": -1}, {"head_epochs": 0}, {"head_lr_factor": 0}, {"min_weight": 1.5}],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedpac_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fedpac\.{key}="):
         FedPAC(**settings)
 
 
-def test_local_training_is_refused() -> None:
+def test_fedpac_refuses_method_local() -> None:
     with pytest.raises(ValueError, match=r"'fedpac'.*'local'"):
         declare_run(run_spec(LocalTraining(), FedPAC(), local=TWO))
 
 
 @pytest.mark.parametrize("seed", [2235, 2447, 3417])
-def test_weights_are_a_minimum_for_extreme_variances(
+def test_fedpac_weights_are_a_minimum_for_extreme_variances(
     seed: int,
 ) -> None:
     draw = np.random.default_rng(seed)

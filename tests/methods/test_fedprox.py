@@ -20,7 +20,7 @@ def added_gradient(mu: float, stage: Stage) -> list[float]:
     return grad.tolist()
 
 
-def test_only_the_stage_with_the_task_loss_is_pulled() -> None:
+def test_fedprox_pulls_only_the_stage_with_the_task_loss() -> None:
     assert added_gradient(0.5, Stage()) == [1.0] * 3
     assert (
         added_gradient(
@@ -30,10 +30,10 @@ def test_only_the_stage_with_the_task_loss_is_pulled() -> None:
     )
 
 
-def test_mu_zero_adds_nothing_to_gradients() -> None:
+def test_fedprox_with_mu_zero_adds_nothing_to_gradients() -> None:
     assert added_gradient(0.0, Stage()) == [0.0] * 3
 
 
-def test_negative_mu_is_refused() -> None:
+def test_fedprox_refuses_negative_mu() -> None:
     with pytest.raises(ValueError, match=r"fedprox\.mu"):
         FedProx(-0.1)

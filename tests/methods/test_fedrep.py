@@ -43,7 +43,7 @@ def seen_by(method: FedRep) -> list[dict[str, Tensor]]:
     return watching.seen
 
 
-def test_each_phase_moves_only_its_part() -> None:
+def test_fedrep_phase_changes_only_its_part() -> None:
     seen = seen_by(FedRep(head_epochs=2))
     cut = head_steps(len(seen), 2, 1)
     assert 1 < cut < len(seen) - 1
@@ -55,13 +55,13 @@ def test_each_phase_moves_only_its_part() -> None:
         assert any("running_mean" in name for name in statistics), "always in train mode"
 
 
-def test_joint_mode_moves_both_parts_together() -> None:
+def test_fedrep_joint_mode_changes_both_parts_together() -> None:
     first, second = seen_by(FedRep("joint"))[:2]
     for part in ("head", "extractor.1"):
         assert not torch.equal(first[f"{part}.weight"], second[f"{part}.weight"])
 
 
-def test_defaults_are_the_epochs_of_the_paper() -> None:
+def test_fedrep_defaults_are_the_epochs_of_the_paper() -> None:
     assert (FedRep().head_epochs, FedRep().body_epochs) == (10, 1)
     assert head_steps(11 * 7, 10, 1) == 70
 
@@ -73,18 +73,18 @@ def test_defaults_are_the_epochs_of_the_paper() -> None:
         ("steps", replace(LOCAL, epochs=None, steps=1), replace(LOCAL, epochs=None, steps=2)),
     ],
 )
-def test_budget_other_than_both_phases_is_refused(key: str, wrong: Any, right: Any) -> None:
+def test_fedrep_refuses_budget_other_than_both_phases(key: str, wrong: Any, right: Any) -> None:
     with pytest.raises(ValueError, match=rf"^local\.{key}\b"):
         declare_run(run_spec(FedRep(), local=wrong))
     declare_run(run_spec(FedRep("joint"), local=wrong))
     declare_run(run_spec(FedRep(), local=right))
 
 
-def test_unknown_mode_is_refused() -> None:
+def test_fedrep_refuses_unknown_mode() -> None:
     with pytest.raises(ValueError, match=r"^method\.fedrep\.mode\b"):
         FedRep("both")  # type: ignore[arg-type]
 
 
-def test_head_steps_save_the_backward_pass_of_the_extractor() -> None:
+def test_fedrep_head_steps_save_the_extractors_backward_pass() -> None:
     cost = FedRep(head_epochs=2, body_epochs=1).cost(participation_facts(None, 40, 120))
     assert cost == pytest.approx((FORWARD - 1) * 80)

@@ -57,7 +57,7 @@ def loss(logits: Tensor, counts: Tensor = COUNTS, alpha: float = 0.3, **others: 
 # --- the head ---------------------------------------------------------------------------------
 
 
-def test_head_loses_its_bias_and_keeps_its_weights() -> None:
+def test_fedrs_removes_bias_and_keeps_weights_of_the_head() -> None:
     (with_bias, _), (without, layout) = (
         build_networks(run_spec(*m, model=NORMED_MLP)) for m in ([], [FedRS()])
     )
@@ -67,7 +67,7 @@ def test_head_loses_its_bias_and_keeps_its_weights() -> None:
     assert "model.head.bias" not in {entry.name for entry in layout.entries}
 
 
-def test_alpha_one_equals_fedavg_without_the_bias() -> None:
+def test_fedrs_with_alpha_one_equals_fedavg_without_bias() -> None:
     one, fedavg, half = (
         run(run_spec(*methods, model=model, data=skewed()), fleet=Ideal())
         for methods, model in (
@@ -95,7 +95,7 @@ def skewed() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_of_mixed_labels_uses_scaled_logits(kind: Any) -> None:
+def test_fedrs_loss_of_mixed_labels_uses_scaled_logits(kind: Any) -> None:
     trained = set()
 
     class Watched(FedRS):
@@ -128,7 +128,7 @@ def others() -> list[Any]:
     return [pytest.param(methods, id=name) for name, methods in given.items()]
 
 
-def test_output_without_class_keeps_its_logit() -> None:
+def test_fedrs_output_without_class_keeps_its_logit() -> None:
     job: Any = SimpleNamespace(
         class_counts=lambda: COUNTS, num_classes=7, params=LOGITS, scratch={}
     )
@@ -137,7 +137,7 @@ def test_output_without_class_keeps_its_logit() -> None:
 
 
 @pytest.mark.parametrize("other", [Moon(), FedLC(), FedMix()], ids=lambda method: method.name)
-def test_method_that_undoes_fedrs_is_refused(other: Method) -> None:
+def test_fedrs_refuses_methods_that_undo_it(other: Method) -> None:
     with pytest.raises(ValueError, match=f"method 'fedrs' .*method '{other.name}'"):
         check_composition([FedRS(), other])
 
@@ -145,7 +145,7 @@ def test_method_that_undoes_fedrs_is_refused(other: Method) -> None:
 @pytest.mark.parametrize(
     "settings", [{"alpha": -0.1}, {"alpha": 1.1}, {"kind": "relativ"}], ids=str
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedrs_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedrs\.{key}="):
         FedRS(**settings)

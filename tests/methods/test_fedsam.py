@@ -13,7 +13,7 @@ from raysim.methods.fedspeed import FedSpeed
 from raysim.training.run_spec import declare_run
 
 
-def test_shift_has_length_rho_or_is_zero_without_gradient() -> None:
+def test_fedsam_shift_has_length_rho_or_is_zero() -> None:
     grad = torch.linspace(-3, 5, 11)
     assert float(sharpness_shift(grad, 0.3).norm()) == pytest.approx(0.3)
     assert float(sharpness_shift(grad * 1e-11, 0.3).norm()) == pytest.approx(0.3)
@@ -26,19 +26,19 @@ def test_shift_has_length_rho_or_is_zero_without_gradient() -> None:
     [FedSAM(0.0), FedSpeed(alpha=0.0), FedSpeed(rho=0.0)],
     ids=["fedsam rho=0", "fedspeed alpha=0", "fedspeed rho=0"],
 )
-def test_second_pass_without_effect_is_skipped(method: Method) -> None:
+def test_fedsam_skips_second_pass_without_effect(method: Method) -> None:
     (declared,) = declare_run(run_spec(method)).methods
     assert not declared.has_hook("perturb") and not declared.has_hook("cost")
 
 
 @pytest.mark.parametrize("method", [FedSAM(), FedSpeed()], ids=lambda method: method.name)
-def test_cost_is_a_second_pass_of_each_batch(method: Method) -> None:
+def test_fedsam_costs_a_second_pass_of_each_batch(method: Method) -> None:
     (declared,) = declare_run(run_spec(method)).methods
     assert declared.has_hook("perturb") and declared.has_hook("cost")
     assert method.cost(participation_facts(None, 10, 40.0)) == 40.0
 
 
-def test_personal_layers_are_shifted_and_restored() -> None:
+def test_fedsam_shifts_and_restores_personal_layers() -> None:
     tiny_shift, none = (
         run(run_spec(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0)
     )
@@ -49,6 +49,6 @@ def test_personal_layers_are_shifted_and_restored() -> None:
     assert far.bits[1] != none.bits[1]
 
 
-def test_negative_rho_is_refused() -> None:
+def test_fedsam_refuses_negative_rho() -> None:
     with pytest.raises(ValueError, match=r"method\.fedsam\.rho="):
         FedSAM(-0.1)

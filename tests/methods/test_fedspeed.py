@@ -37,7 +37,7 @@ class Single(Method):
         run.read_updates()
 
 
-def test_first_job_without_second_pass_is_fedprox() -> None:
+def test_fedspeed_first_job_without_second_pass_is_fedprox() -> None:
     lam = 0.5
     fedprox = first_round(FedProx(1 / lam), Single())
     fedspeed = first_round(FedSpeed(lam, alpha=0.0), Single())
@@ -48,6 +48,6 @@ def test_first_job_without_second_pass_is_fedprox() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"lam": 0.0}, {"rho": -1.0}, {"alpha": 1.5}], ids=str)
-def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
+def test_fedspeed_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"fedspeed\.{next(iter(settings))}"):
         FedSpeed(**settings)

@@ -40,7 +40,7 @@ def network(**settings: Any) -> Gaussian:
     return cast(Gaussian, FedSR(**settings).model(TASK, MLP.build(TASK.shape, TASK.num_classes, 0)))
 
 
-def test_features_are_drawn_in_training_only() -> None:
+def test_fedsr_draws_features_in_training_only() -> None:
     model = network(width=7)
     assert is_stochastic(model) and model.feature_dim == 7
     mean, std = model.moments(IMAGES)
@@ -53,7 +53,7 @@ def test_features_are_drawn_in_training_only() -> None:
     assert torch.equal(model.eval().features(IMAGES), mean)
 
 
-def test_score_is_the_log_of_the_mean_softmax_of_draws() -> None:
+def test_fedsr_score_is_log_of_mean_softmax_of_draws() -> None:
     model = network().eval()
     mean, std = model.moments(IMAGES)
     assert model.noise.shape == (20, 12)
@@ -65,7 +65,7 @@ def test_score_is_the_log_of_the_mean_softmax_of_draws() -> None:
     assert abs(model.noise.mean()) < 0.2 and abs(model.noise.std() - 1) < 0.2
 
 
-def test_scores_depend_on_no_random_stream_or_batch() -> None:
+def test_fedsr_scores_depend_on_no_random_stream_or_batch() -> None:
     model = network().eval()
     before = torch.get_rng_state()
     whole = model(IMAGES)
@@ -73,7 +73,7 @@ def test_scores_depend_on_no_random_stream_or_batch() -> None:
     assert torch.allclose(torch.cat([model(image[None]) for image in IMAGES]), whole, atol=1e-6)
 
 
-def test_noise_is_equal_in_all_processes_and_not_sent() -> None:
+def test_fedsr_noise_is_equal_in_all_processes_and_not_sent() -> None:
     study = run_spec(FedSR(width=7))
     (one, layout), (two, _) = build_networks(study), build_networks(study)
     models = [cast(Gaussian, networks["model"]) for networks in (one, two)]
@@ -85,7 +85,7 @@ def test_noise_is_equal_in_all_processes_and_not_sent() -> None:
     assert layout.shared == sum(p.numel() for p in models[0].parameters())
 
 
-def test_references_start_at_zero_with_scale_one() -> None:
+def test_fedsr_references_start_at_zero_with_scale_one() -> None:
     networks = declare_run(run_spec(FedSR(width=7))).networks
     reference = cast(Reference, networks[REFERENCE])
     assert reference.mean.shape == reference.std.shape == (5, 7) and not reference.mean.any()
@@ -134,13 +134,13 @@ def test_fedsr_without_penalties_and_noise_equals_fedavg() -> None:
     assert sure.finished.model_sha256 != run(run_spec(FedSR(0.0, 0.0))).finished.model_sha256
 
 
-def test_number_of_samples_changes_scores_only() -> None:
+def test_fedsr_number_of_samples_changes_scores_only() -> None:
     few, many = (run(run_spec(FedSR(samples=count, share_reference=True))) for count in (1, 20))
     assert few.finished.model_sha256 == many.finished.model_sha256
     assert [row["loss_global"] for row in few.rows] != [row["loss_global"] for row in many.rows]
 
 
-def test_shared_references_travel_with_the_model() -> None:
+def test_fedsr_sends_shared_references_with_the_model() -> None:
     own, shared = (run(run_spec(FedSR(share_reference=share)), rounds=2) for share in (False, True))
     layouts = own.coordinator.layout, shared.coordinator.layout
     assert layouts[0].personal == 2 * 5 * 12 + 1 and layouts[1].personal == 0
@@ -149,7 +149,7 @@ def test_shared_references_travel_with_the_model() -> None:
     assert shared.tensors[f"{REFERENCE}.mean"].any()
 
 
-def test_fedl2r_has_no_reference_and_no_stages() -> None:
+def test_fedl2r_variant_has_no_references_and_no_stages() -> None:
     study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
     assert (
@@ -170,7 +170,7 @@ def test_fedl2r_has_no_reference_and_no_stages() -> None:
             check_composition([FedSR(), other])
 
 
-def test_moments_of_the_first_rows_of_a_larger_pass() -> None:
+def test_fedsr_moments_of_first_rows_of_a_larger_pass() -> None:
     model = network()
     features = model.features(torch.cat([IMAGES, IMAGES[:4]]))
     own, _ = features.split([9, 4])
@@ -185,7 +185,7 @@ def test_moments_of_the_first_rows_of_a_larger_pass() -> None:
     [{"alpha_l2r": -0.1}, {"alpha_cmi": -0.1}, {"width": 0}, {"samples": 0}],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fedsr_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fedsr\.{key}="):
         FedSR(**settings)

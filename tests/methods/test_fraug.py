@@ -70,7 +70,7 @@ def test_mmd_of_equal_rows_is_zero_with_finite_gradient() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_mmd_of_classes_is_the_mean_of_shared_classes() -> None:
+def test_mmd_of_classes_is_the_mean_over_shared_classes() -> None:
     x, y = random(5, 4), random(4, 4, seed=1) + 1
     x_labels, y_labels = torch.tensor([0, 1, 0, 2, 1]), torch.tensor([1, 0, 1, 3])
     parts = [mmd(x[[0, 2]], y[[1]]), mmd(x[[1, 4]], y[[0, 2]])]
@@ -88,7 +88,7 @@ def test_mmd_of_classes_has_finite_gradients() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_networks_have_sizes_of_paper() -> None:
+def test_fraug_networks_have_the_sizes_of_the_paper() -> None:
     generator, rtnet = (
         feature_networks.make_generator(512, 256, 65),
         feature_networks.make_rtnet(512, 512, 256, 65, norm=True),
@@ -117,7 +117,7 @@ def of_model(found: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 )
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
-def test_classifier_at_weight_zero_has_fedbns_bits(
+def test_fraug_with_weight_zero_has_the_bits_of_fedbn(
     model: Any, schedule: Any, keep: bool, residual: float | None
 ) -> None:
     local = replace(
@@ -140,7 +140,7 @@ def test_classifier_at_weight_zero_has_fedbns_bits(
 
 
 @pytest.mark.parametrize("order", [0, 1], ids=["before", "after"])
-def test_fedbn_in_the_list_changes_nothing(order: int) -> None:
+def test_fraug_does_not_change_with_fedbn_in_the_list(order: int) -> None:
     methods: list[Method] = [small()]
     methods.insert(order, FedBN())
     alone, both = run(run_spec(small(), model=NORMED)), run(run_spec(*methods, model=NORMED))
@@ -148,7 +148,7 @@ def test_fedbn_in_the_list_changes_nothing(order: int) -> None:
 
 
 @pytest.mark.parametrize("norm", ["shared", "local"])
-def test_classifier_and_generator_travel_without_batchnorm(norm: Any) -> None:
+def test_fraug_sends_both_networks_without_batchnorm(norm: Any) -> None:
     features, noise, classes = 12, 6, 5
     result = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
     classifier = 64 * features + features + features * classes + classes
@@ -178,7 +178,7 @@ class Count(Method):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_kept_optimizers_continue_their_step_count(keep: bool) -> None:
+def test_fraug_stored_optimizers_continue_their_step_count(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
     result = run(run_spec(count, local=local), Synchronous(6), rounds=3)
@@ -187,7 +187,7 @@ def test_kept_optimizers_continue_their_step_count(keep: bool) -> None:
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_method_and_run_store_the_same_optimizers() -> None:
+def test_fraug_and_run_store_the_same_optimizers() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -207,7 +207,7 @@ def test_method_and_run_store_the_same_optimizers() -> None:
 # --- the scale of embeddings ------------------------------------------------------------------
 
 
-def test_too_large_generated_features_warn() -> None:
+def test_fraug_warns_of_too_large_generated_features() -> None:
     method = small()
     text = method.scale_warning({"fraug.real_norm": 19.0, "fraug.generated_norm": 843.0})
     assert "843" in text and "19" in text
@@ -215,13 +215,13 @@ def test_too_large_generated_features_warn() -> None:
     assert method.scale_warning({"fraug.real_norm": None}) == ""
 
 
-def test_norms_of_generated_embeddings_need_a_generator() -> None:
+def test_fraug_reports_embedding_norms_with_generator_only() -> None:
     alone = run(run_spec(small(use_generator=False), model=NORMED_MLP), rounds=1).rows[0]
     assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
 
 
 @pytest.mark.slow  # 10 rounds of 4 epochs, twice
-def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
+def test_fraug_norm_grows_far_more_slowly_with_mmd_than_mse() -> None:
     local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
     last = {}
     for metric in ("mse", "mmd"):
@@ -238,7 +238,7 @@ def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("lam", [0.0, 10.0])
-def test_warning_of_norms_names_settings_that_decrease_them(metric: Any, lam: float) -> None:
+def test_fraug_warning_names_settings_that_decrease_norms(metric: Any, lam: float) -> None:
     method = small(generator_metric=metric, generator_lam=lam, generator_lr_factor=4.0)
     text = method.scale_warning({"fraug.real_norm": 8.0, "fraug.generated_norm": 149.0})
     assert ("generator_metric=mmd" in text) == (metric in ("mse", "mmd_moments") and lam > 0)
@@ -247,7 +247,7 @@ def test_warning_of_norms_names_settings_that_decrease_them(metric: Any, lam: fl
 
 
 @pytest.mark.slow  # 6 rounds of 3 epochs, three times
-def test_settings_that_the_warning_names_decrease_the_norm() -> None:
+def test_fraug_settings_in_the_warning_decrease_norms() -> None:
     def generated(**settings: Any) -> float:
         local = replace(LOCAL, lr=0.1, epochs=3)
         study = run_spec(small(**settings), model=NORMED_MLP, local=local)
@@ -278,17 +278,17 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_ramps_may_have_the_pace_of_a_longer_run(pace: int | None, gamma: float) -> None:
+def test_fraug_ramps_may_have_the_pace_of_a_longer_run(pace: int | None, gamma: float) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
     assert strengths(3, 6, ramp_rounds=pace) == pytest.approx(expected)
 
 
-def test_ramps_stay_after_their_last_round() -> None:
+def test_fraug_ramps_are_constant_after_their_last_round() -> None:
     assert strengths(5, 2) == pytest.approx([math.exp(-0.02), math.exp(-0.01), 1.0])
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_method_takes_its_rounds_from_the_run(first: str) -> None:
+def test_fraug_takes_its_rounds_from_the_run(first: str) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 
@@ -308,14 +308,14 @@ def lonely() -> FederatedData:
     return replace(tiny_data(), partition=Partition(train_rows, tiny_data().partition.test))
 
 
-def test_batch_of_one_sample_is_left_out() -> None:
+def test_fraug_leaves_out_batch_of_one_sample() -> None:
     result = run(run_spec(small(), model=NORMED, data=lonely()), Synchronous(6), rounds=2)
     assert not result.failures
     moved = {client: result.private[f"{client}/fraug.prototypes"].any() for client in range(6)}
     assert moved == {client: client != 0 for client in range(6)}
 
 
-def test_proximal_term_pulls_only_the_classifier() -> None:
+def test_fraug_with_fedprox_pulls_only_the_classifier() -> None:
     touched: dict[str, list[bool]] = {}
 
     class Only(FedProx):
@@ -328,7 +328,7 @@ def test_proximal_term_pulls_only_the_classifier() -> None:
     assert any(touched["task"]) and not any(touched[GENERATOR]) and RTNET not in touched
 
 
-def test_cost_is_a_forward_pass_and_small_networks() -> None:
+def test_fraug_costs_a_forward_pass_and_small_networks() -> None:
     classifier = 64 * 12 + 12 + 2 * 12 + 12 * 5 + 5
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
     rtnet = 6 * 17 + 6 + 12 + 12 * 6 + 12 + 24
@@ -340,7 +340,7 @@ def test_cost_is_a_forward_pass_and_small_networks() -> None:
     assert cheap.cost(job) == pytest.approx(30 * generator / classifier)
 
 
-def test_model_without_batchnorm_warns() -> None:
+def test_fraug_warns_of_model_without_batchnorm() -> None:
     (text,) = declare_run(run_spec(small(), model=MLP)).warnings
     assert "no BatchNorm" in text and "RTNet" in text
     assert not [*declare_run(run_spec(small(), model=NORMED)).warnings]
@@ -356,7 +356,7 @@ class Nested(NormedMlp):
         return model
 
 
-def test_head_must_be_a_linear_layer() -> None:
+def test_fraug_refuses_head_that_is_not_linear() -> None:
     with pytest.raises(ValueError, match=r"^model: method 'fraug'"):
         declare_run(run_spec(small(), model=Nested()))
 
@@ -371,13 +371,13 @@ def test_head_must_be_a_linear_layer() -> None:
     ],
     ids=str,
 )
-def test_ramp_with_an_end_needs_the_number_of_rounds(settings: dict[str, Any]) -> None:
+def test_fraug_ramp_with_an_end_needs_the_number_of_rounds(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.rounds=null: "):
         declare_run(run_spec(small(None, **settings), model=NORMED))
     declare_run(run_spec(small(None, ramp="constant"), model=NORMED))
 
 
-def test_batches_of_one_sample_are_refused() -> None:
+def test_fraug_refuses_batches_of_one_sample() -> None:
     with pytest.raises(ValueError, match=r"^local\.batch=1: "):
         declare_run(run_spec(small(), model=NORMED, local=replace(LOCAL, batch=1)))
 
@@ -403,12 +403,12 @@ def test_batches_of_one_sample_are_refused() -> None:
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_fraug_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fraug\.{key}="):
         FRAug(**settings)
 
 
-def test_method_without_generator_and_rtnet_is_refused() -> None:
+def test_fraug_refuses_to_lack_both_generator_and_rtnet() -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.use_generator=false .*use_rtnet=false"):
         FRAug(4, use_generator=False, use_rtnet=False)

@@ -23,16 +23,18 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class TestFedAvg:
-    def test_sum_ignores_a_diverged_client_of_weight_zero(self) -> None:
+    def test_weighted_sum_ignores_diverged_client_of_weight_zero(self) -> None:
         vectors = torch.stack([vector(1, 2), vector(math.nan, math.inf), vector(3, 6)])
         assert torch.equal(fedavg.weighted_average(vectors, vector(1, 0, 1)), vector(2, 4))
 
     @pytest.mark.parametrize("weights", [(0.0, 0.0), (2.0, -1.0), (1.0, math.nan), (1.0, math.inf)])
-    def test_weights_without_a_mean_are_refused(self, weights: tuple[float, float]) -> None:
+    def test_mean_of_weights_that_sum_to_zero_is_refused(
+        self, weights: tuple[float, float]
+    ) -> None:
         with pytest.raises(ValueError, match="weights"):
             fedavg.weight_total(vector(*weights))
 
-    def test_sum_adds_rows_in_order(self) -> None:
+    def test_weighted_sum_adds_rows_in_order(self) -> None:
         vectors = torch.tensor([[1e8], [1.0], [-1e8]], dtype=torch.float32)
         ones = torch.ones(3)
         assert fedavg.weighted_sum(vectors, ones).item() == 0.0
@@ -43,7 +45,7 @@ class TestScaffold:
     @pytest.mark.parametrize(
         ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
     )
-    def test_control_variate_needs_steps_and_learning_rate(
+    def test_scaffold_control_needs_steps_and_learning_rate(
         self, lr: float, num_steps: int, momentum: float
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):
@@ -51,29 +53,29 @@ class TestScaffold:
 
 
 class TestFedBN:
-    def test_model_that_is_one_normalisation_layer_is_personal(self) -> None:
+    def test_fedbn_accepts_model_that_is_one_normalisation_layer(self) -> None:
         split = fedbn.split_parameter_names(names=["weight", "bias"], norm_modules=[""])
         assert split == {"shared": [], "personal": ["weight", "bias"]}
 
-    def test_unknown_scope_is_refused(self) -> None:
+    def test_fedbn_refuses_unknown_scope(self) -> None:
         with pytest.raises(ValueError, match="scope='statistic'"):
             fedbn.split_parameter_names(names=["fc.bias"], norm_modules=[], scope="statistic")
 
 
 class TestFedBSS:
-    def test_half_of_two_samples_is_one(self) -> None:
+    def test_fedbss_half_of_two_samples_is_one(self) -> None:
         half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
         assert half < 0.5
         assert fedbss.included_count(num_biased=2, fraction=half) == 1
 
-    def test_split_takes_the_first_border_of_equal_uncertainty(self) -> None:
+    def test_fedbss_split_takes_first_border_of_equal_uncertainty(self) -> None:
         losses = vector(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9)
         uncertainties = vector(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0)
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=uncertainties)
         assert split["order"].tolist() == [1, 5, 2, 3, 7, 0, 6, 4]
         assert split["num_unbiased"] == 4
 
-    def test_split_sorts_losses_that_are_not_finite_last(self) -> None:
+    def test_fedbss_split_sorts_losses_that_are_not_finite_last(self) -> None:
         losses = vector(math.nan, 2.0, -math.inf, 1.0, math.inf)
         uncertainties = vector(math.nan, 0.1, math.nan, 0.5, 0.2)
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=uncertainties)
@@ -84,7 +86,7 @@ class TestFedBSS:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_unknown_kind_and_epoch_are_refused(self) -> None:
+    def test_fedbss_refuses_unknown_kind_and_epoch(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):
@@ -92,7 +94,7 @@ class TestFedBSS:
 
 
 class TestFedBR:
-    def test_contrast_of_small_temperatures_does_not_overflow(self) -> None:
+    def test_contrastive_loss_of_low_temperature_does_not_overflow(self) -> None:
         z = random(6, 4).float().requires_grad_()
         loss = fedbr.contrastive_loss(z, -z.detach(), z.detach(), 1e-3, 1e-3, "divide")
         loss.backward()
@@ -100,20 +102,20 @@ class TestFedBR:
         assert z.grad is not None
         assert z.grad.isfinite().all()
 
-    def test_contrast_of_a_zero_embedding_has_a_finite_gradient(self) -> None:
+    def test_contrastive_loss_of_zeros_has_a_finite_gradient(self) -> None:
         z = torch.zeros(2, 3, requires_grad=True)
         fedbr.contrastive_loss(z, torch.ones(2, 3), torch.ones(2, 3), 2.0, 1.0).backward()
         assert z.grad is not None
         assert z.grad.isfinite().all()
 
-    def test_contrast_refuses_impossible_temperatures(self) -> None:
+    def test_contrastive_loss_refuses_impossible_temperatures(self) -> None:
         z = random(6, 4)
         with pytest.raises(ValueError, match="temperature"):
             fedbr.contrastive_loss(z, z, z, 2.0, 0.0, "divide")
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_mixture_of_no_samples_is_the_means(self) -> None:
+    def test_fedbr_mixture_of_no_samples_is_the_means(self) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)
@@ -122,7 +124,7 @@ class TestFedBR:
 
 
 class TestFedBuff:
-    def test_sample_weights_multiply_those_of_staleness(self) -> None:
+    def test_sample_weights_are_multiplied_by_staleness_weights(self) -> None:
         weights = fedbuff.arrival_weights(
             staleness=torch.tensor([0, 3]), sample_weights=torch.tensor([5, 8])
         )
@@ -131,14 +133,14 @@ class TestFedBuff:
         assert fedbuff.buffer_divisor(weights=weights) == 2.0
         assert fedbuff.buffer_divisor(weights=weights, normalization="none") == 1.0
 
-    def test_unknown_normalization_is_refused(self) -> None:
+    def test_fedbuff_refuses_unknown_normalization(self) -> None:
         with pytest.raises(ValueError, match="normalization='weight'"):
             fedbuff.buffer_divisor(weights=vector(1.0), normalization="weight")
 
 
 class TestGroupDRO:
     @pytest.mark.parametrize("losses", [(1e5, 1e5, 1e5, 1e5), (1e5, 7e4, 5e4, 6e4), (1e5, 0, 3, 1)])
-    def test_weights_of_large_losses_are_finite(self, losses: tuple[float, ...]) -> None:
+    def test_groupdro_weights_of_large_losses_are_finite(self, losses: tuple[float, ...]) -> None:
         weights = vector(0.1, 0.4, 0.2, 0.3)
         updated = groupdro.updated_weights(
             weights, vector(*losses), torch.tensor([2, 0, 3, 1]), 0.01
@@ -153,23 +155,23 @@ VARIANTS = ("authors", "paper", "fedbr")
 
 class TestFedDecorr:
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_penalty_of_constant_features_has_a_finite_gradient(self, variant: str) -> None:
+    def test_feddecorr_of_constant_features_has_a_finite_gradient(self, variant: str) -> None:
         features = torch.zeros(7, 2, requires_grad=True)
         feddecorr.decorrelation_penalty(features, variant).backward()
         assert features.grad is not None
         assert features.grad.isfinite().all()
 
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_penalty_of_a_single_row_is_zero(self, variant: str) -> None:
+    def test_feddecorr_penalty_of_a_single_row_is_zero(self, variant: str) -> None:
         assert feddecorr.decorrelation_penalty(random(1, 4), variant) == 0
 
-    def test_penalty_of_fedbr_bounds_the_variance(self) -> None:
+    def test_feddecorr_penalty_of_fedbr_bounds_the_variance(self) -> None:
         # Centred (-a, 0, a): the variance is a squared, and 1e-16 where that is smaller.
         for a, deviation in ((1e-7, 1e-7), (1e-9, 1e-8)):
             penalty = feddecorr.decorrelation_penalty(vector(-a, 0, a)[:, None], "fedbr")
             expected = (2 * (a / (deviation + 1e-4)) ** 2 / 3) ** 2
             assert penalty.item() == pytest.approx(expected, rel=1e-9, abs=0)
 
-    def test_unknown_variant_is_refused(self) -> None:
+    def test_feddecorr_refuses_unknown_variant(self) -> None:
         with pytest.raises(ValueError, match="variant='papers'"):
             feddecorr.decorrelation_penalty(random(7, 4), "papers")

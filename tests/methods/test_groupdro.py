@@ -55,7 +55,7 @@ def watched(
 # --- weights ----------------------------------------------------------------------------------
 
 
-def test_prior_of_a_client_without_samples_is_finite() -> None:
+def test_groupdro_prior_of_client_without_samples_is_finite() -> None:
     server: Any = SimpleNamespace(sample_counts=np.array([0, 3, 9]), clients=3)
     log_weights = GroupDRO(prior="samples")._first_log_weights(server)
     assert log_weights.isfinite().all()
@@ -64,7 +64,7 @@ def test_prior_of_a_client_without_samples_is_finite() -> None:
     assert torch.allclose(log_weights.exp()[1:], expected)
 
 
-def test_both_updates_of_a_client_change_its_weight() -> None:
+def test_groupdro_uses_both_updates_of_a_client() -> None:
     start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
     server: Any = SimpleNamespace(state={"log_weights": start})
     losses = [(1, 2.0), (0, 1.0), (1, 4.0)]
@@ -78,7 +78,7 @@ def test_both_updates_of_a_client_change_its_weight() -> None:
     assert torch.allclose(grown, torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64))
 
 
-def test_weights_that_underflow_do_not_stop_a_run() -> None:
+def test_groupdro_weights_that_underflow_do_not_stop_a_run() -> None:
     watch = watched(GroupDRO(1e4))
     assert all(log_weights.isfinite().all() for log_weights in watch.log_weights)
     assert watch.log_weights[-1].exp().min() == 0.0
@@ -88,13 +88,13 @@ def test_weights_that_underflow_do_not_stop_a_run() -> None:
 # --- the loss ---------------------------------------------------------------------------------
 
 
-def test_upload_leaves_out_terms_of_other_methods() -> None:
+def test_groupdro_uploads_loss_without_terms_of_other_methods() -> None:
     plain, laden = watched(GroupDRO(0.5)), watched(FedDecorr(5.0), FedProx(3.0), GroupDRO(0.5))
     assert torch.equal(plain.losses[0], laden.losses[0])
     assert not torch.equal(plain.vectors[0], laden.vectors[0])
 
 
-def test_client_without_task_loss_uploads_zero() -> None:
+def test_groupdro_client_without_task_loss_uploads_zero() -> None:
     study = run_spec(
         Dann(0.5, width=4, discriminator_steps=9),
         GroupDRO(0.5),

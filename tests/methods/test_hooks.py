@@ -74,14 +74,14 @@ def recorder() -> Recorder:
     return method
 
 
-def test_prepare_is_called_after_begin_with_the_plan(recorder: Recorder) -> None:
+def test_hook_prepare_follows_begin_and_gets_the_plan(recorder: Recorder) -> None:
     begun, prepared = recorder.events[::2], recorder.events[1::2]
     assert [client for _, client in begun] == [client for _, client in prepared]
     assert {name for name, _ in begun} == {"begin"}
     assert {name for name, _ in prepared} == {"prepare"}
 
 
-def test_prepare_sees_the_batches_of_selected_samples() -> None:
+def test_hook_prepare_sees_batches_of_selected_samples() -> None:
     class Positions(Method):
         name = "positions"
 
@@ -93,12 +93,12 @@ def test_prepare_sees_the_batches_of_selected_samples() -> None:
     assert any(planned < 2 * samples for planned, samples in sizes)
 
 
-def test_received_counters_stay_as_received(recorder: Recorder) -> None:
+def test_hook_sees_counters_as_received(recorder: Recorder) -> None:
     assert all(len(received) > 0 for received, _ in recorder.counters)
     assert all(torch.all(trained > received) for received, trained in recorder.counters)
 
 
-def test_local_settings_are_known_everywhere(recorder: Recorder) -> None:
+def test_plan_and_server_know_the_local_settings(recorder: Recorder) -> None:
     # Of the plan and of the server.
     assert len(recorder.settings) >= 2
     assert all(settings == LOCAL for settings in recorder.settings)
@@ -126,7 +126,7 @@ class FixedHead(Method):
         run.stages([Stage(trains=self.trains)])
 
 
-def test_fixed_parameters_never_change_or_travel() -> None:
+def test_fixed_parameters_are_neither_changed_nor_sent() -> None:
     result = run(run_spec(FixedHead("model.extractor"), model=NORMED_MLP), ROUNDS, rounds=2)
     layout = result.coordinator.layout
     personal = {entry.name for entry in layout.entries if entry.personal}

@@ -59,14 +59,14 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_kernels_of_one_number_are_mixed_as_one_tensor() -> None:
+def test_inco_mixes_kernels_of_one_number_as_one_tensor() -> None:
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_kernels_of_two_numbers_are_mixed_separately(granularity: str) -> None:
+def test_inco_mixes_kernels_of_two_numbers_separately(granularity: str) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
     alike = torch.equal(
         mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor")
@@ -75,7 +75,7 @@ def test_kernels_of_two_numbers_are_mixed_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_source_of_zeros_halves_and_equal_source_doubles(
+def test_inco_source_of_zeros_halves_and_equal_one_doubles(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -85,7 +85,7 @@ def test_source_of_zeros_halves_and_equal_source_doubles(
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_values_after_the_rows_do_not_change() -> None:
+def test_inco_does_not_change_values_after_the_rows() -> None:
     """Rows are mixed 64 at a time, and 100 is no multiple."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
@@ -93,7 +93,7 @@ def test_values_after_the_rows_do_not_change() -> None:
     assert np.array_equal(rows[100:], before[100:]) and not np.any(rows[:100] == before[:100])
 
 
-def test_arguments_of_mixing_do_not_change() -> None:
+def test_inco_mixing_does_not_change_its_arguments() -> None:
     target, source = TARGET.clone(), SOURCE.clone()
     for align in ALIGNS:
         mixed(target, source, align=align, value_clip=0.01)
@@ -110,7 +110,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_sources_of_basic_blocks_are_the_first_conv2() -> None:
+def test_inco_sources_in_basic_blocks_are_the_first_conv2() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -121,7 +121,7 @@ def test_sources_of_basic_blocks_are_the_first_conv2() -> None:
             assert ended[target] == source
 
 
-def test_sources_of_bottlenecks_have_the_same_name() -> None:
+def test_inco_sources_in_bottlenecks_have_the_same_name() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -129,7 +129,7 @@ def test_sources_of_bottlenecks_have_the_same_name() -> None:
 
 
 @pytest.mark.parametrize("model", [NORMED, MLP, Cct7()], ids=["cnn", "mlp", "cct"])
-def test_model_without_pairs_of_blocks_warns(
+def test_inco_warns_of_model_without_pairs_of_blocks(
     model: ModelRecipe,
 ) -> None:
     assert paired(model) == {}
@@ -140,7 +140,7 @@ def test_model_without_pairs_of_blocks_warns(
     assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
-def test_source_of_a_transformers_norm_has_its_prefix() -> None:
+def test_inco_source_of_a_transformers_norm_has_its_prefix() -> None:
     names = [
         "net.blocks.3.norm1.weight",
         "net.blocks.3.norm2.weight",
@@ -151,7 +151,7 @@ def test_source_of_a_transformers_norm_has_its_prefix() -> None:
     assert ended == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
-def test_source_has_the_shape_prefix_and_stage_of_its_target() -> None:
+def test_inco_source_has_shape_prefix_and_stage_of_target() -> None:
     names = [
         "a.layer1.1.conv1.weight",
         "b.layer1.0.conv1.weight",
@@ -198,7 +198,7 @@ def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]
     return ended, before, after
 
 
-def test_personal_tensors_are_neither_targets_nor_sources() -> None:
+def test_inco_does_not_use_personal_tensors() -> None:
     class Keep(Method):
         name, paper = "keep", "a test"
 
@@ -229,7 +229,7 @@ def _differs(before: Watch, after: Watch, entry: Any) -> bool:
 
 
 @pytest.mark.parametrize("model", [NORMED, NORMED_MLP], ids=["cnn", "mlp"])
-def test_model_without_pairs_of_blocks_equals_fedavg(model: ModelRecipe) -> None:
+def test_inco_without_pairs_of_blocks_equals_fedavg(model: ModelRecipe) -> None:
     ended, fedavg = (
         run(run_spec(*methods, model=model), fleet=Ideal(), weighting="uniform")
         for methods in ([InCo()], [])
@@ -241,7 +241,7 @@ def test_model_without_pairs_of_blocks_equals_fedavg(model: ModelRecipe) -> None
 
 
 @pytest.mark.parametrize("name", ["fedcda", "fedasync"])
-def test_methods_without_a_mean_update_are_refused(name: str) -> None:
+def test_inco_refuses_methods_without_a_mean_update(name: str) -> None:
     class Other(Method):
         paper = "a test"
 
@@ -261,7 +261,7 @@ def test_methods_without_a_mean_update_are_refused(name: str) -> None:
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_inco_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.inco\.{key}="):
         InCo(**settings)

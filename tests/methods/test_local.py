@@ -102,7 +102,7 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("name", POPULATIONS)
-def test_client_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) -> None:
+def test_local_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
         run(
@@ -124,7 +124,7 @@ def test_client_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) -
     assert not torch.equal(alone.of(1)[0][0], other.of(1)[0][0])
 
 
-def test_clients_start_from_the_common_initial_model() -> None:
+def test_local_models_start_from_the_same_initial_model() -> None:
     class Look(Method):
         name, paper = "look", "a test"
 
@@ -141,7 +141,7 @@ def test_clients_start_from_the_common_initial_model() -> None:
 # --- optimisers -------------------------------------------------------------------------------
 
 
-def test_every_stage_keeps_its_own_optimizer() -> None:
+def test_stored_optimizers_are_separate_for_each_stage() -> None:
     # All samples are in one batch, whose order does not matter.
     whole = Local(batch=1000, lr=0.05, momentum=0.9)
 

@@ -47,7 +47,7 @@ def file_bytes(folder: Path) -> int:
     [([], RANK * FACTORS + HEAD), ([FFALoRA()], RANK * WIDTH + HEAD)],
     ids=["fedavg", "ffa_lora"],
 )
-def test_base_is_neither_sent_nor_stored(
+def test_lora_base_is_neither_sent_nor_stored(
     methods: list[Method], floats_up: int, tmp_path: Path
 ) -> None:
     spec = run_spec(*methods, model=ADAPTED)
@@ -61,7 +61,7 @@ def test_base_is_neither_sent_nor_stored(
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_memory_holds_one_base_for_any_number_of_clients(base: Any) -> None:
+def test_memory_has_one_lora_base_for_any_number_of_clients(base: Any) -> None:
     model = Mlp((WIDTH,), Lora(RANK, base=base))
 
     def count_bases(clients: int) -> int:
@@ -88,7 +88,7 @@ def test_flora_counts_stacked_factors_and_not_weights() -> None:
 
 
 @pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
-def test_ranks_follow_the_kind_of_device(method: Any) -> None:
+def test_hetlora_ranks_follow_the_kind_of_device(method: Any) -> None:
     kinds = np.array([0, 1, 0, 1, 1, 0], np.int16)
     devices = Labels(("phone", "tablet"), kinds)
     spec = run_spec(method({"phone": 1, "tablet": 3}), model=SMALL, devices=devices)
@@ -100,7 +100,7 @@ def test_ranks_follow_the_kind_of_device(method: Any) -> None:
             assert job.up == rank * (64 + 12) + head
 
 
-def test_ranks_above_the_clients_rank_stay_zero() -> None:
+def test_hetlora_ranks_above_the_clients_rank_stay_zero() -> None:
     # the proximal term pulls to the received factors, which have all ranks
     spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
     spy = Spy(spec)
@@ -116,7 +116,7 @@ def test_ranks_above_the_clients_rank_stay_zero() -> None:
 
 @pytest.mark.parametrize("ranks", [[], [0], [1, 2.5], [4], {"phone": 1}, {"phone": 1, "car": 2}])
 @pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
-def test_wrong_ranks_are_refused(method: Any, ranks: Any) -> None:
+def test_hetlora_refuses_wrong_ranks(method: Any, ranks: Any) -> None:
     devices = Labels(("phone", "tablet"), np.zeros(6, np.int16))
     with pytest.raises(ValueError, match=rf"method\.{method.name}\.ranks"):
         declare_run(run_spec(method(ranks), model=SMALL, devices=devices))
@@ -135,7 +135,7 @@ def test_hetlora_prunes_ranks_that_training_makes_small() -> None:
 
 
 @pytest.mark.parametrize("method", [None, FFALoRA, FedSALoRA, FlexLoRA, HetLoRA])
-def test_shared_base_is_only_read(method: Any) -> None:
+def test_shared_lora_base_is_only_read(method: Any) -> None:
     methods = [] if method is None else [method()]
     spec = run_spec(FedProx(0.1), *methods, model=SMALL)
     buffers: list[pickle.PickleBuffer] = []
@@ -151,7 +151,7 @@ def test_shared_base_is_only_read(method: Any) -> None:
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_shared_base_has_the_same_bits_on_ray(base: Any, workers: Workers) -> None:
+def test_shared_lora_base_has_the_same_bits_on_ray(base: Any, workers: Workers) -> None:
     model = Mlp((WIDTH,), Lora(RANK, base=base))
 
     def make() -> RunSpec:

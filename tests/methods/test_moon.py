@@ -49,7 +49,7 @@ def model_of(job: LocalJob, values: Tensor) -> Any:
     return networks["model"]
 
 
-def test_contrast_is_of_mixed_inputs_under_all_models() -> None:
+def test_moon_contrasts_mixed_inputs_under_all_models() -> None:
     counts = []
 
     class Watched(Moon):
@@ -74,7 +74,7 @@ def test_contrast_is_of_mixed_inputs_under_all_models() -> None:
     assert set(counts) == {1, 2}
 
 
-def test_frozen_models_do_not_change_running_statistics() -> None:
+def test_moon_frozen_models_keep_running_statistics() -> None:
     steps = []
 
     class Look(Method):
@@ -92,7 +92,7 @@ def test_frozen_models_do_not_change_running_statistics() -> None:
     assert max(steps) > 2
 
 
-def test_previous_model_equal_to_received_changes_no_step() -> None:
+def test_moon_with_previous_equal_to_received_changes_no_step() -> None:
     local = Local(lr=0.5, epochs=None, steps=1, batch=8)
 
     def trained(mu: float, shift: float) -> Tensor:
@@ -116,13 +116,13 @@ def test_previous_model_equal_to_received_changes_no_step() -> None:
     [{"mu": -1.0}, {"temperature": 0.0}, {"width": 0}, {"out": 0}, {"previous": 0}],
     ids=str,
 )
-def test_error_of_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_moon_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.moon\.{key}="):
         Moon(**settings)
 
 
-def test_cost_is_a_forward_pass_of_each_frozen_model() -> None:
+def test_moon_costs_a_forward_pass_of_each_frozen_model() -> None:
     def passes(mu: float, earlier: int) -> float:
         return Moon(mu, previous=2).cost(participation_facts(None, 5, 30.0, earlier)) / 10
 

@@ -75,7 +75,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_or_is_refused_with_its_name(name: str, kind: str) -> None:
+def test_method_trains_on_tokens_or_its_refusal_names_it(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
@@ -120,7 +120,7 @@ def test_adapters_travel_without_the_base_model() -> None:
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 
 
-def test_user_is_scored_on_its_own_sequences() -> None:
+def test_clients_are_scored_on_their_own_sequences() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
     assert {
@@ -144,7 +144,7 @@ def test_regression_is_scored_by_errors() -> None:
     assert rows[0]["mse_global"] == pytest.approx(rows[0]["loss_global"])
 
 
-def test_metric_and_probe_of_classes_are_refused() -> None:
+def test_regression_refuses_metrics_and_probes_of_classes() -> None:
     spec = run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL)
     with pytest.raises(ValueError, match=r"evaluate\.metric=accuracy"):
         run(spec, evaluate=Evaluation(metric="accuracy"))

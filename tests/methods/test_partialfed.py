@@ -129,7 +129,7 @@ def other(vector: Tensor) -> Tensor:
 # --- the functions ----------------------------------------------------------------------------
 
 
-def test_more_layers_than_the_model_has_are_refused() -> None:
+def test_partialfed_refuses_more_layers_than_the_model_has() -> None:
     with pytest.raises(ValueError, match=r"^method\.partialfed\.num_loaded=6: "):
         partialfed.fixed_loading_mask(num_layers=5, strategy="bottom_up", num_loaded=6)
 
@@ -149,7 +149,7 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 }
 
 
-def test_layer_is_a_module_with_its_own_tensors() -> None:
+def test_partialfed_layer_is_a_module_with_its_own_tensors() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
@@ -159,7 +159,7 @@ def test_layer_is_a_module_with_its_own_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_start_has_received_values_in_loaded_layers_only(
+def test_partialfed_start_has_received_values_in_loaded_layers(
     name: str,
 ) -> None:
     method, loaded = LOADED[name]
@@ -179,7 +179,7 @@ def test_start_has_received_values_in_loaded_layers_only(
     assert ctx.report["partialfed.loaded"] == pytest.approx(len(loaded) / 3)
 
 
-def test_first_job_loads_all_layers() -> None:
+def test_partialfed_first_job_loads_all_layers() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), watch)
     received = other(client.initial)
@@ -188,7 +188,7 @@ def test_first_job_loads_all_layers() -> None:
 
 
 @pytest.mark.parametrize(("most", "loads"), [(None, False), (3, False), (2, True)])
-def test_long_absence_loads_all_layers(most: int | None, loads: bool) -> None:
+def test_partialfed_loads_all_layers_after_long_absence(most: int | None, loads: bool) -> None:
     watch = Watch()
     client = Client(PartialFed("none", max_staleness=most), watch)
     client.train(version=4)
@@ -197,7 +197,7 @@ def test_long_absence_loads_all_layers(most: int | None, loads: bool) -> None:
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_other_networks_are_always_loaded() -> None:
+def test_partialfed_always_loads_other_networks() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()
@@ -210,7 +210,7 @@ def test_other_networks_are_always_loaded() -> None:
         )
 
 
-def test_update_is_the_difference_to_the_shared_model() -> None:
+def test_partialfed_update_is_difference_to_the_shared_model() -> None:
     watch = Watch()
     study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
@@ -224,7 +224,7 @@ def test_update_is_the_difference_to_the_shared_model() -> None:
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_frozen_models_have_the_mixed_start() -> None:
+def test_partialfed_frozen_models_have_the_mixed_start() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):
@@ -267,7 +267,7 @@ class FirstGradient(Method):
             self.gradients.append(grad.clone())
 
 
-def test_proximal_term_is_zero_at_the_mixed_start() -> None:
+def test_partialfed_proximal_term_is_zero_at_the_mixed_start() -> None:
     with_term, without = FirstGradient(), FirstGradient()
     for methods in ((FedProx(10.0), with_term), (without,)):
         client = Client(PartialFed("none"), *methods, model=MLP)
@@ -282,7 +282,7 @@ def test_proximal_term_is_zero_at_the_mixed_start() -> None:
 # --- what the settings make of it -------------------------------------------------------------
 
 
-def test_layers_of_fedbn_are_not_mixed() -> None:
+def test_partialfed_does_not_mix_layers_of_fedbn() -> None:
     alone = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     both = run(run_spec(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     assert same_arrays(alone.tensors, both.tensors)
@@ -315,7 +315,7 @@ class Learning(PartialFed):
 
 
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
-def test_policy_steps_change_logits_only(model: ModelRecipe) -> None:
+def test_partialfed_policy_steps_change_logits_only(model: ModelRecipe) -> None:
     method = Learning("adaptive")
     client = Client(method, model=model)
     client.train()
@@ -335,21 +335,21 @@ def test_policy_steps_change_logits_only(model: ModelRecipe) -> None:
     )
 
 
-def test_policy_keeps_its_optimizer_between_jobs() -> None:
+def test_partialfed_policy_keeps_its_optimizer_between_jobs() -> None:
     client = Client(PartialFed("adaptive", policy_steps=3))
     for _ in range(3):
         client.train(client.initial)
     assert int(client.state["partialfed.adam['steps']"]) == 6
 
 
-def test_policy_gradient_is_zero_if_both_models_are_equal() -> None:
+def test_partialfed_policy_gradient_of_equal_models_is_zero() -> None:
     client = Client(PartialFed("adaptive"))
     client.train()
     ctx = client.train(client.state["partialfed.model"])
     assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
 
 
-def test_policy_keeps_layers_that_are_worse_in_received_model() -> None:
+def test_partialfed_policy_keeps_layers_worse_in_received_one() -> None:
     client = Client(
         PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
     )
@@ -363,13 +363,13 @@ def test_policy_keeps_layers_that_are_worse_in_received_model() -> None:
     assert difference[2] < -1 and ctx.report["partialfed.loaded"] == pytest.approx(2 / 3)
 
 
-def test_loaded_layers_can_be_drawn_at_random() -> None:
+def test_partialfed_can_draw_loaded_layers_at_random() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9, sample_decision=True))
     ended = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
     assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_relaxed_model_has_gradients_of_statistics() -> None:
+def test_partialfed_relaxed_model_has_gradients_of_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)
@@ -406,7 +406,7 @@ def test_relaxed_model_has_gradients_of_statistics() -> None:
     )
 
 
-def test_cost_counts_policy_batches_from_the_second_job() -> None:
+def test_partialfed_costs_policy_batches_from_the_second_job() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60
@@ -415,7 +415,7 @@ def test_cost_counts_policy_batches_from_the_second_job() -> None:
     assert not declared.has_hook("cost")
 
 
-def test_all_layers_are_sent() -> None:
+def test_partialfed_sends_all_layers() -> None:
     partial = run(run_spec(PartialFed("none"), model=NORMED_MLP)).rows[-1]
     fedavg = run(run_spec(model=NORMED_MLP)).rows[-1]
     assert all(partial[key] == fedavg[key] for key in ("floats_down", "floats_up"))
@@ -424,7 +424,7 @@ def test_all_layers_are_sent() -> None:
 # --- which model is scored --------------------------------------------------------------------
 
 
-def test_own_model_is_the_last_trained_or_the_shared_one() -> None:
+def test_partialfed_own_model_is_last_trained_or_shared_one() -> None:
     method = PartialFed("none")
     client = Client(method)
     vector, trainer = client.worker.vector, client.worker.trainer
@@ -447,7 +447,7 @@ def test_own_model_is_the_last_trained_or_the_shared_one() -> None:
     assert torch.equal(ended[0], weights) and torch.equal(ended[1], counters)
 
 
-def test_client_whose_first_job_failed_has_the_shared_model() -> None:
+def test_partialfed_client_without_a_job_has_the_shared_model() -> None:
     class Failing(Method):
         name, paper = "failing", "a test"
 
@@ -460,7 +460,7 @@ def test_client_whose_first_job_failed_has_the_shared_model() -> None:
     assert len(ended.failures) == 3 and ended.rows[-1]["accuracy"] is not None
 
 
-def test_own_and_shared_models_have_separate_columns() -> None:
+def test_partialfed_own_and_shared_models_have_own_columns() -> None:
     row = run(run_spec(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
     assert (
         row["accuracy"] is not None
@@ -488,12 +488,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "key"), BAD)
-def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
+def test_partialfed_refuses_settings_without_effect(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^method\.partialfed\.{key}\b"):
         PartialFed(**settings)
 
 
-def test_strategy_must_fit_the_model() -> None:
+def test_partialfed_refuses_strategy_that_does_not_fit_model() -> None:
     def warnings(method: PartialFed) -> list[str]:
         return list(declare_run(run_spec(method, model=MLP)).warnings)
 
@@ -505,7 +505,7 @@ def test_strategy_must_fit_the_model() -> None:
         assert not warnings(method)
 
 
-def test_layer_with_slightly_larger_logit_is_loaded() -> None:
+def test_partialfed_loads_layer_with_slightly_larger_logit() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()

@@ -75,7 +75,7 @@ def run_without(others: tuple[Method, ...], schedule: Any) -> FinishedRun:
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_shared_model_does_not_depend_on_pfedavg(
+def test_pfedavg_does_not_change_the_shared_model(
     mode: str, schedule: Any, others: tuple[Method, ...]
 ) -> None:
     ended = run(study(MODES[mode], *others), schedule, rounds=4)
@@ -96,7 +96,7 @@ def test_shared_model_does_not_depend_on_pfedavg(
 
 
 @pytest.mark.parametrize("mode", ["finetune", "finetune_last", "finetune, head only"])
-def test_fine_tuning_keeps_nothing(mode: str) -> None:
+def test_pfedavg_fine_tuning_stores_no_client_state(mode: str) -> None:
     assert run(study(MODES[mode])).private == {}
 
 
@@ -117,7 +117,7 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_after_local_scores_the_clients_last_trained_model(
+def test_pfedavg_after_local_scores_last_trained_model(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()
@@ -148,7 +148,7 @@ def test_after_local_scores_the_clients_last_trained_model(
     assert ended.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
 
-def test_shared_model_has_separate_columns() -> None:
+def test_pfedavg_shared_model_has_separate_columns() -> None:
     ended, plain = run(study(PFedAvg())), run(study())
     for row, reference in zip(ended.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
@@ -156,7 +156,7 @@ def test_shared_model_has_separate_columns() -> None:
     assert any(row["accuracy"] != row["accuracy_shared"] for row in ended.rows)
 
 
-def test_untrained_client_is_scored_with_the_shared_model() -> None:
+def test_pfedavg_scores_untrained_client_with_shared_model() -> None:
     worker = Worker(study(PFedAvg()))
     shared = worker.vector.shared.clone()
     state = {"pfedavg.model": torch.empty(0)}
@@ -166,7 +166,7 @@ def test_untrained_client_is_scored_with_the_shared_model() -> None:
     assert torch.equal(worker.vector.shared, shared)
 
 
-def test_failed_first_job_leaves_the_shared_model() -> None:
+def test_pfedavg_failed_first_job_leaves_the_shared_model() -> None:
     class Failing(Method):
         name, paper = "failing", "a test"
 
@@ -187,14 +187,14 @@ def finetuning(method: PFedAvg) -> Finetune | None:
     return declared.finetune
 
 
-def test_each_mode_declares_its_fine_tuning() -> None:
+def test_pfedavg_mode_declares_its_fine_tuning() -> None:
     assert finetuning(PFedAvg()) is None
     assert finetuning(PFedAvg("finetune", 3)) == Finetune(3)
     head = PFedAvg("finetune_last", 2, head_only=True)
     assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
-def test_fine_tuned_models_are_scored_always_or_at_the_end() -> None:
+def test_pfedavg_scores_tuned_models_always_or_at_the_end() -> None:
     always, last = (run(study(PFedAvg(mode))).rows for mode in ("finetune", "finetune_last"))
     assert ["accuracy_finetuned" in row for row in always] == [True, True, True]
     assert ["accuracy_finetuned" in row for row in last] == [False, False, True]
@@ -202,7 +202,7 @@ def test_fine_tuned_models_are_scored_always_or_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["all", "head only"])
-def test_fine_tuning_is_that_of_the_evaluation(head: bool) -> None:
+def test_pfedavg_fine_tunes_like_the_evaluation(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
     by_setting = run(study(), evaluate=asked).rows
@@ -212,19 +212,19 @@ def test_fine_tuning_is_that_of_the_evaluation(head: bool) -> None:
     assert any(row["accuracy_finetuned"] != row["accuracy"] for row in by_method)
 
 
-def test_fine_tuning_improves_on_clients_of_few_classes() -> None:
+def test_pfedavg_improves_clients_of_few_classes() -> None:
     rows = run(study(PFedAvg("finetune", 20), local=replace(LOCAL, lr=0.02)), rounds=1).rows
     assert rows[0]["accuracy_finetuned"] > rows[0]["accuracy"]  # type: ignore[operator]
 
 
-def test_no_epoch_of_fine_tuning_scores_the_shared_model() -> None:
+def test_pfedavg_without_epochs_scores_the_shared_model() -> None:
     rows, plain = run(study(PFedAvg("finetune", 0))).rows, run(study()).rows
     assert not any("accuracy_finetuned" in row for row in rows)
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in plain]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_evaluation_changes_no_model_and_no_training(
+def test_pfedavg_evaluation_changes_no_model_and_no_training(
     mode: str,
 ) -> None:
     spec = study(MODES[mode], model=NORMED)
@@ -269,6 +269,6 @@ def test_evaluation_changes_no_model_and_no_training(
         ({"head_only": True}, "head_only"),
     ],
 )
-def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
+def test_pfedavg_refuses_settings_without_effect(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^method\.pfedavg\.{key}\b"):
         PFedAvg(**settings)

@@ -115,7 +115,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_every_method_equals_training_one_by_one(
+    def test_every_method_in_recorded_lanes_equals_one_by_one(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         operations = waits_of_recorded_steps(monkeypatch)
@@ -127,21 +127,21 @@ class TestNumbers:
 
     @pytest.mark.parametrize("local", RECORDED.values(), ids=RECORDED)
     @pytest.mark.parametrize("lanes", [1, 3])
-    def test_learning_rates_and_step_counts_are_inputs(self, local: Local, lanes: int) -> None:
+    def test_recording_has_rates_and_step_counts_as_inputs(self, local: Local, lanes: int) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
         assert 1 <= len(loop_of(ended).recordings) <= 8, (
             "one for each size of a batch and each lane, whatever the rate"
         )
 
-    def test_weights_of_samples_are_inputs(self) -> None:
+    def test_recording_has_weights_of_samples_as_inputs(self) -> None:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_distance_of_classes_is_recorded(self) -> None:
+    def test_recording_has_distance_of_classes(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_convolutions_and_batchnorm_equal_training_one_by_one(self) -> None:
+    def test_recorded_convolutions_equal_training_one_by_one(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
     def test_second_pass_of_a_later_stage_is_recorded(self) -> None:
@@ -151,19 +151,19 @@ class TestNumbers:
     def test_frozen_networks_have_the_clients_personal_layers(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
-    def test_clients_may_start_from_different_vectors(self) -> None:
+    def test_recorded_lanes_may_start_from_different_vectors(self) -> None:
         assert_as_in_loop(
             study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model),
             rounds=3,
         )
 
-    def test_clients_may_receive_different_tensors(self) -> None:
+    def test_recorded_lanes_may_receive_different_tensors(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_products_in_bfloat16_train_a_float32_vector(self, name: str) -> None:
+    def test_recorded_bfloat16_products_train_a_float32_vector(self, name: str) -> None:
         def in_loop(precision: str) -> FinishedRun:
             return run(study(name, precision=precision, lanes=1, graph=False), rounds=2)
 
@@ -177,7 +177,7 @@ class TestNumbers:
             for values in ended.tensors.values():
                 assert values.dtype in (np.float32, np.int64) and np.isfinite(values).all()
 
-    def test_mixup_trains_in_bfloat16(self) -> None:
+    def test_recorded_mixup_trains_in_bfloat16(self) -> None:
         assert not run(run_spec(Mixup(), precision="bfloat16"), rounds=1).failures
 
 
@@ -198,7 +198,7 @@ class Leaning(Method):
 
 class TestBits:
     @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedsam", "mixup"])
-    def test_other_clients_of_the_lanes_change_no_bit(self, name: str) -> None:
+    def test_recorded_lane_does_not_depend_on_other_lanes(self, name: str) -> None:
         spec = study(name)
         jobs = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(6))]
         together = trained(spec, jobs)
@@ -207,7 +207,7 @@ class TestBits:
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
     @pytest.mark.parametrize("name", ["scaffold", pytest.param("fraug", marks=pytest.mark.slow)])
-    def test_two_workers_change_no_bit(self, name: str) -> None:
+    def test_recorded_lanes_have_the_same_bits_on_two_workers(self, name: str) -> None:
         one_worker = run(study(name), BUFFER, rounds=5)
         two_workers = run_to_end(
             coordinate(study(name), BUFFER, runtime=several_workers(study(name), 2), rounds=5)
@@ -216,7 +216,7 @@ class TestBits:
         assert two_workers.history == one_worker.history
 
     @pytest.mark.parametrize("name", ["fedavg", "scaffold", "dann"])
-    def test_computing_without_recording_changes_no_bit(
+    def test_recorded_and_unrecorded_steps_have_the_same_bits(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         replayed = run(study(name), rounds=3)
@@ -224,7 +224,7 @@ class TestBits:
         computed = run(study(name), rounds=3)
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
-    def test_dropping_recordings_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_dropped_recordings_change_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         complete = run(study("moon"), rounds=3)
         monkeypatch.setattr(recorded_lanes, "MAX_RECORDINGS", 1)
         dropped = run(study("moon"), rounds=3)
@@ -234,7 +234,7 @@ class TestBits:
 class TestInputs:
     """Tests of the inputs of a recording, and of the choice of a recording."""
 
-    def test_only_tensors_that_a_step_reads_are_inputs(self) -> None:
+    def test_recording_has_only_tensors_that_a_step_reads_as_inputs(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         assert list(loop.reads.entries) == [
             ("state", "scaffold.control"),
@@ -242,7 +242,7 @@ class TestInputs:
         ]
         assert not loop.reads.facts
 
-    def test_shared_inputs_of_lanes_are_copied_once(self) -> None:
+    def test_recording_copies_shared_inputs_of_lanes_once(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         together = next(
             recording for recording in loop.recordings.values() if len(recording._lanes) == 3
@@ -254,18 +254,18 @@ class TestInputs:
         ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
-    def test_python_value_that_is_read_selects_the_recording(self) -> None:
+    def test_recording_depends_on_python_values_that_a_step_reads(self) -> None:
         loop = loop_of(run(study(Ramping()), rounds=4))
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
 
-    def test_client_number_that_is_read_selects_the_recording(self) -> None:
+    def test_recording_depends_on_client_number_if_a_step_reads_it(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_later_entry_of_a_job_selects_the_recording(self) -> None:
+    def test_recording_depends_on_entries_that_a_job_adds_later(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_entry_that_the_step_only_writes_is_not_an_input(self) -> None:
+    def test_recording_has_no_input_for_entry_that_is_only_written(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -351,24 +351,26 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
     )
-    def test_error_names_method_that_reads_a_value(self, read: Callable[[Tensor], Any]) -> None:
+    def test_error_of_recording_names_method_that_reads_a_value(
+        self, read: Callable[[Tensor], Any]
+    ) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
         with pytest.raises(
             LanesError, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_error_names_method_that_reports_in_a_step(self) -> None:
+    def test_error_of_recording_names_method_that_reports(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_error_of_a_hook_does_not_mention_lanes(self, method: Method) -> None:
+    def test_error_of_a_hook_in_lanes_does_not_mention_lanes(self, method: Method) -> None:
         with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
 
-    def test_model_that_draws_is_refused(self) -> None:
+    def test_recorded_lanes_refuse_model_that_draws(self) -> None:
         with pytest.raises(
             RefusedError, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):
@@ -376,7 +378,7 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
-def test_failing_client_does_not_change_the_others(hook: str) -> None:
+def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None:
     ways = [{"lanes": 1, "graph": False}, {"lanes": 3, "graph": True}]
     loop, lanes = (
         run(study(Failing(hook), dtype=float64, **way), rounds=3, tolerate=1.0) for way in ways
@@ -390,7 +392,7 @@ def test_failing_client_does_not_change_the_others(hook: str) -> None:
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_later_modes_replace_earlier_modes() -> None:
+def test_later_module_modes_replace_earlier_ones_in_recording() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

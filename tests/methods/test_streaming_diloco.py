@@ -24,7 +24,7 @@ SIZES = [64 * 12 + 12, 12 * 8 + 8, 8 * 6 + 6, 6 * 5 + 5]  # of the layers; pixel
         ("sequential", [SIZES[0] + SIZES[1], SIZES[2] + SIZES[3]]),
     ],
 )
-def test_fragments_divide_the_layers(pattern: Pattern, expected: list[int]) -> None:
+def test_diloco_fragments_divide_the_layers(pattern: Pattern, expected: list[int]) -> None:
     layout = declare_run(run_spec(model=DEEP)).layout
     fragments = fragments_of(layout, 2, pattern)
     assert [sum(place.stop - place.start for place in part) for part in fragments] == expected
@@ -33,13 +33,13 @@ def test_fragments_divide_the_layers(pattern: Pattern, expected: list[int]) -> N
     assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
 
 
-def test_download_counts_fragments_since_the_last_job() -> None:
+def test_diloco_download_counts_fragments_since_last_job() -> None:
     assert due_fragments(4, 5, 3) == [1]
     assert due_fragments(2, 5, 3) == [2, 0, 1]
     assert due_fragments(0, 9, 3) == [0, 1, 2]  # all, each of them once
 
 
-def test_each_round_counts_the_bytes_of_its_fragment() -> None:
+def test_diloco_round_counts_the_bytes_of_its_fragment() -> None:
     ended = run(run_spec(StreamingDiLoCo(2), model=DEEP), Synchronous(6), rounds=4)
     layout = ended.coordinator.layout
     first, second = SIZES[0] + SIZES[2], SIZES[1] + SIZES[3]
@@ -49,7 +49,7 @@ def test_each_round_counts_the_bytes_of_its_fragment() -> None:
         assert {job.down for job in aggregation.dispatched} == {down}
 
 
-def test_only_the_fragment_of_the_round_moves() -> None:
+def test_diloco_round_changes_only_its_fragment() -> None:
     bodies = []
     for rounds in (1, 2, 3):
         ended = run(run_spec(StreamingDiLoCo(2), model=Mlp((12,))), Synchronous(6), rounds=rounds)
@@ -59,12 +59,12 @@ def test_only_the_fragment_of_the_round_moves() -> None:
     assert not (new_body == same_body).all() and (same_head == new_head).all()
 
 
-def test_more_fragments_than_layers_warn() -> None:
+def test_diloco_warns_of_more_fragments_than_layers() -> None:
     (text,) = declare_run(run_spec(StreamingDiLoCo(5), model=DEEP)).warnings
     assert text.startswith("method.streaming_diloco.fragments=5: 1 ")
     assert not [*declare_run(run_spec(StreamingDiLoCo(4), model=DEEP)).warnings]
 
 
-def test_fragments_and_compression_are_refused() -> None:
+def test_diloco_refuses_fragments_with_compression() -> None:
     with pytest.raises(ValueError, match=r"streaming_diloco.*topk"):
         declare_run(run_spec(StreamingDiLoCo(2), TopK(), model=DEEP))

@@ -54,14 +54,14 @@ def contrast(features: Tensor, labels: Tensor, temperature: float = 0.07) -> Ten
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [2, 2], [1]])
-def test_contrast_without_positives_or_negatives_is_zero(labels: list[int]) -> None:
+def test_vhl_contrast_without_positives_or_negatives_is_zero(labels: list[int]) -> None:
     features = random(len(labels), 3).requires_grad_()
     value = contrast(features, torch.tensor(labels))
     assert value == 0
     assert torch.equal(torch.autograd.grad(value, features)[0], torch.zeros_like(features))
 
 
-def test_contrast_at_a_low_temperature_is_finite() -> None:
+def test_vhl_contrast_at_a_low_temperature_is_finite() -> None:
     opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 1e-4], [0.0, 0.0]], requires_grad=True)
     value = contrast(opposite, torch.tensor([0, 0, 1, 1]), 0.001)
     assert value > 100 and torch.isfinite(value)
@@ -130,7 +130,7 @@ def views(method: Vhl) -> Tensor:
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))
 
 
-def test_step_draws_different_images_and_all_offsets() -> None:
+def test_vhl_step_draws_different_images_and_all_offsets() -> None:
     drawn = views(Vhl(**SMALL))
     assert drawn.shape == (40, 4, 6) and drawn.dtype == torch.int64
     rows, offsets, flips = drawn[:, 0], drawn[:, 1:3], drawn[:, 3]
@@ -162,7 +162,7 @@ def test_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], key:
 # --- scores -----------------------------------------------------------------------------------
 
 
-def test_extra_labels_have_separate_outputs() -> None:
+def test_vhl_extra_labels_have_separate_outputs() -> None:
     extra, shared = (
         build_networks(run_spec(Vhl(**SMALL, label_mode=mode)))[0]["model"]  # type: ignore[arg-type]
         for mode in ("extra", "shared")
@@ -171,7 +171,7 @@ def test_extra_labels_have_separate_outputs() -> None:
     assert isinstance(extra, Doubled) and not isinstance(shared, Doubled)
 
 
-def test_scores_are_the_larger_of_two_outputs_of_a_class() -> None:
+def test_vhl_score_is_the_larger_of_two_outputs_of_a_class() -> None:
     model = Doubled(torch.nn.Identity(), 4, 4)
     with torch.no_grad():
         model.head.weight.copy_(torch.eye(4))
@@ -181,7 +181,7 @@ def test_scores_are_the_larger_of_two_outputs_of_a_class() -> None:
     assert model.eval()(logits).tolist() == [[9.0, 2.0], [3.0, 4.0]]
 
 
-def test_evaluation_scores_the_classes_of_the_data() -> None:
+def test_vhl_evaluation_scores_the_classes_of_the_data() -> None:
     study = run_spec(Vhl(**SMALL))
     ended = run(study, rounds=1)
     worker = Worker(study)
@@ -196,7 +196,7 @@ def test_evaluation_scores_the_classes_of_the_data() -> None:
     assert ended.rows[-1]["loss_global"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_probes_score_the_classes_of_the_data() -> None:
+def test_vhl_probes_score_the_classes_of_the_data() -> None:
     evaluate = Evaluation(probe=1, probe_rows=20)
     events = coordinate(run_spec(Vhl(**SMALL)), rounds=1, evaluate=evaluate).run()
     probes = [probe for event in events if isinstance(event, Round) for probe in event.probes]
@@ -206,7 +206,7 @@ def test_probes_score_the_classes_of_the_data() -> None:
 # --- with other methods -----------------------------------------------------------------------
 
 
-def test_changed_inputs_are_aligned_in_any_order_of_methods() -> None:
+def test_vhl_aligns_changed_inputs_in_any_order_of_methods() -> None:
     first, second = (
         run(run_spec(*methods, model=NORMED_MLP), rounds=2)
         for methods in ([Vhl(**SMALL), Mixup()], [Mixup(), Vhl(**SMALL)])
@@ -214,7 +214,7 @@ def test_changed_inputs_are_aligned_in_any_order_of_methods() -> None:
     assert not first.failures and first.finished.model_sha256 == second.finished.model_sha256
 
 
-def test_another_method_that_replaces_the_model_is_refused() -> None:
+def test_vhl_refuses_methods_that_replace_the_model() -> None:
     with pytest.raises(ValueError, match=r"'vhl'.*'moon'"):
         check_composition([Vhl(), Moon()])
 
@@ -224,7 +224,7 @@ def test_another_method_that_replaces_the_model_is_refused() -> None:
     [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
     ids=str,
 )
-def test_cost_is_a_pass_and_one_more_for_changed_inputs(methods: Any, samples: int) -> None:
+def test_vhl_costs_a_pass_and_one_more_for_changed_inputs(methods: Any, samples: int) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]
     assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
 
@@ -242,7 +242,7 @@ def test_cost_is_a_pass_and_one_more_for_changed_inputs(methods: Any, samples: i
     ],
     ids=str,
 )
-def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
+def test_vhl_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
     (key,) = setting
     with pytest.raises(ValueError, match=rf"^method\.vhl\.{key}="):
         Vhl(**setting)

@@ -133,7 +133,7 @@ def on_meta(row: Row) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_network_has_parameters_and_cost_of_the_table(name: str) -> None:
+def test_network_has_the_parameters_and_cost_of_the_table(name: str) -> None:
     row = TABLE[name]
     net = on_meta(row)
     layers, kinds, norm_parameters, buffers = row.norms
@@ -178,7 +178,7 @@ def test_network_forward_is_head_on_features(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_network_passes_repeat_unless_stochastic(name: str) -> None:
+def test_network_outputs_repeat_unless_it_is_stochastic(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).train()
     x = torch.randn(4, *(row.light or row.shape), generator=torch.Generator().manual_seed(5))
@@ -221,7 +221,7 @@ def sequential(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["cnn pool 2", "mlp 64", "mlp 2700"])
-def test_benchmark_networks_start_as_plain_sequential(name: str) -> None:
+def test_benchmark_networks_start_like_plain_sequential_ones(name: str) -> None:
     ours, plain = TABLE[name].recipe.build(MNIST, 10, seed=20240), sequential(name)
     assert len(list(ours.parameters())) == len(list(plain.parameters()))
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
@@ -232,7 +232,7 @@ def test_benchmark_networks_start_as_plain_sequential(name: str) -> None:
 @pytest.mark.parametrize(
     "recipe", [Cct7(), ResNet(18), DigitsCnn(), SmallCnn("group")], ids=lambda r: type(r).__name__
 )
-def test_parameters_depend_on_the_seed_only(
+def test_initial_parameters_depend_on_the_seed_only(
     recipe: ModelRecipe,
 ) -> None:
     torch.manual_seed(9)
@@ -244,7 +244,7 @@ def test_parameters_depend_on_the_seed_only(
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
-def test_stages_have_shapes_of_specification() -> None:
+def test_network_stages_have_the_shapes_of_their_sources() -> None:
     vgg = [(64, 32, 32), (128, 16, 16), *2 * [(256, 8, 8)], *2 * [(512, 4, 4)], *2 * [(512, 2, 2)]]
     assert outputs(on_meta(TABLE["vgg11"]), (nn.Conv2d,), CIFAR) == vgg
     assert outputs(on_meta(TABLE["mnist_cnn"]), GN, MNIST) == [(64, 28, 28), *3 * [(128, 14, 14)]]
@@ -268,7 +268,7 @@ def test_stages_have_shapes_of_specification() -> None:
         ("resnet50 bn", (64, 32), [(256, 32), (512, 16), (1024, 8), (2048, 4)]),
     ],
 )
-def test_resnet_stages_have_shapes_of_specification(
+def test_resnet_stages_have_the_shapes_of_their_source(
     name: str, stem: tuple[int, int], maps: list[tuple[int, int]]
 ) -> None:
     net = on_meta(TABLE[name]).extractor
@@ -297,19 +297,21 @@ def test_resnet_stages_have_shapes_of_specification(
         ({"padding": 2, "stride": 3}, 352_650),
     ],
 )
-def test_cnn_options_give_their_numbers_of_parameters(options: dict[str, int], total: int) -> None:
+def test_cnn_settings_give_the_known_numbers_of_parameters(
+    options: dict[str, int], total: int
+) -> None:
     net = Cnn(**options).build(MNIST, 10, seed=1)  # type: ignore[arg-type]
     assert count(net.parameters()) == total
     assert net(torch.zeros(1, *MNIST)).shape == (1, 10)
 
 
-def test_cnn_takes_three_channels_and_32_pixels() -> None:
+def test_cnn_accepts_three_channels_and_32_pixels() -> None:
     net = Cnn().build(CIFAR, 10, seed=1).extractor
     assert count(net[0].parameters()) == 2_432 and net[7].in_features == 4096
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_resnet_with_imagenet_stem_is_torchvisions(depth: int) -> None:
+def test_resnet_with_imagenet_stem_equals_torchvisions(depth: int) -> None:
     import torchvision
 
     torch.manual_seed(0)
@@ -360,7 +362,7 @@ def test_cct_starts_with_deviations_of_its_source() -> None:
         assert layer.bias is None or not layer.bias.any()
 
 
-def test_cct_block_adds_to_its_normalised_input() -> None:
+def test_cct_block_adds_its_output_to_the_normalised_input() -> None:
     block = Cct7().build(CIFAR, 100, seed=1).extractor[8].eval()
     with torch.no_grad():
         for parameter in block.parameters():
@@ -429,7 +431,7 @@ def test_is_stochastic_finds_randomness() -> None:
         ),
     ],
 )
-def test_impossible_option_names_its_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
+def test_error_of_impossible_model_setting_names_its_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=re.escape(key)):
         make()
 
@@ -496,7 +498,7 @@ def test_every_model_file_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_model_file_has_every_option_at_its_default(name: str, tmp_path: Path) -> None:
+def test_model_option_files_have_every_default(name: str, tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 

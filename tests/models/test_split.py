@@ -59,7 +59,7 @@ def inputs() -> Tensor:
     return torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-def test_split_at_named_layer_keeps_outputs() -> None:
+def test_splitting_at_a_named_layer_keeps_outputs() -> None:
     net, x = Two(), inputs()
     expected = net(x)
     model = split_network(net, 5, x, head="fc")
@@ -72,7 +72,7 @@ def test_split_at_named_layer_keeps_outputs() -> None:
     )
 
 
-def test_split_without_name_at_last_linear_layer() -> None:
+def test_network_without_named_head_is_split_at_last_layer() -> None:
     x = inputs()
     model = split_network(
         nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 5)), 5, x
@@ -110,7 +110,7 @@ def test_network_with_operation_after_head_is_not_split() -> None:
         ),
     ],
 )
-def test_network_that_does_not_fit_is_rejected(
+def test_network_of_unfit_outputs_is_rejected(
     net: Callable[[], nn.Module], head: str | None, value: str
 ):
     with pytest.raises(ValueError, match=value):
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
     "after",
     [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)],
 )
-def test_network_with_step_after_head_is_not_split(
+def test_network_with_hidden_step_after_head_is_not_split(
     after: nn.Module | None,
 ) -> None:
     net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()
@@ -158,14 +158,14 @@ def test_network_with_step_after_head_is_not_split(
         split_network(Scaled(after), 5, x, head="fc")
 
 
-def test_identity_after_head_does_not_matter() -> None:
+def test_network_with_identity_after_head_is_split() -> None:
     assert isinstance(
         split_network(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()),
         SplitNetwork,
     )
 
 
-def test_custom_function_gets_data_arguments_and_seed() -> None:
+def test_model_function_gets_shape_classes_arguments_and_seed() -> None:
     def make(num_classes: int, input_shape: tuple[int, ...], width: int) -> nn.Module:
         assert input_shape == SHAPE
         return Two(num_classes, width)
@@ -178,7 +178,7 @@ def test_custom_function_gets_data_arguments_and_seed() -> None:
     )
 
 
-def test_training_starts_from_the_custom_module() -> None:
+def test_training_starts_from_the_users_module() -> None:
     net = Two()
     model = CustomModel(net).build(SHAPE, 5, 1)
     assert isinstance(model, WholeNetwork)  # its last linear layer is another one
@@ -188,7 +188,7 @@ def test_training_starts_from_the_custom_module() -> None:
     )
 
 
-def test_whole_network_trains_without_features() -> None:
+def test_network_without_features_trains_as_a_whole() -> None:
     whole = CustomModel(lambda: Two(after=True))
     assert run(run_spec(FedProx(), model=whole)).finished.model_sha256
     with pytest.raises(
@@ -209,7 +209,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_recipe_without_a_named_head_is_split() -> None:
+def test_model_description_without_named_head_is_split() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]
@@ -229,14 +229,14 @@ def test_custom_network_learns() -> None:
         (Timm("test_resnet"), (1, 32, 32)),
     ],
 )
-def test_networks_by_name_are_split(recipe: Any, shape: tuple[int, ...]) -> None:
+def test_networks_chosen_by_name_are_split(recipe: Any, shape: tuple[int, ...]) -> None:
     model = recipe.build(shape, 4, 0)
     assert model(torch.randn(2, *shape)).shape == (2, 4) and model.is_split == (
         recipe.name != "squeezenet1_1"
     )
 
 
-def test_unknown_name_gets_a_suggestion() -> None:
+def test_unknown_name_of_a_network_gets_a_suggestion() -> None:
     with pytest.raises(
         ValueError,
         match=r"model\.name=resnet19 .*mean resnet18",
@@ -246,7 +246,7 @@ def test_unknown_name_gets_a_suggestion() -> None:
         Timm("resnet10x").build((3, 32, 32), 4, 0)
 
 
-def test_missing_package_names_its_extra(
+def test_error_of_missing_package_names_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import sys
@@ -256,7 +256,7 @@ def test_missing_package_names_its_extra(
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
-def test_error_for_old_class_name_gives_the_new_name() -> None:
+def test_error_of_old_class_name_has_the_new_name() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
     with pytest.raises(RefusedError, match="HuggingFaceModel"):
@@ -298,7 +298,7 @@ def test_adapters_reject_missing_layers() -> None:
         (MnistCnn(), Lora(rank=200)),
     ],
 )
-def test_adapters_reject_rank_above_layer_size(recipe: ModelRecipe, lora: Lora) -> None:
+def test_adapters_reject_rank_above_size_of_layers(recipe: ModelRecipe, lora: Lora) -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.rank"):
         replace(recipe, lora=lora).build((1, 8, 8), 4, 0)
 
@@ -324,7 +324,7 @@ def test_adapters_leave_out_output_layer_of_a_gpt(tied: bool) -> None:
     ("recipe", "count"),
     [(Mlp(), 1), (SmallCnn(), 1), (MnistCnn(), 4), (ResNet(18), 20), (Vgg11(), 8), (Cct7(), 28)],
 )
-def test_own_models_take_adapters(recipe: ModelRecipe, count: int) -> None:
+def test_users_models_can_have_adapters(recipe: ModelRecipe, count: int) -> None:
     shape = (3, 32, 32)
     plain, adapted = (replace(recipe, lora=Lora(rank)).build(shape, 4, 0).eval() for rank in (0, 2))
     adapters = find_adapters(adapted)

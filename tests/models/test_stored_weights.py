@@ -59,7 +59,7 @@ def test_stored_layer_equals_a_rounded_layer_exactly(layer: Any, shape: tuple[in
     assert "weight" not in vars(kept.layer)  # nothing is left of the decoded weight
 
 
-def test_stored_embedding_looks_up_rounded_rows() -> None:
+def test_stored_embedding_returns_rounded_rows() -> None:
     layer = nn.Embedding(11, 4).requires_grad_(False)
     tokens = torch.tensor([[1, 10], [0, 1]])
     kept = stored(layer)
@@ -67,7 +67,9 @@ def test_stored_embedding_looks_up_rounded_rows() -> None:
     assert kept(tokens).dtype == torch.float32
 
 
-def test_backward_pass_reads_the_stored_weight_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_pass_of_frozen_layer_reads_the_stored_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reads = []
     usual = StoredLayer.weight.fget
     assert usual is not None
@@ -101,7 +103,7 @@ def test_autocast_uses_the_stored_weight_itself() -> None:
     ],
     ids=str,
 )
-def test_models_with_adapters_store_their_base(
+def test_models_with_adapters_store_rounded_base_weights(
     recipe: Any, shape: tuple[int, ...], tokens: Tokens | None, count: int
 ) -> None:
     lora = Lora(RANK, base="bfloat16")
@@ -120,14 +122,14 @@ def test_models_with_adapters_store_their_base(
     assert torch.isfinite(model.eval()(inputs)).all()
 
 
-def test_base_type_without_adapters_is_refused() -> None:
+def test_lora_base_is_refused_without_adapters() -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
         Lora(0, base="bfloat16")
     with pytest.raises(ValueError, match=r"model\.lora\.base"):
         Lora(2, base="int3")  # type: ignore[arg-type]
 
 
-def test_base_that_a_method_changes_is_refused() -> None:
+def test_lora_base_that_a_method_changes_is_refused() -> None:
     spec = run_spec(FLoRA(), model=Mlp((6,), Lora(RANK, base="bfloat16")))
     with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
         declare_run(spec)

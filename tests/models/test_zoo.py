@@ -32,7 +32,7 @@ def test_hugging_face_type_fits_tokens_and_classes() -> None:
     assert torch.allclose(model(padded), model(short), atol=1e-6)  # padding is not looked at
 
 
-def test_hugging_face_weights_come_from_folder(tmp_path: Path) -> None:
+def test_hugging_face_weights_are_read_from_folder(tmp_path: Path) -> None:
     first = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     first.get_submodule("extractor.net").save_pretrained(tmp_path)  # type: ignore[operator]
     again = HuggingFaceModel(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(7))
@@ -46,7 +46,7 @@ def test_hugging_face_weights_come_from_folder(tmp_path: Path) -> None:
         HuggingFaceModel("/nowhere", pretrained=True).build((5,), 2, 1, Tokens(7))
 
 
-def test_hugging_face_image_classifier() -> None:
+def test_hugging_face_image_classifier_trains() -> None:
     options: dict[str, Any] = {**TINY, "image_size": 8, "patch_size": 4, "num_channels": 1}
     model = HuggingFaceModel("vit", options=options).build((1, 8, 8), 3, 0)
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3) and model.is_split

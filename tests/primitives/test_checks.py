@@ -34,7 +34,7 @@ RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
 
 
 @pytest.mark.parametrize(("check", "good", "bad", "words"), RANGES, ids=[row[3] for row in RANGES])
-def test_range_returns_or_refuses_numbers(
+def test_range_check_returns_or_refuses_numbers(
     check: Callable[[float], float], good: list[float], bad: list[float], words: str
 ) -> None:
     assert [check(value) for value in good] == good
@@ -44,7 +44,7 @@ def test_range_returns_or_refuses_numbers(
 
 
 @pytest.mark.parametrize("row", RANGES, ids=[row[3] for row in RANGES])
-def test_infinity_is_refused(
+def test_number_check_refuses_infinity(
     row: tuple[Callable[[float], float], list[float], list[float], str],
 ) -> None:
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_infinity_is_refused(
 
 
 @pytest.mark.parametrize("value", ["a", None, [1], {}, 1j])
-def test_other_types_are_refused(value: Any) -> None:
+def test_number_check_refuses_other_types(value: Any) -> None:
     for check, _, _, words in RANGES:
         with pytest.raises(
             ValueError, match=rf"^x={re.escape(repr(value))} must be a number, {words}$"
@@ -64,11 +64,11 @@ def test_other_types_are_refused(value: Any) -> None:
         one_of("kind", value, {"cosine": 1, "linear": 2})
 
 
-def test_numpy_numbers_are_accepted() -> None:
+def test_number_check_accepts_numpy_numbers() -> None:
     assert [at_least("x", value, 0) for value in (np.float32(0.5), np.int64(3))] == [0.5, 3]
 
 
-def test_error_ends_with_why() -> None:
+def test_error_of_a_check_ends_with_its_reason() -> None:
     with pytest.raises(
         ValueError, match=r"^eps=0 must be above 0: it keeps the divisor away from 0$"
     ):
@@ -78,7 +78,7 @@ def test_error_ends_with_why() -> None:
     assert require("names", ["a"], True, "a list of names") == ["a"]
 
 
-def test_huge_integers_are_compared_exactly() -> None:
+def test_number_check_compares_huge_integers_exactly() -> None:
     assert at_least("rounds", 10**400, 1) == 10**400
     with pytest.raises(ValueError, match=r"^rounds=-1000.* must be at least 1$"):
         at_least("rounds", -(10**400), 1)
@@ -86,7 +86,7 @@ def test_huge_integers_are_compared_exactly() -> None:
         between("share", 10**400, 0, 1)
 
 
-def test_one_of_error_lists_choices_and_nearest() -> None:
+def test_error_of_unknown_choice_lists_choices_and_nearest() -> None:
     assert one_of("kind", "cosine", ("cosine", "linear")) == "cosine"
     for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):
         with pytest.raises(ValueError) as refused:
@@ -99,7 +99,7 @@ def test_one_of_error_lists_choices_and_nearest() -> None:
         one_of("depth", 34, (18, 50))
 
 
-def test_first_line_of_error_or_cause() -> None:
+def test_first_line_is_that_of_the_error_or_its_cause() -> None:
     assert first_line(ValueError("\n one\ntwo")) == "one"
     assert first_line(KeyError()) == "KeyError"
     crossed: Any = RuntimeError("a traceback\nof the other side")
@@ -107,7 +107,7 @@ def test_first_line_of_error_or_cause() -> None:
     assert first_line(crossed) == "what happened"
 
 
-def test_errors_as_refusals_passes_own_errors() -> None:
+def test_errors_as_refusals_does_not_change_other_errors() -> None:
     with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():

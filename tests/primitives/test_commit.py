@@ -31,7 +31,7 @@ def test_submitted_job_has_packed_commit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
-def test_commands_tag_the_commit() -> None:
+def test_raysim_commands_store_the_commit() -> None:
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")

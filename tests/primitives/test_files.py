@@ -37,7 +37,7 @@ from raysim.primitives.files import user_path, without_password
         ),
     ],
 )
-def test_secrets_are_removed(text: str, bare: str) -> None:
+def test_secrets_are_removed_from_texts(text: str, bare: str) -> None:
     assert without_password(text) == bare
     assert without_password(f"uri: {text} and more") == f"uri: {bare} and more"
 
@@ -52,11 +52,11 @@ def test_secrets_are_removed(text: str, bare: str) -> None:
         "mail a@b.c",
     ],
 )
-def test_other_parts_of_addresses_stay(text: str) -> None:
+def test_removal_of_secrets_keeps_the_rest_of_addresses(text: str) -> None:
     assert without_password(text) == text
 
 
-def test_short_wait_is_not_reported(
+def test_short_wait_for_a_lock_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(files, "SILENT_WAIT_S", 1e9)

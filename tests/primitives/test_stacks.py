@@ -73,7 +73,7 @@ def test_signal_writes_the_stacks_of_a_run(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
-def test_stacks_replace_earlier_ones(tmp_path: Path) -> None:
+def test_new_stacks_replace_earlier_ones(tmp_path: Path) -> None:
     write_stacks(tmp_path, "worker-1", "first")
     path = write_stacks(tmp_path, "worker-1", "second")
     assert path == tmp_path / "stacks" / "worker-1.txt"

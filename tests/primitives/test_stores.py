@@ -32,7 +32,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.param.format(tmp_path / "store"))
 
 
-def test_store_holds_files(address: str) -> None:
+def test_store_writes_lists_and_reads_files(address: str) -> None:
     there = open_store(address)
     assert there.names() == there.names("log") == []
     put(there, "log/a.json", "1")
@@ -66,7 +66,7 @@ def test_unusable_url_error_has_no_password(url: str, why: str) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_split_address() -> None:
+def test_address_is_split_into_folder_and_checkpoint() -> None:
     assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
     assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
     assert split_address("round-000010") == (".", "round-000010")

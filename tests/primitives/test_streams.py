@@ -70,7 +70,7 @@ def test_stream_is_equal_in_all_processes() -> None:
     assert torch_seed(0, "torch", 1, 2) == 8558902436788059806
 
 
-def test_streams_of_other_names_differ() -> None:
+def test_streams_with_different_names_differ() -> None:
     names = [
         (0, "a", 0),
         (1, "a", 0),
@@ -156,5 +156,5 @@ def test_package_uses_no_global_generator() -> None:
         "import random as r",
     ],
 )
-def test_search_for_global_generators_finds_them(line: str) -> None:
+def test_search_for_global_generators_finds_examples(line: str) -> None:
     assert list(global_draws(ast.parse(line)))

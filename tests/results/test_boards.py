@@ -93,7 +93,7 @@ def test_tensorboard_of_a_resumed_run_is_continued(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path / "run/tensorboard")["accuracy"]] == [1, 2]
 
 
-def test_tensorboard_may_write_elsewhere(tmp_path: Path) -> None:
+def test_tensorboard_can_write_to_another_folder(tmp_path: Path) -> None:
     observer = TensorBoard(str(tmp_path / "all"))
     observer.on_stop(follow(observer, tmp_path / "run", 1, 1), ValueError("x"))
     assert (tmp_path / "all/run").is_dir() and not (tmp_path / "run/tensorboard").exists()
@@ -181,6 +181,6 @@ def test_option_of_each_board_makes_an_observer(name: str, monkeypatch: pytest.M
     assert isinstance(observer, Observer)
 
 
-def test_an_unknown_mode_is_refused() -> None:
+def test_wandb_refuses_unknown_mode() -> None:
     with pytest.raises(ValueError, match=r"observer\.wandb\.mode='ofline'.*did you mean 'offline'"):
         WeightsAndBiases(mode="ofline")

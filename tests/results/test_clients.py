@@ -60,7 +60,7 @@ def test_run_stores_split_and_last_client_scores(tmp_path: Path) -> None:
     assert np.nanmin(clients["accuracy"]) == result.summary["accuracy_worst"]
 
 
-def test_unscored_clients_have_no_accuracy(
+def test_table_of_clients_has_no_accuracy_for_unscored_ones(
     tmp_path: Path,
 ) -> None:
     words = [
@@ -76,7 +76,7 @@ def test_unscored_clients_have_no_accuracy(
     assert int(np.isfinite(clients["accuracy"]).sum()) == 3 and len(clients["accuracy"]) == 8
 
 
-def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
+def test_pooled_client_is_scored_on_all_test_samples(tmp_path: Path) -> None:
     run([*TINY, "method=[centralized]", f"out={tmp_path / 'a'}"], quiet=True)
     clients, split = read_clients(tmp_path / "a"), read_split(tmp_path / "a")
     assert clients is not None and split is not None

@@ -101,7 +101,7 @@ def test_settings_of_other_data_are_not_compared(tmp_path: Path) -> None:
     assert report.latex().count(r"\textbf") == 2  # the best of each
 
 
-def test_two_seeds_have_no_test(tmp_path: Path) -> None:
+def test_two_seeds_are_not_tested(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox"):
         for seed in (0, 1):
             save(tmp_path / f"{method}-{seed}", method, seed, 0.5 + 0.1 * seed)
@@ -172,11 +172,11 @@ def test_columns_are_chosen_by_key_or_title(study: Path) -> None:
         ("", {}),
     ],
 )
-def test_labels_may_hold_commas(text: str, labels: dict[str, str]) -> None:
+def test_labels_of_settings_may_have_commas(text: str, labels: dict[str, str]) -> None:
     assert comparison.parse_labels(text, ["fedavg", "moon", "a=1, b=2"]) == labels
 
 
-def test_order_may_hold_commas() -> None:
+def test_order_of_settings_may_have_commas() -> None:
     known = ["a=1, b=2", "fedavg", "a=1"]
     assert comparison.parse_order("fedavg,a=1, b=2,a=1", known) == ["fedavg", "a=1, b=2", "a=1"]
 
@@ -192,14 +192,14 @@ def test_order_may_hold_commas() -> None:
         ({"width": 0.0}, "--width"),
     ],
 )
-def test_wrong_choice_is_refused_by_its_flag(
+def test_error_of_wrong_choice_names_its_flag(
     choice: dict[str, object], key: str, study: Path
 ) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.report(study, **choice)  # type: ignore[arg-type]
 
 
-def test_labels_name_rows_curves_and_page(study: Path) -> None:
+def test_labels_appear_in_rows_curves_and_page(study: Path) -> None:
     report = raysim.report(study, labels="moon=MOON,fedprox=FedProx", order="MOON")
     assert report.results["setting"].tolist() == ["MOON", "FedProx", "fedavgm"]
     lines = report.figures["accuracy-round"].axes[0].get_lines()
@@ -208,7 +208,7 @@ def test_labels_name_rows_curves_and_page(study: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_figures_fit_a_column_of_a_paper(study: Path, tmp_path: Path) -> None:
+def test_figure_fits_a_column_of_a_paper(study: Path, tmp_path: Path) -> None:
     report = raysim.report(study)
     figure = report.figures["accuracy-round"]
     assert figure.get_size_inches()[0] == print_figures.COLUMN_WIDTH_IN
@@ -229,7 +229,7 @@ def test_figures_fit_a_column_of_a_paper(study: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_few_lines_have_labels_at_their_ends(study: Path) -> None:
+def test_figure_of_few_lines_has_labels_at_their_ends(study: Path) -> None:
     report = raysim.report(study)
     figure = report.figures["accuracy-round"]
     labels = figure.axes[0].texts
@@ -241,7 +241,7 @@ def test_few_lines_have_labels_at_their_ends(study: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_lines_that_end_apart_have_a_legend(study: Path) -> None:
+def test_figure_of_lines_with_different_ends_has_a_legend(study: Path) -> None:
     save(study / "runs" / "krum-0", "krum", 0, 0.5, floats=9000)
     (curves,) = [
         curves
@@ -262,11 +262,13 @@ def test_lines_that_end_apart_have_a_legend(study: Path) -> None:
         ([], []),
     ],
 )
-def test_labels_are_spread_around_their_mean(places: list[float], moved: list[float]) -> None:
+def test_labels_of_close_lines_are_spread_around_their_mean(
+    places: list[float], moved: list[float]
+) -> None:
     assert print_figures.spread(places, 0.1) == pytest.approx(moved)
 
 
-def test_unknown_format_is_refused(study: Path, tmp_path: Path) -> None:
+def test_unknown_format_of_a_figure_is_refused(study: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="--format"):
         raysim.report(study).write(tmp_path / "paper", ["eps"])
     assert not (tmp_path / "paper").exists()
@@ -286,12 +288,12 @@ def test_mean_that_lacks_seeds_is_never_the_best(study: Path) -> None:
     assert starred == ["fedprox"]
 
 
-def test_bold_rule_of_another_name_is_refused(study: Path) -> None:
+def test_unknown_bold_rule_is_refused(study: Path) -> None:
     with pytest.raises(RefusedError, match="--bold"):
         raysim.report(study, bold="bset")
 
 
-def test_second_metrics_have_figures(tmp_path: Path) -> None:
+def test_every_metric_has_a_figure(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", "fedprox", 0, 0.7)
     rows = read_history(folder / "history.parquet")
     for row in rows:

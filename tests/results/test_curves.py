@@ -50,7 +50,7 @@ def test_mean_curve_has_rounds_of_all_seeds() -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_band_needs_three_seeds(seeds: int) -> None:
+def test_band_of_curves_needs_three_seeds(seeds: int) -> None:
     assert curves.mean_curve("x", [history([0.5, 0.75])] * seeds, "accuracy", 0).deviations == []
 
 
@@ -61,7 +61,7 @@ def test_long_history_is_thinned_and_keeps_its_ends() -> None:
 
 
 @pytest.mark.pictures
-def test_panels_show_used_axes_in_colours_of_the_page() -> None:
+def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -156,7 +156,7 @@ def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_missing_axis_values_count_as_0() -> None:
+def test_missing_values_on_an_axis_count_as_0() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
@@ -174,7 +174,7 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
 
 
 @pytest.mark.pictures
-def test_curve_on_another_is_dashed() -> None:
+def test_curve_that_lies_on_another_is_dashed() -> None:
     """So is one of which a third or more lies on another."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),

@@ -35,7 +35,7 @@ def test_same_probes_give_the_same_feature_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
 @pytest.mark.parametrize("features", [1, 5])
-def test_features_of_any_width_and_scale_are_drawn(
+def test_features_figure_accepts_any_width_and_scale(
     tmp_path: Path, features: int, scale: float
 ) -> None:
     probe = make(rows=1, features=features)
@@ -62,13 +62,13 @@ def test_features_figure_shows_the_most_frequent_base_version() -> None:
     ] == [1]
 
 
-def test_features_show_150_rows_balanced_over_10_classes() -> None:
+def test_features_figure_shows_150_rows_of_10_classes() -> None:
     labels = np.arange(5000) % 100
     rows = figures._shown_rows(labels)
     assert np.bincount(labels[rows]).tolist() == [15] * 10
 
 
-def test_features_that_are_not_finite_give_a_sentence(
+def test_features_figure_explains_values_that_are_not_finite(
     tmp_path: Path,
 ) -> None:
     probe = make()
@@ -80,7 +80,7 @@ def test_features_that_are_not_finite_give_a_sentence(
 @pytest.mark.parametrize(
     ("clients", "pixels"), [(1, (910, 533)), (2, (1092, 533)), (9, (1638, 910))]
 )
-def test_outputs_are_drawn_for_up_to_six_clients(
+def test_outputs_figure_shows_up_to_six_clients(
     tmp_path: Path, clients: int, pixels: tuple[int, int]
 ) -> None:
     probes = [make(0, seen=3), *(make(client + 1) for client in range(clients))]
@@ -88,7 +88,7 @@ def test_outputs_are_drawn_for_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_outputs_without_unseen_classes_give_a_sentence(tmp_path: Path) -> None:
+def test_outputs_figure_explains_lack_of_unseen_classes(tmp_path: Path) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 
@@ -123,7 +123,7 @@ def test_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reports_domains_and_decomposition_are_drawn(tmp_path: Path) -> None:
+def test_figures_show_reports_domains_and_decomposition(tmp_path: Path) -> None:
     rows: list[Row] = [
         {
             "round": number,
@@ -149,7 +149,9 @@ def test_reports_domains_and_decomposition_are_drawn(tmp_path: Path) -> None:
         assert size(tmp_path / f"{name}.png")[0] > 500
 
 
-def test_domains_have_40_different_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domain_curves_have_40_different_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.axes import Axes
 
     styles: list[tuple[object, object]] = []

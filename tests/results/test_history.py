@@ -68,7 +68,7 @@ def test_columns_that_methods_add_follow_the_fixed_ones(tmp_path: Path) -> None:
     ]
 
 
-def test_nan_and_missing_stay_different(tmp_path: Path) -> None:
+def test_history_distinguishes_nan_and_missing_values(tmp_path: Path) -> None:
     metrics.write_history(
         [row(1, None, train_loss=math.nan), row(2, None, train_loss=None)], tmp_path / "h.parquet"
     )
@@ -83,7 +83,7 @@ def test_a_history_without_rows_has_its_columns(tmp_path: Path) -> None:
     assert pq.read_schema(tmp_path / "h.parquet").names == list(metrics.COLUMNS)
 
 
-def test_failed_write_leaves_only_the_old_file(
+def test_failed_write_of_history_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "h.parquet"
@@ -99,19 +99,19 @@ def test_failed_write_leaves_only_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["h.parquet"]
 
 
-def test_error_names_broken_history(tmp_path: Path) -> None:
+def test_error_names_broken_history_file(tmp_path: Path) -> None:
     (tmp_path / "h.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"h\.parquet"):
         metrics.read_history(tmp_path / "h.parquet")
 
 
-def test_best_mean_skips_rounds_without_evaluation() -> None:
+def test_best_mean_ignores_rounds_without_evaluation() -> None:
     assert metrics.best_mean([0.5, None, 0.25, 1.0, math.nan], k=2) == 0.75
     assert metrics.best_mean([0.5, None], k=5) == 0.5
     assert metrics.best_mean([None]) is None
 
 
-def test_last_mean_std_takes_the_last_evaluated_rounds() -> None:
+def test_mean_of_last_rounds_uses_evaluated_rounds_only() -> None:
     assert metrics.last_mean_std([9.0, 1.0, None, 3.0, None], k=2) == (2.0, 1.0)
     assert metrics.last_mean_std([0.5]) == (0.5, 0.0)
     assert metrics.last_mean_std([]) == (None, None)
@@ -126,7 +126,7 @@ def test_rounds_to_counts_rounds_without_evaluation() -> None:
     }
 
 
-def test_summary_holds_last_values_scores_and_facts() -> None:
+def test_summary_has_last_values_scores_and_facts() -> None:
     rows = [
         row(1, 0.25, accuracy_global=0.5),
         row(2, 0.75, accuracy_global=0.625, worker_deaths=2),
@@ -168,7 +168,7 @@ def test_a_summary_of_no_rows_is_empty_and_not_an_error() -> None:
     assert (summary["rounds"], summary["best5_mean"], summary["accuracy"]) == (0, None, None)
 
 
-def test_json_is_strict_for_any_content(tmp_path: Path) -> None:
+def test_json_files_are_strict_json_for_any_content(tmp_path: Path) -> None:
     odd = {
         "a": np.float32(0.5),
         "b": [np.int64(2), math.nan, math.inf],

@@ -58,7 +58,7 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-def test_every_job_is_a_row_for_any_number_of_files(tmp_path: Path, part: int) -> None:
+def test_job_files_have_a_row_for_every_job(tmp_path: Path, part: int) -> None:
     write(tmp_path, range(1, 8))
     assert written(tmp_path) == all_of(range(1, 8))
     files = sorted(path.name for path in (tmp_path / JOBS).iterdir())
@@ -66,7 +66,7 @@ def test_every_job_is_a_row_for_any_number_of_files(tmp_path: Path, part: int) -
     assert len(files) == {1 << 18: 1, 3: 4, 2: 8, 1: 8}[part]
 
 
-def test_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
+def test_columns_of_job_files_are_read_as_arrays(tmp_path: Path, part: int) -> None:
     write(tmp_path, range(1, 8))
     found, wanted = read_jobs(tmp_path), all_of(range(1, 8))
     assert found is not None and len(found) == 14
@@ -100,7 +100,7 @@ def test_error_names_broken_job_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Oversample(4, 1.6), Buffered(6, 2, max_staleness=1)])
-def test_every_job_has_one_row_with_its_end(tmp_path: Path, schedule: Schedule) -> None:
+def test_job_table_of_a_run_has_the_end_of_every_job(tmp_path: Path, schedule: Schedule) -> None:
     coordinator, _, _ = untrained_run(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )

@@ -94,7 +94,7 @@ def test_page_of_older_run_names_missing_files(tmp_path: Path) -> None:
     assert "raysim run --config" in section(text, "How to repeat it")
 
 
-def test_page_explains_its_deviation(tmp_path: Path) -> None:
+def test_page_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(
         tmp_path, "fedavgm", [0.25, 0.25, 0.25]
     )
@@ -147,7 +147,7 @@ def test_page_shows_no_checksum_without_state(tmp_path: Path) -> None:
     assert "0123456789ab</td>" in text and "e3b0c442" not in text
 
 
-def test_number_with_deviation_may_take_two_lines(tmp_path: Path) -> None:
+def test_page_allows_line_break_before_a_deviation(tmp_path: Path) -> None:
     """Or the last columns of a study's results are off the page.
 
     The sign stays with the deviation.
@@ -282,7 +282,7 @@ def test_page_folds_panels_without_information(tmp_path: Path) -> None:
     assert folded.startswith("<summary>The same against: virtual time · wall time</summary>")
 
 
-def test_report_writes_pngs_of_measured_metrics(
+def test_report_writes_a_png_for_each_measured_metric(
     tmp_path: Path,
 ) -> None:
     written([make(tmp_path / "a", [None])], tmp_path)
@@ -298,7 +298,7 @@ def test_page_of_a_run_without_scores_is_written(tmp_path: Path) -> None:
     assert "No run has measured anything yet" in written([bare], tmp_path)
 
 
-def test_broken_file_writes_no_page(tmp_path: Path) -> None:
+def test_page_is_not_written_if_a_file_is_broken(tmp_path: Path) -> None:
     run = make(tmp_path / "a", [0.5, 0.6], "{method: {}}")
     (tmp_path / "a/split.parquet").write_bytes(b"no table")
     with pytest.raises(ValueError, match=r"split\.parquet"):

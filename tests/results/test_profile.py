@@ -27,7 +27,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spans, list[float]]
     yield found, clock
 
 
-def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]) -> None:
+def test_profile_counts_time_for_the_innermost_span(spans: tuple[Spans, list[float]]) -> None:
     found, clock = spans
     with found.span("train", "other"):
         clock[0] = 1.0
@@ -44,7 +44,7 @@ def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]
     assert found.take("worker-0") == Track("worker-0", {})
 
 
-def test_time_between_calls_is_waiting_and_messages() -> None:
+def test_profile_counts_time_between_calls_as_waiting() -> None:
     found = WorkerTrack(Track("worker-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
     track = add_idle_time(
         found, [1.5, 3.0], 0.0, 10.0
@@ -85,7 +85,7 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
     assert (tmp_path / profile.PICTURE).stat().st_size > 10_000
 
 
-def test_without_a_profile_nothing_is_timed() -> None:
+def test_run_without_profile_measures_no_times() -> None:
     worker = Worker(run_spec())
     assert (
         worker.spans is None
@@ -94,7 +94,7 @@ def test_without_a_profile_nothing_is_timed() -> None:
     )
 
 
-def test_workers_on_ray_say_what_they_did(ray_session: None) -> None:
+def test_profile_has_times_of_workers_on_ray(ray_session: None) -> None:
     from raysim.runtime.ray import start_workers
 
     timed = replace(run_spec(Scaffold()), profile=True)

@@ -20,7 +20,7 @@ def seen(terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_log_has_a_line_for_each_activity() -> None:
+def test_progress_log_has_a_line_for_each_activity() -> None:
     assert seen(False).splitlines()[:2] == [
         f"{'':<10}waiting for Ray",
         f"{'':<10}waiting for the workers",
@@ -55,13 +55,13 @@ def test_quiet_console_prints_nothing() -> None:
     assert out.getvalue() == ""
 
 
-def test_activity_after_last_round_is_shown() -> None:
+def test_progress_shows_activity_after_last_round() -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=False, width=80)
     with activity_line(console, "drawing pictures"):
         assert out.getvalue() == f"{'':<10}drawing pictures\n", "before it is done"
 
 
-def test_line_names_silent_worker_until_next_round() -> None:
+def test_progress_line_names_silent_worker_until_next_round() -> None:
     progress = Progress(3, console=Console(file=(out := io.StringIO()), width=99))
     progress.wait(1, ["4", "17"], 35.0)
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"

@@ -106,7 +106,7 @@ def test_error_names_broken_file(tmp_path: Path, name: str, content: str) -> Non
         stored_runs.load_run(tmp_path / "one")
 
 
-def test_labels_of_one_name_are_differing_settings(tmp_path: Path) -> None:
+def test_labels_of_settings_with_one_name_list_differences(tmp_path: Path) -> None:
     config = (
         "{{local: {{lr: {lr}, batch: 10}}, out: {out}, "
         "method: {{fedprox: {{_target_: x, mu: {mu}}}}}}}"
@@ -118,13 +118,13 @@ def test_labels_of_one_name_are_differing_settings(tmp_path: Path) -> None:
     assert labels == ["local.lr=0.1", "local.lr=0.2", "other"]
 
 
-def test_labels_name_methods_before_parameters(tmp_path: Path) -> None:
+def test_labels_have_methods_before_parameters(tmp_path: Path) -> None:
     plain = make(tmp_path / "a" / "run", [0.5], "{method: {}}")
     prox = make(tmp_path / "b" / "run", [0.5], "{method: {fedprox: {mu: 0.1}}}")
     assert stored_runs.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
 
 
-def test_labels_of_equal_runs_are_folders(tmp_path: Path) -> None:
+def test_labels_of_equal_runs_are_their_folders(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5]) for place in "ab"]
     assert stored_runs.run_labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
 
@@ -140,7 +140,7 @@ def test_labels_of_equal_runs_are_folders(tmp_path: Path) -> None:
         (None, "–"),
     ],
 )
-def test_chosen_option_of_every_form_of_config(value: object, name: str) -> None:
+def test_chosen_option_is_read_from_every_form_of_config(value: object, name: str) -> None:
     assert stored_runs.chosen_option({"data": value}, "data") == name
     config = {"data": value, "choices": {"data": "mnist"}}
     assert stored_runs.chosen_option(config, "data") == "mnist"
@@ -158,13 +158,13 @@ def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> Non
     assert "3 k*" not in lines[4]  # of fewer rounds
 
 
-def test_table_explains_its_deviation(tmp_path: Path) -> None:
+def test_table_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
     note = "last 10: mean ± deviation over these rounds"
     assert table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
     assert note not in table([make(tmp_path / "none", [None])])
 
 
-def test_implied_defaults_are_left_out(tmp_path: Path) -> None:
+def test_labels_leave_out_defaults_of_the_runtime(tmp_path: Path) -> None:
     def runtime(name: str, more: str = "") -> stored_runs.Run:
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
@@ -188,7 +188,7 @@ def test_implied_defaults_are_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_is_best_if_runs_are_not_comparable(tmp_path: Path) -> None:
+def test_table_marks_no_best_value_of_incomparable_runs(tmp_path: Path) -> None:
     """Neither over other data, nor in what a run costs after fewer rounds."""
     scores: list[float | None] = [0.2, 0.5]
     alike = [
@@ -244,13 +244,13 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_equal_or_single_values_are_not_best(tmp_path: Path) -> None:
+def test_table_marks_no_best_of_equal_or_single_values(tmp_path: Path) -> None:
     twin = [make(tmp_path / name, [0.5]) for name in ("a", "b")]
     assert "*" not in table(twin)
     assert "*" not in table(twin[:1])
 
 
-def test_missing_score_is_last_and_a_dash(tmp_path: Path) -> None:
+def test_run_without_score_is_last_and_has_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
     last = table(runs).splitlines()[-3]
     assert last.startswith("unmeasured")
@@ -261,7 +261,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_odd_values_in_summary_are_reported_or_refused(odd: int, tmp_path: Path) -> None:
+def test_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -283,7 +283,7 @@ def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[stored_runs
     ]
 
 
-def test_seeds_are_one_row_with_mean_and_deviation(
+def test_seeds_share_a_row_with_mean_and_deviation(
     tmp_path: Path,
 ) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
@@ -299,7 +299,7 @@ def test_seeds_are_one_row_with_mean_and_deviation(
     assert columns["rounds"].texts == ["2", "2"]
 
 
-def test_loss_distinguishes_settings(tmp_path: Path) -> None:
+def test_runs_with_different_losses_are_different_settings(tmp_path: Path) -> None:
     """One of the user's own may have no key that would tell them apart."""
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
@@ -307,7 +307,7 @@ def test_loss_distinguishes_settings(tmp_path: Path) -> None:
     assert stored_runs.differing_settings(runs)["loss"] == ["–", "mine"]
 
 
-def test_threshold_counts_seeds_that_reached_it(tmp_path: Path) -> None:
+def test_threshold_column_counts_seeds_that_reached_it(tmp_path: Path) -> None:
     columns = {
         c.title: c
         for c in report.result_columns(
@@ -371,14 +371,14 @@ def test_table_names_metric_and_tests(tmp_path: Path) -> None:
     assert report.describe_scores([both]) in table([both]).splitlines()
 
 
-def test_repeated_seed_is_another_group(tmp_path: Path) -> None:
+def test_repeated_seed_is_another_row(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5], "{method: {}, seed: 3}") for place in "ab"]
     groups = report.group_by_setting(runs)
     assert [len(group.runs) for group in groups] == [1, 1]
     assert len({group.label for group in groups}) == 2
 
 
-def test_labels_of_one_method_are_differing_settings(
+def test_labels_of_settings_of_one_method_list_differences(
     tmp_path: Path,
 ) -> None:
     runs = [

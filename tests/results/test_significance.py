@@ -8,7 +8,7 @@ import pytest
 from raysim.results.significance import compare_pairs, holm_correction, mean_deviation
 
 
-def test_deviation_divides_by_one_less_than_the_count() -> None:
+def test_standard_deviation_divides_by_count_minus_one() -> None:
     assert mean_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
     assert mean_deviation([1.0]) == (1.0, None)
     assert mean_deviation([]) == (None, None)
@@ -58,13 +58,13 @@ def test_differences_equal_up_to_rounding_are_not_tested(left: list[float], note
     assert (found.note, found.p, found.low) == (note, None, None)
 
 
-def test_zeros_among_the_differences_are_allowed() -> None:
+def test_wilcoxons_test_accepts_differences_of_zero() -> None:
     found = compare_pairs([0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
     assert found.wilcoxon is not None
     assert 0 < found.wilcoxon < 1
 
 
-def test_holms_correction_steps_down_and_never_falls() -> None:
+def test_holms_correction_is_monotonic() -> None:
     corrected = holm_correction([0.01, None, 0.04, 0.03])
     assert corrected[1] is None
     assert [corrected[i] for i in (0, 2, 3)] == pytest.approx([0.03, 0.06, 0.06])

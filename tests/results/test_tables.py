@@ -26,7 +26,7 @@ def test_too_wide_table_continues_below_with_its_first_column() -> None:
     assert format_table([NAMES, *numbers], 1000) == wide
 
 
-def test_column_wider_than_the_line_is_not_cut() -> None:
+def test_column_wider_than_the_terminal_is_not_cut() -> None:
     text = format_table([NAMES, Column("long", ["x" * 50, "y"]), Column("next", ["1", "2"])], 20)
     assert "x" * 50 in text and text.count("\n\n") == 1
 
@@ -76,7 +76,7 @@ def test_csv_keeps_every_digit_and_whole_numbers() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_rows_of_texts_are_columns_of_numbers_behind_a_label() -> None:
+def test_rows_of_text_become_columns_of_numbers_after_a_label() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
@@ -94,7 +94,7 @@ def test_latex_special_characters_are_escaped() -> None:
     assert r"50\% & \textbf{0.7 $\pm$ 0.1} \\" in text
 
 
-def test_bold_rule_marks_the_best_however_small_its_lead() -> None:
+def test_bold_rule_marks_the_best_even_with_a_small_lead() -> None:
     deviations = [0.1, 0.1, 0.1]
     column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)
     assert column.best() == set()

@@ -96,7 +96,7 @@ def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
 
 
 # --- clients --------------------------------------------------------------------------------------
-def test_bar_of_job_has_row_of_client_and_staleness_colour() -> None:
+def test_job_bar_has_row_of_client_and_colour_of_staleness() -> None:
     ax = drawn()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "7",
@@ -109,7 +109,7 @@ def test_bar_of_job_has_row_of_client_and_staleness_colour() -> None:
     assert taken.norm.vmin == 0 and taken.norm.vmax == 2
 
 
-def test_jobs_without_aggregation_are_hollow_with_an_end_mark() -> None:
+def test_bar_of_job_without_aggregation_is_empty_with_marker() -> None:
     ax = drawn()[0]
     others = [bars for bars in boxes(ax) if bars.get_label() != "aggregated"]
     assert [spans(bars) for bars in others] == [
@@ -127,7 +127,7 @@ def test_jobs_without_aggregation_are_hollow_with_an_end_mark() -> None:
     assert "in flight at the end" in ax.get_legend_handles_labels()[1]
 
 
-def test_the_axes_of_the_timeline_say_seconds_and_versions() -> None:
+def test_timeline_axes_show_seconds_and_versions() -> None:
     ax = drawn()[0]
     assert ax.get_xlabel() == "virtual time (s)" and ax.get_xlim() == (0, 10)
     above = ax.child_axes[0]
@@ -150,7 +150,7 @@ def test_the_axes_of_the_timeline_say_seconds_and_versions() -> None:
     assert spans(boxes(panels[0])[0]) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
 
 
-def test_sample_has_fastest_random_and_slowest_clients() -> None:
+def test_timeline_has_fastest_random_and_slowest_clients() -> None:
     many = made(
         *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
     )
@@ -178,7 +178,7 @@ def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
     assert timeline.sample_clients(jobs)[0][1].tolist() == [1, 2, 0]
 
 
-def test_long_run_shows_a_part_with_wide_bars() -> None:
+def test_timeline_of_long_run_shows_a_part_with_wide_bars() -> None:
     long = made(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
     assert timeline.shown_window(long, 1000.0) == (420.0, 580.0)
     assert timeline.shown_window(long[np.arange(100)], 100.0) == (0.0, 100.0)
@@ -188,14 +188,14 @@ def test_long_run_shows_a_part_with_wide_bars() -> None:
 
 
 # --- fleet, workers, staleness --------------------------------------------------------------------
-def test_clients_at_work_are_counted_exactly() -> None:
+def test_timeline_counts_active_clients_exactly() -> None:
     jobs = made(
         (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
     )
     assert timeline.active_clients(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
 
 
-def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
+def test_timeline_shows_fleet_and_workers_over_virtual_time() -> None:
     _, fleet, workers, _ = drawn()
     everyone, vain = (stairs.get_data() for stairs in fleet.patches)
     assert everyone.edges[[0, -1]].tolist() == [0, 10]
@@ -208,14 +208,14 @@ def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
     assert "80%" in workers.get_title()
 
 
-def test_history_without_worker_times_says_so() -> None:
+def test_timeline_explains_missing_times_of_workers() -> None:
     assert (
         drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title()
         == "Workers: not measured"
     )
 
 
-def test_one_worker_is_one_curve() -> None:
+def test_timeline_has_one_curve_for_one_worker() -> None:
     workers = drawn(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
     assert len(workers.lines) == 1 and workers.get_legend() is None
 
@@ -226,7 +226,7 @@ def test_long_curves_are_thinned_to_means() -> None:
     assert timeline.thin_curve(np.arange(3.0), np.ones(3), 3.0)[0].tolist() == [0, 1, 2]
 
 
-def test_the_histogram_holds_the_share_of_each_staleness() -> None:
+def test_histogram_has_the_share_of_each_staleness() -> None:
     panel = drawn()[3]
     assert [bar.get_height() for bar in panel.patches] == pytest.approx([1 / 3] * 3)
     assert [bar.get_x() + bar.get_width() / 2 for bar in panel.patches] == pytest.approx([0, 1, 2])
@@ -237,7 +237,7 @@ def test_the_histogram_holds_the_share_of_each_staleness() -> None:
     assert len(bars) <= 41 and bars[-1].get_height() == 0.25
 
 
-def test_a_run_without_staleness_has_no_histogram() -> None:
+def test_run_without_staleness_has_no_histogram() -> None:
     assert len(drawn(JOBS[~JOBS.staleness.astype(bool)])) == 3
 
 
@@ -258,7 +258,7 @@ def test_timeline_has_light_and_dark_version(
     assert not (tmp_path / "none.png").exists()
 
 
-def test_no_titles_or_names_of_clients_overlap() -> None:
+def test_timeline_titles_and_names_of_clients_do_not_overlap() -> None:
     many = made(*[(k % 60, k / 3, k / 3 + 1 + k % 60, "aggregated", k % 7) for k in range(300)])
     with matplotlib.rc_context(page_theme(False)):
         figure = Figure(figsize=(13, 9.6), dpi=50, layout="constrained")

@@ -27,13 +27,13 @@ def connect(topology: Topology, clients: int) -> Network:
     return topology.connect(Federation(0, np.full(clients, 5), "samples", 10))
 
 
-def test_traffic_is_that_of_each_replicas_last_row() -> None:
+def test_traffic_in_picture_is_of_each_replicas_last_row() -> None:
     np.testing.assert_allclose(traffic(ROWS, 3), [[3.0, 1.0], [2.0, 1.0], [0.0, 0.0]])
 
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("topology", [Hierarchical(2), Gossip("ring")])
-def test_topology_is_drawn(topology: Hierarchical | Gossip, tmp_path: Path) -> None:
+def test_picture_shows_the_topology(topology: Hierarchical | Gossip, tmp_path: Path) -> None:
     network = connect(topology, 6)
     scores = {"accuracy": np.array([0.1, 0.2, np.nan, 0.4, 0.5, 0.6])}
     assert draw_topology(network, scores, ROWS, tmp_path / "topology.png", "title")
@@ -41,7 +41,7 @@ def test_topology_is_drawn(topology: Hierarchical | Gossip, tmp_path: Path) -> N
 
 
 @pytest.mark.pictures
-def test_clusters_are_drawn_with_the_scored_clients(tmp_path: Path) -> None:
+def test_picture_shows_clusters_with_the_scored_clients(tmp_path: Path) -> None:
     network = connect(Clustered("loss", 3), 4)
     scores = {
         "accuracy": np.array([0.1, np.nan, 0.4, 0.5]),
@@ -51,7 +51,7 @@ def test_clusters_are_drawn_with_the_scored_clients(tmp_path: Path) -> None:
     assert (tmp_path / "topology.png").stat().st_size > 10_000
 
 
-def test_one_model_and_many_clients_are_not_drawn(tmp_path: Path) -> None:
+def test_star_topology_and_many_clients_have_no_picture(tmp_path: Path) -> None:
     path, many = tmp_path / "topology.png", MAX_CLIENTS + 1
     for network, clients in ((one_replica(6), 6), (connect(Gossip(), many), many)):
         assert not draw_topology(network, {"accuracy": np.ones(clients)}, ROWS, path, "title")

@@ -30,7 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_long_path_names_its_length_and_the_variable(
+def test_error_of_long_path_names_its_length_and_variable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{folder}/ray/session/sockets/plasma_store"
@@ -45,7 +45,7 @@ def test_long_path_names_its_length_and_the_variable(
     assert describe_failed_start("local", OSError(MISSING + path)).startswith(f"TMPDIR={folder}: ")
 
 
-def test_log_of_a_process_that_died_names_the_cause(folder: Path) -> None:
+def test_cause_of_failed_start_is_read_from_ray_log(folder: Path) -> None:
     logs = folder / f"ray/session_2026-01-01_{os.getpid()}" / "logs"
     logs.mkdir(parents=True)
     (logs / "gcs_server.out").write_text(LOG)
@@ -83,7 +83,7 @@ def test_log_of_a_process_that_died_names_the_cause(folder: Path) -> None:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_failed_start_names_a_key_and_what_to_do(
+def test_error_of_failed_start_names_key_and_advice(
     error: Exception, key: str, advice: str, folder: Path
 ) -> None:
     text = describe_failed_start("local", error)
@@ -107,7 +107,7 @@ def test_failed_start_names_a_key_and_what_to_do(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_failed_joining_names_the_address_and_what_to_do(error: Exception, advice: str) -> None:
+def test_error_of_failed_joining_names_address_and_advice(error: Exception, advice: str) -> None:
     text = describe_failed_start("10.0.0.1:6379", error)
     assert text.startswith("runtime.address=10.0.0.1:6379: ") and advice in text
 
@@ -131,7 +131,7 @@ for variables in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_ray_that_cannot_start_is_refused_with_its_cause(tmp_path: Path) -> None:
+def test_refusal_of_ray_that_cannot_start_names_the_cause(tmp_path: Path) -> None:
     long = tmp_path / ("x" * max(1, 90 - len(str(tmp_path))))
     long.mkdir()
     file = tmp_path / "file"

@@ -83,7 +83,7 @@ def test_cluster_has_a_token_if_the_user_has_none(
     assert "RAY_AUTH_TOKEN" not in os.environ and joined == ["local"] * 3
 
 
-def test_process_on_loopback_joins_no_cluster(
+def test_process_on_loopback_cannot_join_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime import ray

@@ -37,7 +37,7 @@ def port_of(server: socket.socket) -> int:
     return int(server.getsockname()[1])
 
 
-def test_probe_needs_an_answer_not_only_a_port(server: socket.socket) -> None:
+def test_probe_of_a_node_needs_an_answer_not_only_a_port(server: socket.socket) -> None:
     assert not is_answering(entry(port_of(server)), timeout_s=0.2)
 
     def answer() -> None:
@@ -52,7 +52,7 @@ def test_probe_needs_an_answer_not_only_a_port(server: socket.socket) -> None:
     thread.join()
 
 
-def test_closed_port_is_no_answer(server: socket.socket) -> None:
+def test_probe_of_closed_port_has_no_answer(server: socket.socket) -> None:
     port = port_of(server)
     server.close()
     assert probe([entry(port)], timeout_s=5.0) == [False]
@@ -72,7 +72,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set
     return NodeWatch(9.0)
 
 
-def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_watch_finds_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = entry(1, "dead", alive=False)
     nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good"), entry(1, "own")]
     watched = watch(monkeypatch, *nodes, draining={"leaving"})
@@ -97,7 +97,7 @@ def test_watch_tells_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPat
     assert "silent" not in watched.lost and len(watched.usable_nodes()) == 3
 
 
-def test_silent_nodes_are_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_workers_avoid_silent_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [entry(1, "far"), entry(2, "here"), entry(3, "gone", alive=False), entry(1, "away")]
     monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
     context = SimpleNamespace(get_node_id=lambda: "here")

@@ -69,7 +69,7 @@ CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
 
 # --- what fits ------------------------------------------------------------------------------------
-def test_size_is_limited_by_cluster_and_clients() -> None:
+def test_number_of_workers_is_limited_by_cluster_and_clients() -> None:
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
     assert choose_size(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).workers == 4, (
@@ -102,11 +102,11 @@ def test_gpu_share_is_not_split_between_gpus() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_gpu_share_fits_so_often_and_no_more(workers: int) -> None:
+def test_gpu_share_fits_exactly_the_number_of_workers(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
-def test_shortage_names_resource_nodes_and_fitting_number() -> None:
+def test_error_of_shortage_names_resource_nodes_and_fit() -> None:
     nodes = "a node of 4 CPU and 1 GPU and 2 nodes of 2 CPU and 0 GPU each"
     with pytest.raises(NoRoomError, match=rf"^runtime\.workers=9 .*{nodes}.* GPU.*workers=4\.$"):
         choose_size(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
@@ -127,14 +127,14 @@ def test_shortage_names_resource_nodes_and_fitting_number() -> None:
     ],
     ids=["declared resource", "no GPU", "too few GPUs", "one node"],
 )
-def test_shortage_names_what_to_change(
+def test_error_of_shortage_names_what_to_change(
     options: RayOptions, each: Any, nodes: Any, advice: str
 ) -> None:
     with pytest.raises(NoRoomError, match=advice):
         choose_size(options, each, nodes, 20)
 
 
-def test_start_waits_for_nodes_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_waits_for_nodes_until_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime.ray import driver
 
     now, tries, said = [0.0], [0], list[str]()
@@ -269,7 +269,7 @@ def test_preflight_trains_one_largest_client_per_lane() -> None:
 
 # --- what a run shows -----------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_history_has_work_of_workers_and_store_bytes(
+def test_history_has_busy_workers_and_bytes_in_the_store(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
@@ -289,14 +289,14 @@ def test_history_has_work_of_workers_and_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_summed_group_counts_as_one_vector() -> None:
+def test_sum_of_a_group_counts_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
 
-def test_progress_without_terminal_is_plain_lines() -> None:
+def test_progress_without_terminal_has_plain_lines() -> None:
     stream, now = io.StringIO(), [0.0]
     with Progress(30, console=Console(file=stream, width=40), clock=lambda: now[0]) as progress:
         for number in range(1, 31):
@@ -480,7 +480,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
     )
 
 
-def test_two_nodes_give_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
+def test_two_nodes_have_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
     study = run_spec(Scaffold(), model=LARGE, data=equal_clients())
     schedule = Buffered(concurrency=4, size=2)
     here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
@@ -600,7 +600,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     return told, refused, failed, _gone(_groups)
 
 
-def test_run_waits_or_is_refused_and_leaves_nothing(
+def test_run_that_does_not_fit_waits_or_is_refused(
     driver: Call,
 ) -> None:
     told, refused, failed, gone = driver(_queued_then_failed)
@@ -637,7 +637,7 @@ def _slots(_: Any) -> list[str]:
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def test_two_runs_have_a_gpu_each_and_a_third_is_refused(driver: Call) -> None:
+def test_two_runs_reserve_two_gpus_and_a_third_is_refused(driver: Call) -> None:
     slots, refused, gone = driver(_side_by_side)
     assert sorted(slots) == [["0"], ["1"]]
     assert refused.startswith("runtime.wait=0: ") and "0 GPU" in refused
@@ -772,7 +772,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     return bits, living
 
 
-def test_processes_stay_for_equal_runs_until_a_failure(
+def test_processes_are_reused_by_equal_runs_until_a_failure(
     driver: Call,
 ) -> None:
     scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits
@@ -809,7 +809,7 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_trial_uses_its_group_and_does_not_remove_it(
+def test_trial_uses_its_placement_group_and_keeps_it(
     driver: Call,
 ) -> None:
     bits, groups, size, kept = driver(_search)
@@ -818,7 +818,7 @@ def test_trial_uses_its_group_and_does_not_remove_it(
     assert size == Size(1, {"CPU": 0.5})
 
 
-def test_coordinator_writes_nothing_before_events_are_read(tmp_path: Path) -> None:
+def test_coordinator_writes_nothing_until_events_are_read(tmp_path: Path) -> None:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be
     # there first.
     spec = run_spec()

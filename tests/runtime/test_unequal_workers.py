@@ -95,7 +95,7 @@ def _run(words: list[str], out: str) -> str:
         return str(error)
 
 
-def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> None:
+def test_node_with_other_bits_is_refused_or_recorded(driver: Call, tmp_path: Path) -> None:
     text = driver(_run, [], str(tmp_path / "refused"))
     refused = {name for name in ("worker-0", "worker-1") if f"{name} on " in text}
     assert text.startswith("runtime.mixed=false: ") and len(refused) == 1, (
@@ -118,7 +118,7 @@ def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> No
     assert len(other & {"worker-0", "worker-1"}) == 1 and "driver" not in other
 
 
-def test_different_replacement_ends_the_run(ray_session: None) -> None:
+def test_run_ends_if_new_worker_would_compute_other_bits(ray_session: None) -> None:
     import ray
 
     from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_process

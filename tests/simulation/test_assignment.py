@@ -37,14 +37,14 @@ def test_jobs_are_assigned_to_the_least_loaded_worker() -> None:
     assert assign_units(units_of(4, 1), [9.0, 0.0], [0, 0], lambda client: None) == [1, 1]
 
 
-def test_client_stays_at_home_only_if_that_is_fair() -> None:
+def test_client_stays_on_its_worker_only_if_loads_stay_even() -> None:
     def home_of(client: int) -> StateHome:
         return StateHome(1, is_pending=False)
 
     assert assign_units(units_of(1, 1), [0.0, 0.0], [0, 0], home_of) == [1, 0]
 
 
-def test_client_stays_at_home_while_its_state_is_pending() -> None:
+def test_client_stays_on_its_worker_while_its_state_is_pending() -> None:
     assert assign_units(
         units_of(1), [0.0, 99.0], [0, 0], lambda client: StateHome(1, is_pending=True)
     ) == [1]
@@ -71,7 +71,9 @@ def parts_of(jobs: Sequence[Job], count: int) -> int:
 
 
 @given(WORKS, st.lists(st.integers(0, 2), min_size=1, max_size=6), st.booleans())
-def test_groups_leave_no_worker_idle(works: list[int], nodes: list[int], keeps: bool) -> None:
+def test_groups_of_jobs_leave_no_worker_idle(
+    works: list[int], nodes: list[int], keeps: bool
+) -> None:
     jobs = jobs_of([float(work) for work in works])
     loads = [0.0] * len(nodes)
     assigned = assign_groups([jobs], loads, nodes, keeps)
@@ -86,7 +88,7 @@ def test_groups_leave_no_worker_idle(works: list[int], nodes: list[int], keeps: 
     assert max(total_work(share) for share in assigned) <= MAX_SLOWDOWN * best + 1e-9
 
 
-def test_groups_of_equal_jobs_are_few() -> None:
+def test_equal_jobs_are_divided_into_few_groups() -> None:
     sums = {}
     for clients, workers in ((3, 3), (10, 3), (10, 2), (100, 3), (100, 8)):
         assigned = assign_groups([jobs_of([1.0] * clients)], [0.0] * workers, [0] * workers)
@@ -94,12 +96,12 @@ def test_groups_of_equal_jobs_are_few() -> None:
     assert sums == {(3, 3): 3, (10, 3): 3, (10, 2): 4, (100, 3): 3, (100, 8): 18}
 
 
-def test_groups_count_the_work_that_workers_have() -> None:
+def test_groups_consider_the_work_that_workers_have() -> None:
     assigned = assign_groups([jobs_of([1.0] * 4)], [0.0, 2.0], [0, 0])
     assert [len(share) for share in assigned] == [3, 1]
 
 
-def test_groups_stay_on_a_node() -> None:
+def test_groups_of_jobs_stay_on_a_node() -> None:
     nodes = [0, 0, 1, 1, 2, 2]
     jobs = jobs_of([1.0] * 24)
     assigned = assign_groups([jobs], [0.0] * 6, nodes, keeps_nodes=True)

@@ -114,7 +114,7 @@ def test_interval_that_touches_the_period_end_changes_there() -> None:
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
 
-def test_changes_at_one_moment_come_together() -> None:
+def test_changes_at_the_same_moment_are_listed_together() -> None:
     presence = intervals([10.0, 30.0], [30.0, 40.0], wrap=False)
     changes_of_both = [
         (change.at, change.came.tolist(), change.gone.tolist())
@@ -217,7 +217,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_answers_for_many_clients_are_those_for_one(
+def test_many_clients_get_the_same_answers_as_single_ones(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -234,7 +234,7 @@ def test_answers_for_many_clients_are_those_for_one(
 
 @given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
 @settings(max_examples=60, deadline=None)
-def test_changes_lists_every_change_of_every_client(
+def test_list_of_changes_has_every_change_of_every_client(
     presence: Availability, now: float, members: set[int]
 ) -> None:
     clients, until = np.array(sorted(members), np.int64), now + 5_000.0
@@ -262,7 +262,7 @@ def test_changes_lists_every_change_of_every_client(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=60, deadline=None)
-def test_idle_clients_do_not_depend_on_their_start(
+def test_idle_clients_do_not_depend_on_start_of_tracking(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
@@ -303,7 +303,7 @@ def test_idle_clients_are_drawn_evenly() -> None:
     assert abs(drawn - 12_000 / 18).max() < 5 * 23
 
 
-def test_markov_clients_are_independent_in_pairs() -> None:
+def test_markov_availability_of_two_clients_is_independent() -> None:
     presence = MarkovAvailability(5, 12, 300.0, 900.0)
     there = np.array(
         [presence.are_available(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)],
@@ -314,7 +314,7 @@ def test_markov_clients_are_independent_in_pairs() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_clients_at_the_edges_of_a_draw_are_right() -> None:
+def test_markov_clients_at_the_ends_of_a_draw_are_correct() -> None:
     """Compare clients at the first place that stays or goes, among many and alone."""
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
@@ -331,7 +331,7 @@ def test_markov_clients_at_the_edges_of_a_draw_are_right() -> None:
         assert presence.are_available(own, now).tolist() == alone
 
 
-def test_markov_memory_is_bounded() -> None:
+def test_memory_of_markov_availability_is_bounded() -> None:
     presence = MarkovAvailability(5, 3, 100.0, 300.0)
     before = presence.available(1, 75.0)
     for step in range((1 << 14) + 5):
@@ -339,7 +339,7 @@ def test_markov_memory_is_bounded() -> None:
     assert len(presence._draws) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
-def test_markov_share_holds_for_few_clients_of_many() -> None:
+def test_markov_share_is_correct_for_few_clients_of_many() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
     result = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
@@ -354,7 +354,7 @@ def test_markov_share_holds_for_few_clients_of_many() -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_interval_contains_its_moment_despite_rounding() -> None:
+def test_interval_contains_its_time_despite_rounding() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -367,7 +367,7 @@ def test_interval_contains_its_moment_despite_rounding() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_share_and_durations_match_on_and_off(on: float, off: float) -> None:
+def test_markov_share_and_durations_follow_on_and_off(on: float, off: float) -> None:
     presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
@@ -387,7 +387,7 @@ def test_markov_share_and_durations_match_on_and_off(on: float, off: float) -> N
         assert np.mean(spans[state]) == pytest.approx(mean, rel=0.12)
 
 
-def test_diurnal_zones_are_spread_over_the_day() -> None:
+def test_diurnal_time_zones_are_spread_over_the_day() -> None:
     presence = Ideal(availability="diurnal", hours=6.0).presence(3, 4000)
     assert presence is not None
     for hour in (0, 7, 13):
@@ -395,7 +395,7 @@ def test_diurnal_zones_are_spread_over_the_day() -> None:
         assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000)
 
 
-def test_diurnal_24_hours_are_always() -> None:
+def test_diurnal_client_of_24_hours_is_always_available() -> None:
     assert Ideal(availability="diurnal", hours=24.0).presence(0, 5) is None
 
 
@@ -446,7 +446,7 @@ def test_run_waits_for_the_next_available_client() -> None:
     assert both.now == 510.0
 
 
-def test_fleet_without_early_clients_is_refused() -> None:
+def test_fleet_whose_clients_come_too_late_is_refused() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match=r"fleet: .* 500 s\. .*fleet\.availability"):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()
@@ -454,7 +454,7 @@ def test_fleet_without_early_clients_is_refused() -> None:
         planner(Recorded([]), 1, Buffered(1, 1)).next_aggregation()
 
 
-def test_run_stops_when_no_client_returns() -> None:
+def test_run_stops_if_no_client_becomes_available_again() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
     coordinator, _, _ = untrained_run([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
@@ -465,7 +465,7 @@ def test_run_stops_when_no_client_returns() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
 
 
-def test_run_without_clients_can_end_earlier(tmp_path: Path) -> None:
+def test_run_without_clients_ends_before_its_last_round(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup
@@ -480,7 +480,7 @@ def test_run_without_clients_can_end_earlier(tmp_path: Path) -> None:
     assert run_to_end(again).bits == run_to_end(straight).bits
 
 
-def test_repeated_trace_lets_the_run_continue() -> None:
+def test_run_continues_if_a_trace_is_repeated() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )

@@ -78,7 +78,7 @@ def best_round(finished_run: FinishedRun, column: str, higher: bool) -> int:
 @pytest.mark.parametrize(
     ("validation", "column"), [(0.2, "accuracy_validation"), (0.0, "train_loss")]
 )
-def test_best_file_has_weights_of_best_round(
+def test_best_model_file_has_weights_of_best_round(
     methods: list[Method], schedule: Schedule, validation: float, column: str, tmp_path: Path
 ) -> None:
     finished_run, weights = weights_by_round(
@@ -94,13 +94,13 @@ def test_best_file_has_weights_of_best_round(
         assert np.array_equal(array, weights[number][name]), name
 
 
-def test_best_round_is_that_of_history(tmp_path: Path) -> None:
+def test_best_model_is_of_the_best_round_in_the_history(tmp_path: Path) -> None:
     finished_run, _ = weights_by_round(study(), Synchronous(3), tmp_path)
     assert finished_run.finished.best_model is not None
     assert finished_run.finished.best_model["round"] == finished_run.rows[-1]["best_round"]
 
 
-def test_only_scored_rounds_count(tmp_path: Path) -> None:
+def test_best_model_is_of_a_scored_round(tmp_path: Path) -> None:
     evaluate = Evaluation(every=3)
     finished_run, _ = weights_by_round(
         study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate
@@ -111,7 +111,7 @@ def test_only_scored_rounds_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
 @pytest.mark.parametrize("validation", [0.2, 0.0])
-def test_best_file_survives_resume(
+def test_best_model_file_is_kept_on_resume(
     methods: list[Method], validation: float, tmp_path: Path
 ) -> None:
     spec = study(*methods, validation=validation)
@@ -130,7 +130,7 @@ def test_best_file_survives_resume(
         assert one == other
 
 
-def test_unchanged_weights_survive_resume() -> None:
+def test_best_weights_are_kept_on_resume_without_a_change() -> None:
     """All clients of a later round fail, so that the best weights are the current ones."""
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))
@@ -147,7 +147,7 @@ def test_round_without_a_score_is_not_best(value: float | None) -> None:
     assert best.summary() is None
 
 
-def test_result_offers_best_model(tmp_path: Path) -> None:
+def test_result_has_the_best_model(tmp_path: Path) -> None:
     result = raysim.run(
         [*WORDS, "partition.validation_fraction=0.2", f"out={tmp_path / 'run'}"], quiet=True
     )

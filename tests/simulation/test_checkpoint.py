@@ -81,7 +81,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+def test_checkpoint_is_read_without_changing_a_bit(tmp_path: Path) -> None:
     path = write(tmp_path, 7, snapshot())
     assert path == tmp_path / "round-000007"
     back = checkpoint.read(path)
@@ -93,7 +93,7 @@ def test_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert same_states(back.clients, snapshot().clients)
 
 
-def test_many_tensors_go_into_several_files(
+def test_checkpoint_divides_many_tensors_among_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint, state_log):
@@ -110,7 +110,7 @@ def test_many_tensors_go_into_several_files(
     assert "states-00000002.safetensors is not a regular file" in checkpoint.find_damage(path)
 
 
-def test_last_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_number_of_kept_checkpoints_is_that_of_the_settings(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in result:
@@ -162,7 +162,7 @@ def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     ]
 
 
-def test_checkpoints_keep_foreign_folders(tmp_path: Path) -> None:
+def test_removal_of_checkpoints_keeps_other_folders(tmp_path: Path) -> None:
     (tmp_path / "round-best").mkdir()
     (tmp_path / "round-000000").write_text("a file")
     for version in (1, 2, 3):
@@ -170,7 +170,7 @@ def test_checkpoints_keep_foreign_folders(tmp_path: Path) -> None:
     assert names(tmp_path) == ["log", "round-000000", "round-000002", "round-000003", "round-best"]
 
 
-def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+def test_checkpoint_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path, 1, snapshot())
@@ -230,7 +230,7 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
             run = Checkpoints(tmp_path, resume=path)
 
 
-def test_log_stays_within_twice_the_states(
+def test_state_log_has_at_most_twice_the_size_of_all_states(
     tmp_path: Path,
 ) -> None:
     run, now, written = Checkpoints(tmp_path, keep=1), states(range(40), job=1), 0
@@ -246,7 +246,7 @@ def test_log_stays_within_twice_the_states(
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_many_small_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_log_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_log, "MAX_SMALL_FILES", 8)
     run, now = Checkpoints(tmp_path), states([0], job=1)
     for version in range(1, 30):
@@ -286,7 +286,7 @@ def test_run_in_another_folder_begins_a_new_log(tmp_path: Path) -> None:
     assert before and checkpoint.find_damage(first)
 
 
-def test_empty_states_and_fewer_clients_are_written(tmp_path: Path) -> None:
+def test_checkpoint_has_empty_states_and_fewer_clients(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -313,7 +313,7 @@ def crash(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("where", ["save_file", "_digest", "_write_json", "_digest_of_manifest"])
-def test_failed_write_leaves_nothing(
+def test_failed_write_of_a_checkpoint_leaves_no_file(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -350,7 +350,7 @@ def refuse_removal(*_: object) -> None:
     raise PermissionError("the folder is read-only")
 
 
-def test_leftovers_of_a_killed_process_are_removed(
+def test_checkpoint_files_of_a_killed_process_are_removed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "round-000001").mkdir()
@@ -390,7 +390,7 @@ FILES = [
 @pytest.mark.parametrize(
     "harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"]
 )
-def test_damaged_checkpoint_is_refused_with_a_good_one(
+def test_error_of_damaged_checkpoint_names_a_valid_one(
     harm: Callable[[Path], None], file: str, tmp_path: Path
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -405,7 +405,7 @@ def test_damaged_checkpoint_is_refused_with_a_good_one(
     assert not checkpoint.find_damage(good)
 
 
-def test_damaged_checkpoint_may_be_the_only_one(tmp_path: Path) -> None:
+def test_error_of_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
@@ -431,7 +431,7 @@ def test_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
         '{"../round-000004/run.json": "x"}',
     ],
 )
-def test_manifest_without_the_files_is_damaged(manifest: str, tmp_path: Path) -> None:
+def test_manifest_without_its_files_is_damaged(manifest: str, tmp_path: Path) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=f"resume={bad}: .* Set resume={good} "):
@@ -457,7 +457,7 @@ def test_pipe_as_checkpoint_file_does_not_block(file: str, tmp_path: Path) -> No
     assert f"{file} is not a regular file" in checkpoint.find_damage(path)
 
 
-def test_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_ignores_other_files_in_its_folder(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / "notes.txt").write_text("mine")
     assert not checkpoint.find_damage(path)
@@ -544,7 +544,7 @@ def test_raysim_does_not_pickle() -> None:
         "np.load(path, allow_pickle=flag)",
     ],
 )
-def test_search_for_pickles_finds_them(line: str) -> None:
+def test_search_for_pickles_finds_examples(line: str) -> None:
     assert unsafe(line)
 
 
@@ -569,7 +569,7 @@ def test_resumed_history_has_no_gap_and_no_duplicate(
     assert walls == sorted(walls), "time already spent is not forgotten"  # type: ignore[type-var]
 
 
-def test_resumed_finished_run_does_nothing(tmp_path: Path) -> None:
+def test_finished_run_does_nothing_when_resumed(tmp_path: Path) -> None:
     straight = run(
         run_spec(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path)
     )
@@ -582,7 +582,7 @@ def test_resumed_finished_run_does_nothing(tmp_path: Path) -> None:
     assert resumed.rows == straight.rows
 
 
-def test_resumed_run_can_be_resumed(tmp_path: Path) -> None:
+def test_resumed_run_can_be_resumed_again(tmp_path: Path) -> None:
     study = run_spec(FedBN(), FedBuff(), model=NORMED)
     setup = {"rounds": 8, "checkpoint_every": 2}
     straight = run(study, BUFFER, rounds=8)
@@ -627,7 +627,7 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 # --- killed ---------------------------------------------------------------------------------------
 
 
-def test_kill_between_any_two_writes_keeps_the_bits(
+def test_kill_between_any_two_writes_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
@@ -773,7 +773,7 @@ def test_manifest_is_the_last_file_on_disk(tmp_path: Path, monkeypatch: pytest.M
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
-def test_full_disk_is_reported_with_the_bytes(
+def test_error_of_full_disk_has_the_needed_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -798,7 +798,7 @@ def test_resumed_run_continues_its_log(remote: bool, tmp_path: Path) -> None:
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
 
 
-def test_first_process_stops_if_a_second_writes_to_its_url(
+def test_run_stops_if_another_process_writes_to_its_url(
     tmp_path: Path,
 ) -> None:
     where = f"memory://{tmp_path.name}-two"
@@ -811,7 +811,7 @@ def test_first_process_stops_if_a_second_writes_to_its_url(
     later.write(3, snapshot(3.0))
 
 
-def test_manifest_names_nothing_outside(tmp_path: Path) -> None:
+def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))

@@ -96,7 +96,7 @@ METHODS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "schedule"), [("fedbn", "rounds"), ("fedbss", "buffer"), ("scaffold", "buffer")]
 )
-def test_client_state_survives_missed_rounds_on_ray(
+def test_client_state_is_kept_in_missed_rounds_on_ray(
     name: str, schedule: str, workers: Workers, tmp_path: Path
 ) -> None:
     here = every_round(tmp_path / "here", METHODS[name](), schedule=schedule)
@@ -133,7 +133,7 @@ def test_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path
 # --- FedBN ----------------------------------------------------------------------------------------
 
 
-def test_private_batchnorm_continues_from_its_state() -> None:
+def test_personal_batchnorm_continues_from_client_state() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
     result = run(study(FedBN()), Synchronous(1), rounds=12)
     turns, counts = result.participations, result.coordinator.counts
@@ -144,7 +144,7 @@ def test_private_batchnorm_continues_from_its_state() -> None:
         assert result.state(client).counters.tolist() == [batches - singles] * 2
 
 
-def test_private_tensors_are_saved_by_name(tmp_path: Path) -> None:
+def test_personal_tensors_are_saved_by_name(tmp_path: Path) -> None:
     saved = every_round(tmp_path, FRAug(rounds=ROUNDS), schedule="rounds")[-1]
     tensors = [(name, array) for state in saved.clients.values() for name, array in state.items()]
     names = {name for name, _ in tensors}
@@ -158,7 +158,7 @@ def test_private_tensors_are_saved_by_name(tmp_path: Path) -> None:
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
 
 
-def test_client_state_survives_a_conversion_by_name() -> None:
+def test_client_state_can_be_converted_by_name() -> None:
     result = run(study(FedBN(), Scaffold()), rounds=2)
     layout = result.coordinator.layout
     for state in map(result.state, result.coordinator.client_states.accepted_jobs):
@@ -180,7 +180,7 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None:
+def test_fedbss_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None:
     with_cache, without_cache = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)
@@ -188,7 +188,7 @@ def test_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None
     assert (with_cache.model_sha256 != without_cache.model_sha256) == matters
 
 
-def test_ranking_is_used_by_the_next_participation(
+def test_fedbss_ranking_is_used_in_the_next_job(
     tmp_path: Path,
 ) -> None:
     result = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
@@ -212,7 +212,7 @@ def test_ranking_is_used_by_the_next_participation(
     assert checked
 
 
-def test_ranking_pass_changes_no_state() -> None:
+def test_fedbss_ranking_pass_changes_no_state() -> None:
     seen = []
 
     class Watched(FedBSS):
@@ -239,7 +239,7 @@ def _everything(job: LocalJob) -> dict[str, torch.Tensor]:
     }
 
 
-def test_ranking_uses_the_received_model_in_eval_mode() -> None:
+def test_fedbss_ranking_uses_received_model_in_eval_mode() -> None:
     ranked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     class Watched(FedBSS):
@@ -274,7 +274,7 @@ class Keeps(Method):
 @pytest.mark.parametrize(
     ("name", "saved"), [("model", "extractor.2.weight"), ("personal", "counters")]
 )
-def test_client_state_named_like_a_private_tensor_is_refused(name: str, saved: str) -> None:
+def test_client_state_named_like_personal_tensor_is_refused(name: str, saved: str) -> None:
     methods = [FedBN(), Keeps(name, saved)]
     with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{saved}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

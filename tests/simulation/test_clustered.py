@@ -56,7 +56,7 @@ THREE = (FedAdam(), FedBN(), FedCM())
         pytest.param(CHOICE, Immediate(4), THREE, id="loss-immediate-three"),
     ],
 )
-def test_bits_agree_on_more_workers_and_after_resume(
+def test_clusters_have_same_bits_on_workers_and_after_resume(
     topology: Topology, schedule: Schedule, methods: tuple[Method, ...]
 ) -> None:
     def make() -> Any:
@@ -66,14 +66,14 @@ def test_bits_agree_on_more_workers_and_after_resume(
     check_resumed(make, schedule, Lognormal())
 
 
-def test_resumed_run_continues_within_clusters() -> None:
+def test_resumed_run_keeps_its_clusters() -> None:
     result = run(spec(EAGER), ALL, rounds=3)
     assert result.rows[0]["topology.clusters"] == 2
     assert result.rows[2]["topology.clusters"] == 4
     assert len({*result.coordinator.replicas.clients_of.tolist()}) == 4
 
 
-def test_choices_are_the_same_in_lanes() -> None:
+def test_clients_choose_the_same_cluster_in_lanes() -> None:
     one, several = (run(spec(CHOICE, lanes=lanes), ALL, rounds=3) for lanes in (1, 3))
     choices = [found.coordinator.replicas.clients_of.tolist() for found in (one, several)]
     assert choices[0] == choices[1] and len({*choices[0]}) > 1
@@ -90,7 +90,7 @@ def test_client_with_stale_base_counts_for_its_new_cluster() -> None:
     assert sum(server.samples for server in replicas.servers) == result.coordinator.counts.sum()
 
 
-def test_choice_costs_all_models_and_a_forward_pass_of_each() -> None:
+def test_choice_of_cluster_costs_all_models_and_their_passes() -> None:
     star, choice = (run(spec(topology), ALL, rounds=2) for topology in (_star(), CHOICE))
     size = star.coordinator.layout.shared
     assert choice.rows[-1]["floats_down"] == 3 * star.rows[-1]["floats_down"]
@@ -124,7 +124,7 @@ def test_clustered_refuses_methods_with_fixed_clients(method: Method, topology: 
         coordinate(spec(topology, method), ALL)
 
 
-def test_choice_refuses_messages_to_single_clients() -> None:
+def test_choice_of_cluster_refuses_messages_to_single_clients() -> None:
     with pytest.raises(ValueError, match="topology: method 'fedpac'"):
         coordinate(spec(CHOICE, FedPAC(), local=Local(epochs=2)), ALL)
 
@@ -138,7 +138,7 @@ def test_choice_refuses_messages_to_single_clients() -> None:
         ({"gamma": 1.0}, r"topology\.gamma"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], match: str) -> None:
+def test_wrong_settings_of_clusters_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Clustered(**settings)
 
@@ -148,12 +148,12 @@ def test_more_clusters_than_clients_are_refused() -> None:
         Clustered("loss", 9).connect(Federation(0, np.full(CLIENTS, 5), "samples", 10))
 
 
-def test_method_ifca_is_answered_by_the_topology(tmp_path: Path) -> None:
+def test_error_of_method_ifca_names_the_topology(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"topology=clustered topology\.rule=loss"):
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
 
-def test_client_model_is_that_of_its_cluster(tmp_path: Path) -> None:
+def test_model_of_a_client_is_that_of_its_cluster(tmp_path: Path) -> None:
     result = run_experiment(
         "data=synthetic data.samples=120 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
         "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "
@@ -179,7 +179,7 @@ def test_bipartition_separates_opposite_directions() -> None:
     assert across < -0.9
 
 
-def test_bipartition_of_equal_updates_and_zeros() -> None:
+def test_bipartition_accepts_equal_updates_and_zeros() -> None:
     rows = [np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)]
     is_second, across = bipartition(cosine_similarities(rows))
     assert is_second.tolist() == [False, False, True] and across == 0
@@ -206,12 +206,12 @@ class Pieces(Topology):
         return Network(zeros, shares=np.ones(2), clusters=self.rule)
 
 
-def test_own_rule_moves_clients_to_a_free_replica() -> None:
+def test_users_rule_moves_clients_to_a_free_replica() -> None:
     result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
-def test_wrong_move_is_refused(rule: ClusterRule) -> None:
+def test_wrong_move_of_clients_is_refused(rule: ClusterRule) -> None:
     with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
         run(spec(Pieces(rule)), ALL, rounds=2)

@@ -29,7 +29,7 @@ def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
     return Costs(prices, Fixed(Speeds(*speeds), Fate()), np.arange(clients))
 
 
-def test_job_costs_its_phases() -> None:
+def test_cost_of_a_job_is_the_sum_of_its_phases() -> None:
     # Client 0: 6 floats down in 6 s, 30 samples in 3 s, 4 floats up in 2 s.
     job = Job(0, 0, 0, 0, start=1.0, finish=12.0, work=30.0, down=6, up=4)
     joules, gigabytes = 6 * 2 + 3 * 5 + 2 * 3, 40 / 1e9
@@ -42,14 +42,14 @@ def test_job_costs_its_phases() -> None:
 @pytest.mark.parametrize(
     ("finish", "joules"), [(4.0, 4 * 2), (8.0, 6 * 2 + 2 * 5), (10.0, 6 * 2 + 3 * 5 + 3)]
 )
-def test_lost_job_costs_its_work_until_the_loss(finish: float, joules: float) -> None:
+def test_cost_of_a_lost_job_ends_with_its_loss(finish: float, joules: float) -> None:
     job = Job(0, 0, 0, 0, finish=finish, arrives=False, work=30.0, down=6, up=4)
     energy, money, _ = costs().of(job)
     assert energy == pytest.approx(joules / 3600)
     assert money == pytest.approx(joules / 3.6e6 * 0.2 + 24 / 1e9 * 4), "it sends nothing"
 
 
-def test_kind_of_client_decides() -> None:
+def test_costs_follow_the_kind_of_the_client() -> None:
     job = Job(0, 1, 0, 0, finish=6.0, work=40.0, down=6, up=4)
     assert costs(kinds=(0, 1)).of(job).energy_wh == pytest.approx(2 * 1 / 3600)
 
@@ -63,7 +63,7 @@ def test_idle_energy_is_that_of_idle_clients() -> None:
     assert added.totals(10.0)["idle_wh"] == pytest.approx(idle)
 
 
-def test_history_has_the_sums_of_all_jobs() -> None:
+def test_history_has_the_cost_of_all_jobs() -> None:
     result = run(run_spec(), Synchronous(4), replace(FLEET, dropout=0.3), rounds=4)
     last = result.rows[-1]
     for name in ("energy_wh", "money", "co2_g"):
@@ -73,7 +73,7 @@ def test_history_has_the_sums_of_all_jobs() -> None:
     )
 
 
-def test_fleet_without_costs_has_no_columns() -> None:
+def test_fleet_without_costs_has_no_cost_columns() -> None:
     result = run(run_spec(), Synchronous(4), Lognormal())
     assert not {*COLUMNS} & {*result.rows[-1]}
     assert all(job.energy_wh == job.money == job.co2_g == 0 for job in result.jobs)
@@ -89,7 +89,7 @@ def test_costs_are_the_same_after_resuming() -> None:
     agreement.check_resumed(lambda: run_spec(selection=rule), Buffered(4, 2), FLEET)
 
 
-def test_extra_pass_costs_energy() -> None:
+def test_extra_pass_over_the_data_costs_energy() -> None:
     def load(client: int, version: int, earlier: int, accepted: int) -> Load:
         return Load(30.0, 6, 4)
 
@@ -132,12 +132,12 @@ def test_device_classes_have_costs() -> None:
         (lambda: DeviceClasses(cost=Cost(idle_w=1)), "fleet.cost"),
     ],
 )
-def test_wrong_costs_name_their_key(make: object, key: str) -> None:
+def test_error_of_wrong_cost_names_its_key(make: object, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         make()  # type: ignore[operator]
 
 
-def test_state_of_costs_is_json() -> None:
+def test_state_of_costs_can_be_stored_as_json() -> None:
     added, other = costs(), costs()
     added.start(Job(0, 0, 0, 0), 1.0)
     other.restore(json.loads(json.dumps(added.state())))

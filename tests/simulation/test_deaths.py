@@ -260,7 +260,7 @@ def test_silent_worker_is_replaced_with_the_same_bits(
 @pytest.mark.parametrize("is_reachable", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_lost_node_changes_no_bits(name: str, schedule: str, is_reachable: bool) -> None:
+def test_loss_of_a_node_changes_no_bits(name: str, schedule: str, is_reachable: bool) -> None:
     (whole, calls), texts = calls_of(name, schedule), []
     ended = 0
     for number in range(2, calls + 1, 13):
@@ -282,7 +282,7 @@ def test_lost_node_changes_no_bits(name: str, schedule: str, is_reachable: bool)
     assert (ended > 0) == (not is_reachable and "state" in name)
 
 
-def test_last_node_that_is_lost_ends_the_run() -> None:
+def test_loss_of_the_last_node_ends_the_run() -> None:
     spec = study("sums on workers")
     with pytest.raises(ProcessLostError, match="no other worker"):
         run_to_end(
@@ -290,7 +290,7 @@ def test_last_node_that_is_lost_ends_the_run() -> None:
         )
 
 
-def test_waiting_events_name_the_silent_worker(clock: None) -> None:
+def test_waiting_event_names_the_silent_worker(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
     spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):
@@ -338,7 +338,7 @@ def calls_of(name: str, schedule: str) -> tuple[FinishedRun, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
+def test_death_of_a_worker_at_any_call_changes_no_bits(name: str, schedule: str) -> None:
     whole, calls = calls_of(name, schedule)
     assert whole.bits == run(study(name), SCHEDULES[schedule], **ASKED).bits
     for index, deaths in enumerate(
@@ -358,7 +358,7 @@ def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lost_sums_of_a_node_are_trained_again(schedule: str) -> None:
+def test_jobs_of_lost_sums_are_trained_again(schedule: str) -> None:
     class Unreachable(Mortal):
         """Workers on two nodes; the sums that stay on the second one are lost now and then."""
 
@@ -383,7 +383,7 @@ def test_lost_sums_of_a_node_are_trained_again(schedule: str) -> None:
     assert runtime.separate > 2
 
 
-def test_repeated_deaths_on_a_node_lower_the_workers(
+def test_repeated_deaths_on_a_node_reduce_its_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = study("upload and state")
@@ -507,7 +507,7 @@ def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
     assert "T (stopped)" in stacks
 
 
-def test_replacement_that_is_lost_with_its_node_is_given_up(
+def test_new_worker_that_is_lost_with_its_node_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The new actor dies, and the task that reports its identity never runs."""
@@ -546,7 +546,9 @@ class Sleepy(Method):
             time.sleep(0.1)
 
 
-def test_run_grows_when_others_end_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
+def test_run_gets_workers_of_ended_runs_with_the_same_bits(
+    ray_session: None, tmp_path: Path
+) -> None:
     from raysim.runtime import ray as on_ray
     from raysim.runtime.ray.node_watch import free_resources
 
@@ -589,7 +591,7 @@ class Halting(Method):
         return direction
 
 
-def test_stopped_coordinator_is_lost(
+def test_coordinator_that_stops_is_a_lost_process(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -634,7 +636,7 @@ def test_death_of_the_coordinator_is_a_lost_process(
 
 
 @pytest.mark.parametrize("looks", [1, 3, 10])
-def test_run_waits_until_ray_reports_a_lost_node(
+def test_run_waits_until_ray_reports_the_lost_node(
     looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -694,7 +696,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_dead_node_loses_states_and_keeps_the_bits(
+def test_loss_of_a_node_with_states_changes_no_bits(
     tmp_path: Path,
 ) -> None:
     ended = subprocess.run(

@@ -89,14 +89,14 @@ def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow
 
 
 @pytest.mark.parametrize(("seconds", "jobs"), [(0.001, 2), (0.0004, 5), (0.1, 1)])
-def test_small_jobs_travel_in_bundles(seconds: float, jobs: int) -> None:
+def test_small_jobs_are_sent_in_bundles(seconds: float, jobs: int) -> None:
     result = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
     sizes = [size for _, size in result.calls]
     assert 60 <= sum(sizes) <= 60 + CLIENTS and max(sizes) <= jobs
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
-def test_worker_has_two_calls_and_those_of_the_next_round() -> None:
+def test_worker_gets_two_calls_and_those_of_the_next_round() -> None:
     result = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
     assert 2 <= result.most <= 3
 
@@ -112,7 +112,7 @@ def test_round_is_one_call_to_each_worker() -> None:
     assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 
 
-def test_sums_travel_as_one_array_per_group() -> None:
+def test_sums_are_sent_as_one_array_per_group() -> None:
     """Five updates return two arrays, a sum of four and a single one, and five sets of numbers."""
     answers: list[TrainingResult] = []
 

@@ -103,7 +103,7 @@ def test_evaluation_has_the_same_bits_on_three_workers(
     assert one.history == three.history and one.bits == three.bits
 
 
-def test_views_depend_on_private_layers() -> None:
+def test_score_columns_depend_on_personal_layers() -> None:
     plain = run(run_spec(data=apart())).rows[-1]
     normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
@@ -114,7 +114,7 @@ def test_views_depend_on_private_layers() -> None:
     )
 
 
-def test_personalised_models_are_scored_as_shared_and_own() -> None:
+def test_personalised_run_scores_shared_and_own_models() -> None:
     both, plain = run(run_spec(Doubled(), data=apart())), run(run_spec(data=apart()))
     assert both.bits == plain.bits
     for own, shared in zip(both.rows, plain.rows, strict=True):
@@ -161,7 +161,7 @@ def test_finetuning_dropout_depends_on_client_and_version() -> None:
     )
 
 
-def test_finetuning_may_use_spare_samples() -> None:
+def test_finetuning_can_use_spare_samples() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5)
     data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
     whole = federate(source, IID(clients=4, test_fraction=0.2), SEED).partition.train
@@ -179,12 +179,12 @@ def test_finetuning_may_use_spare_samples() -> None:
     ]
 
 
-def test_finetuning_after_the_last_round_only() -> None:
+def test_finetuning_can_follow_the_last_round_only() -> None:
     rows = run(run_spec(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_common_score_is_the_mean_over_clients() -> None:
+def test_common_score_is_the_mean_of_the_clients_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
     ).rows
@@ -224,7 +224,7 @@ def test_decomposition_adds_up_to_the_loss() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_decomposition_uses_local_models_unpersonalised() -> None:
+def test_decomposition_uses_models_before_personalisation() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, doubled = (
         decomposed(run(run_spec(*methods, data=apart()), Synchronous(3), **asked).rows)
@@ -240,7 +240,7 @@ def test_decomposition_of_one_client_has_no_shift() -> None:
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_domains_have_a_column_each() -> None:
+def test_history_has_a_column_for_each_domain() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5, domains=3)
     data = federate(source, Domain(test_fraction=0.2), SEED)
     row: Mapping[str, Any] = run(run_spec(data=data), Synchronous(3)).rows[-1]
@@ -251,7 +251,7 @@ def test_domains_have_a_column_each() -> None:
 
 
 @pytest.mark.parametrize(("domains", "columns"), [(20, 20), (21, 0)])
-def test_many_domains_have_no_columns(domains: int, columns: int) -> None:
+def test_history_has_no_columns_for_many_domains(domains: int, columns: int) -> None:
     source = Synthetic(samples=210, test_samples=20, classes=5, domains=domains)
     data = federate(source, Domain(test_fraction=0.2), SEED)
     row = run(run_spec(data=data), Synchronous(3), rounds=1).rows[-1]
@@ -277,7 +277,7 @@ class Drift(Method):
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_clients_are_scored_in_their_best_round(methods: tuple[Method, ...]) -> None:
+def test_client_score_of_best_round_is_in_the_history(methods: tuple[Method, ...]) -> None:
     data = validated()
     assert data.partition.validation is not None
     plain = replace(data, partition=replace(data.partition, validation=None))
@@ -307,7 +307,7 @@ def test_best_round_ignores_worse_rounds() -> None:
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_best_round_of_an_error_has_the_lowest(methods: tuple[Method, ...]) -> None:
+def test_best_round_has_the_lowest_error(methods: tuple[Method, ...]) -> None:
     data = federate(
         Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0
     )
@@ -345,7 +345,7 @@ def test_validation_needs_no_client_tests(methods: tuple[Method, ...]) -> None:
     assert methods or row["accuracy_global_best"] is not None
 
 
-def test_best_rounds_survive_resume(tmp_path: Path) -> None:
+def test_best_rounds_are_kept_on_resume(tmp_path: Path) -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=validated())
     straight = run(study, rounds=6)
     run(study, rounds=6, checkpoint_every=3, folder=str(tmp_path))
@@ -353,7 +353,7 @@ def test_best_rounds_survive_resume(tmp_path: Path) -> None:
     assert resumed.history == straight.history and resumed.bits == straight.bits
 
 
-def test_best_rounds_are_the_first_of_equal_ones() -> None:
+def test_best_round_is_the_first_of_equal_ones() -> None:
     best = BestRounds(CSR(np.arange(5), np.array([0, 2, 2, 5])))
     everyone = np.array([0, 2])
     right, wrong = np.ones(5, np.bool_), np.zeros(5, np.bool_)
@@ -369,7 +369,7 @@ def test_best_rounds_are_the_first_of_equal_ones() -> None:
     assert best.take_shared(6, 0.75, None) == (6, None)
 
 
-def test_pooled_model_is_tested_by_every_client() -> None:
+def test_pooled_model_is_scored_on_every_clients_tests() -> None:
     data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
     result = run(run_spec(Pooled(), data=data), Synchronous(1))
@@ -448,7 +448,7 @@ def test_evaluation_settings_have_lower_bounds(key: str, least: int) -> None:
         Evaluation(**{key: least - 1})  # type: ignore[arg-type]
 
 
-def test_evaluation_ships_client_state_to_other_worker() -> None:
+def test_evaluation_sends_client_state_to_other_worker() -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]

@@ -178,7 +178,7 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
 @pytest.mark.parametrize(
     "kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name
 )
-def test_failed_client_has_weight_zero(kind: Any) -> None:
+def test_failed_client_changes_no_aggregate(kind: Any) -> None:
     result = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
     assert result.finished.model_sha256 == without.finished.model_sha256
@@ -201,7 +201,7 @@ def test_failed_client_has_weight_zero(kind: Any) -> None:
     )
 
 
-def test_failure_names_client_version_method_and_worker() -> None:
+def test_failure_has_client_version_method_and_worker() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.worker, failure.method) == (
         2,
@@ -213,32 +213,32 @@ def test_failure_names_client_version_method_and_worker() -> None:
     assert "in begin" in failure.traceback
 
 
-def test_diverged_client_names_local_lr() -> None:
+def test_error_of_diverged_client_names_local_lr() -> None:
     (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
     assert "local.clip" in failure.error and "method 'diverging'" in failure.error
 
 
-def test_loss_not_finite_at_the_first_step_names_the_data() -> None:
+def test_error_of_first_loss_not_finite_names_the_data() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
     assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
-def test_upload_not_finite_names_its_method() -> None:
+def test_error_of_upload_not_finite_names_its_method() -> None:
     (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
 
 
-def test_private_parameter_not_finite_is_never_stored() -> None:
+def test_personal_parameter_not_finite_is_never_stored() -> None:
     result = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
     assert where(result.failures) == HITS, "each of them only once: the state before it is kept"
 
 
-def test_failure_is_the_same_on_ray(workers: Workers) -> None:
+def test_failure_has_the_same_effect_on_ray(workers: Workers) -> None:
     study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
     there = run_to_end(
@@ -250,7 +250,7 @@ def test_failure_is_the_same_on_ray(workers: Workers) -> None:
     assert {failure.worker for failure in there.failures} <= {"worker-0", "worker-1"}
 
 
-def test_failures_are_left_out_of_a_buffer() -> None:
+def test_buffer_leaves_out_failed_clients() -> None:
     hits = frozenset((client, version) for client in (0, 3) for version in range(20))
     result = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
     assert {failure.client for failure in result.failures} == {0, 3}
@@ -258,7 +258,7 @@ def test_failures_are_left_out_of_a_buffer() -> None:
     assert all(row["clients"] + row["failures"] == 3 for row in result.rows)  # type: ignore[operator]
 
 
-def test_round_of_failures_only_advances_the_clock() -> None:
+def test_round_with_failures_only_advances_the_clock() -> None:
     hits = frozenset((client, 1) for client in range(6))
     result = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
     assert result.rows[1]["train_loss"] is None
@@ -300,7 +300,7 @@ def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFa
 @pytest.mark.parametrize(
     "schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"]
 )
-def test_too_many_failures_stop_with_a_checkpoint(
+def test_too_many_failures_stop_run_with_a_checkpoint(
     schedule: Any, methods: list[Method], tmp_path: Path
 ) -> None:
     hits = frozenset((client, version) for client in (0, 2) for version in (2, 3, 4))
@@ -329,7 +329,7 @@ def test_tolerated_failures_do_not_stop_a_run() -> None:
         run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
 
 
-def test_too_many_failures_without_a_folder() -> None:
+def test_too_many_failures_stop_run_without_a_folder() -> None:
     hits = frozenset((client, 0) for client in range(6))
     with pytest.raises(TooManyFailuresError) as stopped:
         run(run_spec(Raising(hits)), ROUNDS)
@@ -417,7 +417,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats"),
     ],
 )
-def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sentence: str) -> None:
+def test_error_of_wrong_hook_is_a_sentence_without_traceback(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith(
         "6 of 6 clients failed in round 1, first: client 1, version 0, worker worker-0: " + sentence
@@ -428,7 +428,7 @@ def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sen
 @pytest.mark.parametrize(
     ("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)]
 )
-def test_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
+def test_error_of_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
         "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, "
@@ -482,7 +482,9 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],
 )
-def test_mistake_of_a_server_hook_is_one_sentence(hooks: Mapping[str, Any], sentence: str) -> None:
+def test_error_of_wrong_server_hook_is_one_sentence(
+    hooks: Mapping[str, Any], sentence: str
+) -> None:
     (line,) = stopped_by(mine(**hooks))
     assert line.startswith(WHERE) and sentence in line
     assert line.endswith("Continue from the last checkpoint with resume=latest.")
@@ -503,14 +505,16 @@ def scores_nothing(self: Any, run: Setup) -> None:
         (scores_nothing, "nothing from scores"),
     ],
 )
-def test_sent_and_scored_values_must_be_tensors(setup: Any, sentence: str) -> None:
+def test_values_that_methods_send_and_score_must_be_tensors(setup: Any, sentence: str) -> None:
     with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
         run(run_spec(mine(setup=setup)), ALL, rounds=1)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
 @pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
-def test_failing_server_hook_names_its_method(hook: str, error: type[BaseException]) -> None:
+def test_error_of_failing_server_hook_names_its_method(
+    hook: str, error: type[BaseException]
+) -> None:
     with pytest.raises(RunStoppedError) as stopped:
         run(run_spec(Server(hook, error)), ALL, rounds=4)
     first, *rest = str(stopped.value).splitlines()
@@ -520,7 +524,7 @@ def test_failing_server_hook_names_its_method(hook: str, error: type[BaseExcepti
     assert any(f"in {hook}" in line for line in rest)
 
 
-def test_vector_not_finite_is_never_a_version(tmp_path: Path) -> None:
+def test_vector_that_is_not_finite_never_becomes_a_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
     with pytest.raises(
         RunStoppedError, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
@@ -539,7 +543,7 @@ class Exploding(Method):
         return direction * (3e38 if server.version else 1.0)
 
 
-def test_diverged_server_names_the_longest_updates() -> None:
+def test_error_of_diverged_server_names_the_longest_updates() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
         RunStoppedError,
@@ -553,7 +557,7 @@ def test_diverged_server_names_the_longest_updates() -> None:
     ("length", "norm", "sentence"),
     [(1e5, 1e3, "faults.norm=1000"), (1e20, None, "no finite norm")],
 )
-def test_update_longer_than_the_norm_is_a_failure(
+def test_update_above_the_largest_norm_is_a_failure(
     single: bool, length: float, norm: float | None, sentence: str
 ) -> None:
     methods = [Long(length=length), *([Absent()] if single else [])]

@@ -42,7 +42,7 @@ def test_device_may_be_arbitrarily_slow() -> None:
     assert devices(slow).trip(0, 0, 0.0, 1.0, 1, 1) == (2.0 + 8.0 + 16.0, True)
 
 
-def test_trip_is_download_training_and_upload() -> None:
+def test_duration_of_a_job_is_download_training_and_upload() -> None:
     plain = Lognormal(
         speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0
     )
@@ -79,7 +79,7 @@ def test_model_without_flops_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
-def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
+def test_expected_seconds_are_the_mean_duration_of_jobs(fleet: Fleet) -> None:
     result, samples = devices(fleet, 40), np.arange(1.0, 41.0)
     expected = result.seconds(samples, 10, 20)
     trips = [
@@ -104,7 +104,7 @@ def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
     dropout=st.floats(0, 0.9),
 )
 @settings(max_examples=20, deadline=None)
-def test_trip_is_a_function_of_the_seed(
+def test_duration_of_a_job_depends_on_the_seed_only(
     fleet: Fleet,
     availability: str,
     seed: int,
@@ -123,7 +123,7 @@ def test_trip_is_a_function_of_the_seed(
     assert trip.finish == unhindered.finish or not trip.arrives
 
 
-def test_devices_depend_on_the_seed() -> None:
+def test_devices_of_a_fleet_depend_on_the_seed() -> None:
     for fleet in (Lognormal(), DeviceClasses(), Delays()):
         one, same, other = (
             devices(fleet, 50, seed).seconds(np.ones(50), 1, 1) for seed in (1, 1, 2)
@@ -135,7 +135,7 @@ def test_devices_depend_on_the_seed() -> None:
 # --- classes of devices ---------------------------------------------------------------------------
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 500))
 @settings(max_examples=50, deadline=None)
-def test_device_class_has_its_share(seed: int, clients: int) -> None:
+def test_device_class_has_its_share_of_the_clients(seed: int, clients: int) -> None:
     fleet = DeviceClasses()
     labels = fleet.labels(seed, clients)
     result = np.bincount(labels.kinds, minlength=len(labels.names))
@@ -144,7 +144,7 @@ def test_device_class_has_its_share(seed: int, clients: int) -> None:
     assert np.all(np.abs(result - wanted) <= 1)
 
 
-def test_labels_name_the_class_of_the_speed() -> None:
+def test_device_label_is_the_class_of_the_speed() -> None:
     fleet = DeviceClasses(sigma=0.0, bandwidth_sigma=0.0)
     labels, speeds = fleet.labels(7, 200), fleet.speeds(7, 200, lambda: 1.0)
     for client in range(200):
@@ -166,7 +166,7 @@ def test_fleet_without_classes_has_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_delays_are_between_the_bounds_of_the_kind() -> None:
+def test_delays_are_between_the_bounds_of_their_kind() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -175,7 +175,7 @@ def test_delays_are_between_the_bounds_of_the_kind() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
+def test_client_has_the_delay_kind_of_largest_dirichlet_part() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -185,7 +185,7 @@ def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
 
 
 # --- drop-outs ------------------------------------------------------------------------------------
-def test_dropout_loses_its_share_at_any_moment() -> None:
+def test_dropout_loses_its_share_of_jobs_at_any_moment() -> None:
     result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
         result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
@@ -222,7 +222,7 @@ def test_unavailable_client_loses_its_job() -> None:
     assert result.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
-def test_lognormal_accepts_positional_settings() -> None:
+def test_lognormal_fleet_accepts_positional_settings() -> None:
     given = Lognormal(10.0, 0.5, 2e6, 1e6, 0.25)
     named = Lognormal(
         speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25
@@ -230,7 +230,7 @@ def test_lognormal_accepts_positional_settings() -> None:
     assert given == named
 
 
-def test_fleet_patience_is_the_longest_wait() -> None:
+def test_fleet_patience_limits_the_wait_for_a_client() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):
@@ -351,7 +351,7 @@ def test_unknown_fleet_key_is_refused_with_the_nearest(words: list[str], text: s
         ),
     ],
 )
-def test_impossible_run_is_refused_without_a_file(
+def test_run_that_a_fleet_cannot_finish_writes_no_file(
     words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -366,7 +366,7 @@ def test_impossible_run_is_refused_without_a_file(
 
 
 @pytest.mark.parametrize("name", ["ideal", "lognormal", "devices", "fadas"])
-def test_every_fleet_has_availability_and_dropout(name: str) -> None:
+def test_every_fleet_accepts_availability_and_dropout(name: str) -> None:
     words = [
         f"fleet={name}",
         "fleet.availability=markov",

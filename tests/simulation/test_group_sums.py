@@ -93,7 +93,7 @@ def apart(
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_sums_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
+def test_sums_of_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
     there, runtime = apart(study(*methods))
     assert (there.bits, there.history) == (alone.bits, alone.history)
@@ -102,7 +102,7 @@ def test_sums_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) 
     assert {node for node, _ in runtime.added} == {1, 2}
 
 
-def test_few_vectors_of_nodes_arrive() -> None:
+def test_coordinator_gets_few_vectors_from_nodes() -> None:
     """Cases: three nodes of one worker; two of two workers; eight of one worker. In two rounds."""
     _, runtime = apart(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
@@ -113,7 +113,7 @@ def test_few_vectors_of_nodes_arrive() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0)])
-def test_sums_on_nodes_only_if_they_save_traffic(nodes: tuple[int, ...], least: float) -> None:
+def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], least: float) -> None:
     """Cases: a small model, and workers on one node."""
     result, runtime = apart(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
@@ -152,7 +152,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     st.sampled_from([(0, 0), (0, 0, 0), (0, 1, 1), (0, 1, 2, 1, 0), (0, 0, 1, 1, 2, 2, 3, 3)]),
     st.sampled_from([(), (Sick(),), (FedBN(),)]),
 )
-def test_bits_do_not_depend_on_schedule_nodes_and_failures(
+def test_sums_do_not_depend_on_nodes_and_failures(
     schedule: Schedule, nodes: tuple[int, ...], methods: tuple[Method, ...]
 ) -> None:
     spec = with_settings(study(*methods), rounds=3, tolerate=1.0)
@@ -161,7 +161,7 @@ def test_bits_do_not_depend_on_schedule_nodes_and_failures(
     assert (there.bits, there.history) == (alone.bits, alone.history)
 
 
-def test_groups_are_parts_of_the_tree_of_a_replica() -> None:
+def test_groups_are_parts_of_the_summation_tree_of_a_replica() -> None:
     trees = SumTrees()
     trees.plan((10, 11, 12, 13, 14))
     trees.plan((20, 21))

@@ -32,7 +32,9 @@ def take_bundle(queue: JobQueue, max_jobs: int = 100, max_work: float = math.inf
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.integers(0, 2)), max_size=20),
     st.integers(0, 3),
 )
-def test_jobs_leave_once_and_in_order(entries: list[tuple[int, float, int]], taken: int) -> None:
+def test_queue_returns_each_job_once_and_in_order(
+    entries: list[tuple[int, float, int]], taken: int
+) -> None:
     jobs = [
         (job(number, client, finish), at) for number, (at, finish, client) in enumerate(entries)
     ]
@@ -47,7 +49,7 @@ def test_jobs_leave_once_and_in_order(entries: list[tuple[int, float, int]], tak
     assert not queue
 
 
-def test_bundle_ends_at_its_work_or_size() -> None:
+def test_bundle_of_jobs_is_limited_by_work_and_size() -> None:
     jobs = [(job(number, work=2.0), 0) for number in range(10)]
     assert take_bundle(queue_of(jobs), max_work=5.0) == [0, 1, 2]
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
@@ -60,7 +62,7 @@ def test_refused_jobs_stay_in_the_queue() -> None:
     assert take_bundle(queue) == [0, 2, 4, 5]
 
 
-def test_bundle_passes_over_a_bounded_number_of_jobs() -> None:
+def test_bundle_skips_a_limited_number_of_jobs() -> None:
     queue = queue_of([(job(number), 0) for number in range(MAX_PASSED_JOBS + 1)])
     bundle = queue.take_bundle(lambda job, is_first: job.number == MAX_PASSED_JOBS, 10, math.inf)
     assert bundle == []

@@ -53,7 +53,7 @@ def watch_states(table: JobTable) -> dict[int, list[JobState]]:
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(0, 99), st.sampled_from([0.0, 0.3]))
-def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: float) -> None:
+def test_jobs_have_their_states_in_order(name: str, seed: int, dropout: float) -> None:
     counts = [3 + client for client in range(9)]
     coordinator, _, runtime = untrained_run(
         counts, SCHEDULES[name], Lognormal(dropout=dropout), seed=seed, rounds=6
@@ -83,7 +83,7 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_worker_gets_every_job_once(name: str) -> None:
+def test_workers_get_every_job_once(name: str) -> None:
     coordinator, _, runtime = untrained_run([2] * 9, SCHEDULES[name], Lognormal(), rounds=12)
     queued: list[int] = []
     enqueue = coordinator.dispatcher.enqueue

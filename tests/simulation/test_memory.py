@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_rounds(methods: tuple[Method, ...], schedule:
     assert late <= early * 1.02
 
 
-def test_memory_of_stateless_runs_has_no_clients() -> None:
+def test_stateless_runs_store_no_client_states() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.client_states._stored == {} and not set(
@@ -90,7 +90,7 @@ def test_memory_of_unsampled_clients_is_zero() -> None:
     assert len(coordinator.client_states._stored) == len(seen)
 
 
-def test_memory_of_unneeded_versions_is_freed() -> None:
+def test_memory_of_versions_without_jobs_is_freed() -> None:
     coordinator = coordinate(
         run_spec(data=equal_clients()), Buffered(concurrency=4, size=2), rounds=30
     )
@@ -117,7 +117,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize(
     "method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str
 )
-def test_memory_of_a_round_ignores_other_clients(
+def test_memory_of_a_round_does_not_depend_on_other_clients(
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = 40_000

@@ -89,7 +89,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
         reject()
 
 
-def test_view_counts_idle_clients() -> None:
+def test_view_of_a_schedule_counts_idle_clients() -> None:
     """Of six clients, one has no samples; four are busy, or three after the first arrival."""
     seen = list[tuple[int, int]]()
 
@@ -108,7 +108,7 @@ def test_view_counts_idle_clients() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_jobs_end_once_and_time_never_decreases(
+def test_planned_jobs_end_once_and_time_never_decreases(
     schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan = planner(schedule, fleet, seed, counts)
@@ -169,7 +169,7 @@ def test_restored_plan_continues_unchanged(
 
 @settings(deadline=None, max_examples=25)
 @given(SCHEDULES, FLEETS, st.integers(0, 9))
-def test_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
+def test_executed_run_equals_its_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
     counts = [3 + client for client in range(CLIENTS)]
     coordinator, ledger, runtime = untrained_run(counts, schedule, fleet, seed=seed, rounds=6)
     devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
@@ -212,7 +212,7 @@ def test_unavailable_client_loses_its_job() -> None:
         assert is_available(devices, job.client, job.finish - 1e-6)
 
 
-def test_round_takes_the_available_clients() -> None:
+def test_round_uses_the_available_clients() -> None:
     fleet = Ideal(availability="diurnal", hours=4.0)
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.next_aggregation()
@@ -224,7 +224,7 @@ def test_round_takes_the_available_clients() -> None:
     assert 0 < len(first.aggregated) < 12
 
 
-def test_plan_without_early_clients_is_refused() -> None:
+def test_plan_whose_clients_come_too_late_is_refused() -> None:
     class Late(Fleet):
         speeds = Ideal().speeds
 
@@ -302,7 +302,7 @@ def test_jobs_of_a_client_keep_their_order() -> None:
 # --- virtual time by pencil -----------------------------------------------------------------------
 
 
-def test_virtual_time_by_hand() -> None:
+def test_virtual_time_equals_a_computation_by_hand() -> None:
     # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
     coordinator, _, _ = untrained_run([2] * 3, Immediate(3), TimedFleet((1.0, 2.0, 4.0)), rounds=7)
     result = run_to_end(coordinator)
@@ -314,7 +314,7 @@ def test_virtual_time_by_hand() -> None:
     assert [end.staleness for end in result.jobs] == [0, 0, 2, 0, 0, 2, 6]
 
 
-def test_cost_does_not_grow_with_the_population() -> None:
+def test_planning_cost_does_not_grow_with_the_population() -> None:
     import tracemalloc
 
     plan = planner(
@@ -356,7 +356,7 @@ def operations(plan: Planner, count: int) -> float:
     [Immediate, lambda most: Buffered(most, 10), lambda most: Buffered(most, 10, 3)],
     ids=["immediate", "buffered", "at most three stale"],
 )
-def test_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
+def test_planning_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
     def cost(most: int) -> float:
         plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
         plan.next_aggregation()
@@ -396,7 +396,7 @@ class Counted(MarkovAvailability):
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_cost_does_not_grow_with_few_available_clients(
+def test_planning_cost_does_not_grow_with_few_available_clients(
     schedule: Schedule,
 ) -> None:
     @dataclass(frozen=True)
@@ -437,18 +437,18 @@ def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner
     return planner(schedule or Tiered(2, 2), late, 0, [1] * 4)
 
 
-def test_empty_tier_does_not_block_others() -> None:
+def test_tier_without_clients_does_not_block_others() -> None:
     result = steps(tiers(0.0, 5e5), 3)
     assert [[job.client for job in step.dispatched] for step in result] == [[0, 1]] * 3
     assert [step.now for step in result] == [4.0, 8.0, 12.0]
 
 
-def test_empty_tiers_wait_for_the_first_arrival() -> None:
+def test_tiers_without_clients_wait_for_the_first_one() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_short_pool_is_tried_again_after_an_aggregation() -> None:
+def test_pool_with_few_clients_is_tried_again_later() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):
@@ -498,7 +498,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_a_seed_is_recorded(name: str) -> None:
+def test_plan_of_a_seed_equals_the_recorded_one(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     result = [
@@ -540,7 +540,7 @@ def test_only_consecutive_lost_jobs_stop_a_run(
         hopeless.next_aggregation()
 
 
-def test_restored_plan_with_few_available_clients() -> None:
+def test_restored_plan_with_few_clients_continues_unchanged() -> None:
     counts = [1] * 4000
     fleet = Ideal(50.0, availability="markov", on=100.0, off=50_000.0, dropout=0.1)
     straight, stopped = (planner(Buffered(6, 3), fleet, 3, counts) for _ in range(2))
@@ -556,7 +556,7 @@ def test_restored_plan_with_few_available_clients() -> None:
     ("cohort", "clients"),
     [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])],
 )
-def test_large_cohort_of_a_seed_is_recorded(cohort: int, clients: list[int]) -> None:
+def test_large_cohort_of_a_seed_equals_the_recorded_one(cohort: int, clients: list[int]) -> None:
     plan = planner(
         Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000
     )

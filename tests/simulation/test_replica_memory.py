@@ -97,7 +97,7 @@ def test_resumed_replicas_may_have_another_budget(
     assert run_to_end(second).bits == whole.bits
 
 
-def test_memory_holds_the_budget_and_busy_replicas() -> None:
+def test_memory_has_replicas_within_budget_and_busy_ones() -> None:
     most = 2
     budget = most * vector_bytes(coordinate(spec("pairs"), schedule("pairs")))
     coordinator = coordinate(
@@ -132,7 +132,7 @@ def test_server_state_of_idle_replicas_is_on_disk() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
-def test_mapped_arrays_keep_values_and_changes() -> None:
+def test_mapped_arrays_have_their_values_and_later_changes() -> None:
     file = MappedFile("", "arrays", resident=0)
     originals = [
         np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -149,7 +149,7 @@ def test_mapped_arrays_keep_values_and_changes() -> None:
         assert np.array_equal(array, original)
 
 
-def test_mapped_space_is_used_again_when_no_view_is_left() -> None:
+def test_mapped_space_is_reused_after_the_last_view() -> None:
     file = MappedFile("", "arrays", resident=0)
     first, second = file.move(np.full(1000, 1.0)), file.move(np.full(1000, 2.0))
     view = first[10:20]
@@ -175,7 +175,7 @@ def test_mapped_file_grows_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (array == len(array)).all() and file.contains(array)
 
 
-def test_mapped_file_on_full_disk_names_its_arrays(tmp_path: Path) -> None:
+def test_error_of_full_disk_names_the_mapped_arrays(tmp_path: Path) -> None:
     file = MappedFile(tmp_path, "replicas", resident=0)
     file.move(np.ones(4))
     assert list(tmp_path.iterdir()) == []  # the file has no name

@@ -100,21 +100,21 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_decision_follows_from_the_view(schedule: Schedule, seen: View, action: Action) -> None:
+def test_schedule_decides_by_its_view(schedule: Schedule, seen: View, action: Action) -> None:
     assert schedule.decide(seen) == action
 
 
-def test_stale_is_declared() -> None:
+def test_schedules_declare_if_updates_can_be_stale() -> None:
     fresh = [Synchronous(3), Oversample(3), Deadline(3, 1.0, "discard")]
     stale = [Deadline(3, 1.0), Buffered(4, 2), Immediate(4), Tiered(2, 3)]
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_view_is_empty_at_the_start() -> None:
+def test_view_has_no_jobs_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
-def test_tier_aggregates_its_jobs_only() -> None:
+def test_tier_aggregates_only_its_own_jobs() -> None:
     arrived = [job(7, pool=1), job(8, pool=0), job(9, pool=1)]
     assert Tiered(2, 3).decide(View(arrived=arrived, in_pool=[2, 0])) == Aggregate([7, 9])
 
@@ -152,7 +152,7 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
-def test_schedule_above_the_population_names_the_limit(
+def test_error_of_too_large_schedule_names_the_limit(
     schedule: Schedule, value: str, largest: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"schedule\.{value} .* schedule\.{largest} "):
@@ -162,7 +162,7 @@ def test_schedule_above_the_population_names_the_limit(
 # --- virtual time ---------------------------------------------------------------------------------
 
 
-def test_updates_are_accepted_in_virtual_time() -> None:
+def test_updates_are_aggregated_in_virtual_time() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )
@@ -171,7 +171,7 @@ def test_updates_are_accepted_in_virtual_time() -> None:
     assert [row["virtual_seconds"] for row in result.rows] == [3.0, 6.0]
 
 
-def test_ties_are_ordered_by_client() -> None:
+def test_jobs_that_end_together_are_ordered_by_client() -> None:
     fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
     coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
     result = run_to_end(coordinator)
@@ -188,7 +188,7 @@ def test_ties_are_ordered_by_client() -> None:
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
 
 
-def test_events_of_one_instant_precede_the_decision() -> None:
+def test_jobs_that_end_now_are_known_to_the_schedule() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
     coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
     run_to_end(coordinator)
@@ -200,7 +200,7 @@ def test_events_of_one_instant_precede_the_decision() -> None:
     assert all(len(cohort) == 2 for cohort in ledger.cohorts)
 
 
-def test_staleness_counts_at_the_aggregation() -> None:
+def test_staleness_counts_until_the_aggregation() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than
     # the first.
     coordinator, ledger, _ = untrained_run(
@@ -212,7 +212,7 @@ def test_staleness_counts_at_the_aggregation() -> None:
     assert [row["staleness_max"] for row in result.rows] == [0, 1, 0, 1]
 
 
-def test_staleness_of_a_slow_client() -> None:
+def test_slow_client_has_the_expected_staleness() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=6, size=5), TimedFleet((1.0,) * 5 + (4.5,)), rounds=6
     )
@@ -242,7 +242,7 @@ def test_too_stale_jobs_are_never_trained() -> None:
     assert sum(row["discarded"] for row in result.rows) == len(gone)  # type: ignore[misc]
 
 
-def test_oversampled_round_ends_with_its_first_clients() -> None:
+def test_oversampled_round_ends_with_its_fastest_clients() -> None:
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Oversample(2, 1.5), TimedFleet(seconds), rounds=40
@@ -265,7 +265,7 @@ def test_oversampled_round_ends_with_its_first_clients() -> None:
 
 
 @pytest.mark.parametrize("late", ["stale", "discard"])
-def test_deadline_ends_a_round(late: str) -> None:
+def test_deadline_ends_a_synchronous_round(late: str) -> None:
     seconds = (1.0, 1.5, 2.0, 5.5, 9.0)
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Deadline(5, 2.0, late), TimedFleet(seconds), rounds=5
@@ -282,7 +282,7 @@ def test_deadline_ends_a_round(late: str) -> None:
         assert ledger.staleness[2][ledger.cohorts[2].index(3)] == 2
 
 
-def test_deadline_waits_for_the_first_update() -> None:
+def test_deadline_is_extended_until_the_first_update() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )
@@ -312,7 +312,7 @@ def test_tiers_have_separate_rounds() -> None:
     assert ledger.staleness[3] == [3, 3]
 
 
-def test_arrivals_are_aggregated_exactly_once() -> None:
+def test_buffered_updates_are_aggregated_exactly_once() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
     )
@@ -324,7 +324,7 @@ def test_arrivals_are_aggregated_exactly_once() -> None:
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-def test_buffer_of_a_cohort_is_rounds_bit_for_bit() -> None:
+def test_buffer_of_a_whole_cohort_equals_rounds_bit_for_bit() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
     rounds = run(run_spec(data=equal_clients()), Synchronous(3), Ideal(), **settings)
     buffered = run(
@@ -339,7 +339,7 @@ def test_buffer_of_a_cohort_is_rounds_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(4)]
 )
-def test_clients_have_equal_chances(schedule: Schedule) -> None:
+def test_clients_are_drawn_with_equal_probability(schedule: Schedule) -> None:
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
     coordinator, _, runtime = untrained_run(counts, schedule, Ideal(), rounds=900)
     run_to_end(coordinator)
@@ -373,7 +373,7 @@ def test_cohorts_do_not_depend_on_the_method() -> None:
     assert len(ways[0]) > 2
 
 
-def test_order_of_events_follows_from_the_seed() -> None:
+def test_order_of_events_depends_on_the_seed_only() -> None:
     orders = []
     for seed in (1, 1, 2):
         coordinator, ledger, _ = untrained_run(

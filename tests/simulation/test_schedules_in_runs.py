@@ -65,7 +65,9 @@ def under(name: str, schedule: str, workers: int = 1, **others: Any) -> Finished
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_bits_do_not_depend_on_workers_or_resume(name: str, schedule: str, tmp_path: Path) -> None:
+def test_schedules_have_same_bits_on_workers_and_after_resume(
+    name: str, schedule: str, tmp_path: Path
+) -> None:
     whole = under(name, schedule)
     assert not whole.failures
     workers = {"stateless": 2, "stateful": 3}[name]
@@ -80,7 +82,7 @@ def test_bits_do_not_depend_on_workers_or_resume(name: str, schedule: str, tmp_p
         assert again.jobs == [end for end in whole.jobs if end.round > stop]
 
 
-def test_bits_with_a_trace_do_not_depend_on_workers(tmp_path: Path) -> None:
+def test_run_on_a_trace_has_the_same_bits_on_workers(tmp_path: Path) -> None:
     starts = [[c / 10 + 2.0 * k for k in range(20)] for c in range(8)]
     rows = [
         {
@@ -116,7 +118,7 @@ def test_bits_with_a_trace_do_not_depend_on_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_aggregated_jobs_are_trained_and_commit(schedule: str) -> None:
+def test_only_aggregated_jobs_are_trained_and_stored(schedule: str) -> None:
     spied = small("stateful")
     spy = Spy(spied)
     result = run_to_end(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
@@ -134,7 +136,7 @@ def test_only_aggregated_jobs_are_trained_and_commit(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_server_control_is_the_mean_of_accepted_ones(schedule: str) -> None:
+def test_scaffold_control_is_the_mean_of_aggregated_ones(schedule: str) -> None:
     result = under("stateful", schedule)
     controls = [value for key, value in result.private.items() if key.endswith("scaffold.control")]
     mean = np.sum(controls, axis=0, dtype=np.float64) / 8
@@ -143,7 +145,7 @@ def test_server_control_is_the_mean_of_accepted_ones(schedule: str) -> None:
     np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
 
 
-def test_one_client_at_a_time_is_sequential_sgd() -> None:
+def test_one_client_at_a_time_equals_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
     result = run_to_end(

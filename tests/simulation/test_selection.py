@@ -87,7 +87,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 # --- plans --------------------------------------------------------------------------------------
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(sorted(RULES)), SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_rules_dispatch_idle_available_clients(
+def test_selection_rules_choose_idle_available_clients(
     name: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan = planner(RULES[name], schedule, fleet, seed, counts)
@@ -118,7 +118,7 @@ def test_rules_dispatch_idle_available_clients(
     COUNTS,
     st.integers(0, 5),
 )
-def test_restored_rules_continue_unchanged(
+def test_restored_selection_continues_unchanged(
     name: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int], at: int
 ) -> None:
     whole, first, again = (planner(RULES[name], schedule, fleet, seed, counts) for _ in range(3))
@@ -130,7 +130,7 @@ def test_restored_rules_continue_unchanged(
     assert steps(again, 8 - at) == expected[at:]
 
 
-def test_random_is_the_plan_without_a_rule() -> None:
+def test_random_selection_equals_the_plan_without_a_rule() -> None:
     fleet = Lognormal(availability="markov", on=1, off=1)
     one, other = (planner(rule, Buffered(5, 2), fleet) for rule in (None, Random()))  # type: ignore[arg-type]
     assert steps(one, 10) == steps(other, 10)
@@ -140,18 +140,18 @@ def test_random_is_the_plan_without_a_rule() -> None:
 # --- runs ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(3, 2)], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", ["round_robin", *SEEING])
-def test_rules_have_the_same_bits_on_two_workers(name: str, schedule: Schedule) -> None:
+def test_selection_has_the_same_bits_on_two_workers(name: str, schedule: Schedule) -> None:
     agreement.check_workers(lambda: run_spec(selection=RULES[name]), schedule)
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(3, 2)], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", ["round_robin", *SEEING])
-def test_rules_have_the_same_bits_after_resuming(name: str, schedule: Schedule) -> None:
+def test_selection_has_the_same_bits_after_resuming(name: str, schedule: Schedule) -> None:
     agreement.check_resumed(lambda: run_spec(selection=RULES[name]), schedule)
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_rules_have_the_same_bits_on_ray(name: str, workers: Workers) -> None:
+def test_selection_has_the_same_bits_on_ray(name: str, workers: Workers) -> None:
     spec, schedule = run_spec(selection=RULES[name]), Buffered(4, 2)
     expected = run(spec, schedule, rounds=4)
     actual = run_to_end(coordinate(spec, schedule, runtime=workers.runtime(spec, 2), rounds=4))
@@ -162,7 +162,7 @@ def test_rules_have_the_same_bits_on_ray(name: str, workers: Workers) -> None:
 @pytest.mark.parametrize(
     "topology", [Hierarchical(edges=2), Gossip(graph="ring")], ids=["hierarchical", "gossip"]
 )
-def test_rules_choose_for_several_replicas(name: str, topology: Topology) -> None:
+def test_selection_chooses_clients_for_several_replicas(name: str, topology: Topology) -> None:
     def make() -> RunSpec:
         return run_spec(selection=RULES[name], topology=topology)
 
@@ -190,7 +190,7 @@ class ReadUpdates(Method):
         run.read_updates()
 
 
-def test_rule_sees_reports_accepted_before() -> None:
+def test_selection_knows_reports_of_earlier_aggregations() -> None:
     seen: list[dict[str, Any]] = []
     spec = run_spec(ReadUpdates(), selection=Looking(seen))
     coordinator = coordinate(spec, Buffered(4, 2), rounds=6)
@@ -220,13 +220,13 @@ def test_rule_sees_reports_accepted_before() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_only_rules_that_need_reports_plan_one_ahead(name: str) -> None:
+def test_only_selection_with_reports_plans_one_at_a_time(name: str) -> None:
     coordinator = coordinate(run_spec(selection=RULES[name]), Buffered(4, 1), rounds=8)
     ahead = [coordinator.planner.version - coordinator.server.version for _ in coordinator.run()]
     assert (max(ahead) > 1) == (name not in SEEING)
 
 
-def test_measured_losses_are_those_of_the_version() -> None:
+def test_losses_measured_for_selection_are_of_the_version() -> None:
     """Pi_pow-d with all clients as candidates chooses those with the largest losses."""
     spec = run_spec(selection=PowerOfChoice(6))
     coordinator = coordinate(spec, Synchronous(2), rounds=3)
@@ -249,7 +249,7 @@ def test_measured_losses_are_those_of_the_version() -> None:
     np.testing.assert_allclose(untrained, np.log(5), atol=0.5)  # of five classes
 
 
-def test_extra_pass_costs_time_and_traffic() -> None:
+def test_measuring_losses_costs_time_and_traffic() -> None:
     """Three candidates need 1, 2 and 4 s; the job begins when the slowest has answered."""
     fleet = TimedFleet((1.0, 2.0, 4.0))
     plan = planner(PowerOfChoice(3), Synchronous(1), fleet, counts=[5, 5, 5])
@@ -261,20 +261,20 @@ def test_extra_pass_costs_time_and_traffic() -> None:
 
 
 # --- what rules choose --------------------------------------------------------------------------
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_chooses_clients_in_turn() -> None:
     plan = planner(RoundRobin(), Synchronous(5), Ideal(), counts=[5] * 7)
     chosen = [sorted(job.client for job in step(plan).dispatched) for _ in range(3)]
     assert chosen == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 3, 4, 5, 6]]
 
 
-def test_participation_is_even() -> None:
+def test_fewest_jobs_rule_chooses_clients_equally_often() -> None:
     plan = planner(FewestJobs(), Synchronous(5), Lognormal(), counts=[5] * 12)
     for _ in range(9):
         step(plan)
         assert np.ptp(plan.participations) <= 1
 
 
-def test_weighted_draws_follow_samples() -> None:
+def test_weighted_selection_follows_numbers_of_samples() -> None:
     weights, clients = np.array([1.0, 2.0, 7.0, 0.0]), np.arange(4)
     generator = stream(0, "test")
     firsts = [int(draw_weighted(generator, clients, weights, 2)[0]) for _ in range(4000)]
@@ -283,7 +283,7 @@ def test_weighted_draws_follow_samples() -> None:
     assert set(draw_weighted(generator, clients, np.zeros(4), 2)) == {0, 1}
 
 
-def test_fedcs_fits_the_most_clients() -> None:
+def test_fedcs_chooses_most_clients_that_meet_the_deadline() -> None:
     generator = stream(1, "test")
     rule = FedCS(3.0)
     for _ in range(30):
@@ -301,12 +301,12 @@ def test_fedcs_fits_the_most_clients() -> None:
     assert chosen == [client for client in range(12) if (5 + 3 * client) / 1000 <= 0.02]
 
 
-def test_fedcs_takes_the_fastest_if_none_fits() -> None:
+def test_fedcs_chooses_the_fastest_if_none_meets_the_deadline() -> None:
     plan = planner(FedCS(1e-6), Synchronous(4), Ideal(speed=1000.0))
     assert [job.client for job in step(plan).dispatched] == [0]
 
 
-def test_oort_explores_before_anything_was_reported() -> None:
+def test_oort_explores_before_the_first_report() -> None:
     plan = planner(Oort(), Synchronous(4), Lognormal(), counts=[5] * 20)
     first, second = step(plan), step(plan)
     assert len(first.dispatched) == len(second.dispatched) == 4
@@ -358,27 +358,27 @@ WRONG: dict[str, tuple[Callable[[SelectionView], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_choice_is_one_clear_error(name: str) -> None:
+def test_wrong_choice_of_a_selection_is_one_clear_error(name: str) -> None:
     choose, text = WRONG[name]
     plan = planner(Scripted(choose), Buffered(3, 2), Ideal())
     with pytest.raises(SelectionError, match=f"^selection Scripted: .*{text}"):
         steps(plan, 5)
 
 
-def test_unavailable_client_is_refused() -> None:
+def test_selection_of_unavailable_client_is_refused() -> None:
     fleet = Ideal(availability="markov", on=20.0, off=20.0)
     plan = planner(Scripted(lambda view: np.flatnonzero(~view.is_idle)[:1]), Synchronous(3), fleet)
     with pytest.raises(SelectionError, match=r"^selection Scripted: .*is not available"):
         plan.next_aggregation()
 
 
-def test_client_without_samples_is_refused() -> None:
+def test_selection_of_client_without_samples_is_refused() -> None:
     plan = planner(Scripted(lambda view: [1]), Synchronous(1), Ideal(), counts=[5, 0, 5])
     with pytest.raises(SelectionError, match=r"^selection Scripted: .*has no samples"):
         plan.next_aggregation()
 
 
-def test_facts_cannot_be_changed_by_a_rule() -> None:
+def test_selection_cannot_change_the_facts_on_clients() -> None:
     def change(view: SelectionView) -> Any:
         view.facts.seconds[0] = 1.0
 
@@ -401,17 +401,19 @@ def test_facts_cannot_be_changed_by_a_rule() -> None:
         (lambda: Oort(penalty=-1.0), "selection.penalty"),
     ],
 )
-def test_wrong_settings_name_their_key(make: Callable[[], Selection], key: str) -> None:
+def test_error_of_wrong_selection_setting_names_its_key(
+    make: Callable[[], Selection], key: str
+) -> None:
     with pytest.raises(ValueError, match=key):
         make()
 
 
-def test_too_few_candidates_are_refused() -> None:
+def test_selection_refuses_too_few_candidates() -> None:
     with pytest.raises(ValueError, match=r"selection\.candidates=3 .* 5 clients"):
         planner(PowerOfChoice(3), Synchronous(5), Ideal()).next_aggregation()
 
 
-def test_combinations_of_measured_subsets_are_repeatable() -> None:
+def test_selection_that_measures_subsets_is_repeatable() -> None:
     """The samples of a small pass depend on client and version only."""
     rule = PowerOfChoice(6, samples=3)
     one, other = (run(run_spec(selection=rule), Synchronous(2)) for _ in range(2))

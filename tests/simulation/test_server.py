@@ -102,7 +102,7 @@ def test_sums_and_single_updates_give_the_same_bits(size: int) -> None:
     np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
-def test_sums_of_long_vectors_are_those_of_the_tree() -> None:
+def test_sums_of_long_vectors_follow_the_fixed_tree() -> None:
     vectors = RNG.standard_normal((5, BLOCK + 3)).astype(np.float32)  # two blocks each
     weights = [0.3, 1.7, 2.0, 0.9, 5.1]
     group = (0, 1, 2, 3, 4)
@@ -113,7 +113,7 @@ def test_sums_of_long_vectors_are_those_of_the_tree() -> None:
     assert torch.equal(sums.totals[group], expected)
 
 
-def test_bits_do_not_depend_on_the_order_of_sums() -> None:
+def test_aggregate_does_not_depend_on_the_order_of_sums() -> None:
     sums = [on_a_worker(unit) for unit in groups(4)]
     ways = [
         step(server(), [summed_update(client) for client in ALL], order)
@@ -122,7 +122,7 @@ def test_bits_do_not_depend_on_the_order_of_sums() -> None:
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
-def test_sums_and_single_updates_may_mix() -> None:
+def test_sums_and_single_updates_can_be_mixed() -> None:
     mixed = [
         *(summed_update(client) for client in ALL[:4]),
         *(update(client) for client in ALL[4:]),
@@ -131,7 +131,7 @@ def test_sums_and_single_updates_may_mix() -> None:
     assert torch.equal(result.vector, step(server(), [update(client) for client in ALL]).vector)
 
 
-def test_order_of_acceptance_is_the_order_of_the_sum() -> None:
+def test_updates_are_summed_in_the_order_of_virtual_time() -> None:
     ways = [
         step(server(), [update(client) for client in order]).vector for order in (ALL, ALL[::-1])
     ]
@@ -153,20 +153,20 @@ def test_failed_client_keeps_its_place_in_its_group() -> None:
     np.testing.assert_allclose(result.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
-def test_whole_group_may_fail() -> None:
+def test_group_without_any_update_is_accepted() -> None:
     present = [None if client < 4 else update(client) for client in ALL]
     result = step(server(), present)
     assert torch.isfinite(result.vector).all()
     assert not np.array_equal(result.vector.numpy(), START)
 
 
-def test_round_of_failures_keeps_the_vector() -> None:
+def test_round_with_failures_only_keeps_the_vector() -> None:
     result = step(server(), [None, None])
     assert np.array_equal(result.vector.numpy(), START)
     assert result.version == 1
 
 
-def test_equal_updates_give_the_same_step_for_any_weights() -> None:
+def test_step_of_equal_updates_does_not_depend_on_weights() -> None:
     same = np.ones(SHARED, np.float32)
     for weighting in ("samples", "uniform"):
         result = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
@@ -213,7 +213,7 @@ def test_buffers_of_stale_updates_are_averaged() -> None:
     )
 
 
-def test_counters_take_the_largest_value() -> None:
+def test_integer_buffers_get_the_largest_value() -> None:
     result = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
     assert result.counters.tolist() == [5]
 
@@ -221,7 +221,7 @@ def test_counters_take_the_largest_value() -> None:
 # --- methods' parts -------------------------------------------------------------------------------
 
 
-def test_summable_unless_methods_need_updates() -> None:
+def test_updates_are_summed_unless_methods_need_single_ones() -> None:
     class Combining(Method):
         name = "combining"
 
@@ -240,7 +240,7 @@ def test_summable_unless_methods_need_updates() -> None:
     assert torch.allclose(result.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
 
 
-def test_hooks_of_a_step_run_in_order() -> None:
+def test_hooks_of_a_server_step_run_in_order() -> None:
     log: list[str] = []
 
     class Logging(Method):
@@ -266,7 +266,7 @@ def test_hooks_of_a_step_run_in_order() -> None:
     )
 
 
-def test_owner_of_the_step_is_called_last() -> None:
+def test_method_that_replaces_the_step_is_called_last() -> None:
     class Halving(Method):
         name = "halving"
 
@@ -295,7 +295,7 @@ def test_owner_of_the_step_is_called_last() -> None:
     assert log == ["halving", "ruling"] * 2
 
 
-def test_report_is_of_one_step_only() -> None:
+def test_report_of_a_step_has_no_values_of_earlier_steps() -> None:
     class First(Method):
         name = "first"
 
@@ -308,7 +308,7 @@ def test_report_is_of_one_step_only() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_sample_ends_follow_the_samples() -> None:
+def test_sample_ends_are_cumulative_shares_of_samples() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
@@ -326,7 +326,7 @@ class Halving(Method):
 @pytest.mark.parametrize(
     ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
 )
-def test_divisor_sees_the_final_weights(normalization: Any, scale: float) -> None:
+def test_divisor_uses_the_final_weights(normalization: Any, scale: float) -> None:
     (alone, first, last) = (
         step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
         for buffer in [FedBuff(normalization=normalization)]
@@ -337,7 +337,7 @@ def test_divisor_sees_the_final_weights(normalization: Any, scale: float) -> Non
     np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
 
 
-def test_deltas_exist_only_if_needed() -> None:
+def test_deltas_of_updates_exist_only_if_needed() -> None:
     class Watching(Method):
         name = "watching"
 
@@ -356,7 +356,7 @@ def test_deltas_exist_only_if_needed() -> None:
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_sent_values_are_made_when_due() -> None:
+def test_values_to_send_are_computed_when_due() -> None:
     class Sending(Method):
         name = "sending"
 
@@ -379,7 +379,7 @@ def test_sent_values_are_made_when_due() -> None:
     assert log == ["once", "version", "version", "3"]
 
 
-def test_step_keeps_the_published_version() -> None:
+def test_server_step_does_not_change_published_version() -> None:
     target = server(FedAvgM())
     published = target.published()
     step(target, [update(client) for client in ALL])
@@ -393,7 +393,7 @@ def test_sample_weights_with_fixed_divisor_are_refused() -> None:
         declare_run(with_settings(run_spec(FedBuff()), weighting="samples"))
 
 
-def test_divergence_names_the_longest_updates() -> None:
+def test_error_of_divergence_names_the_longest_updates() -> None:
     deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
     target = server(FedBuff(), weighting="uniform")
     named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"

@@ -68,7 +68,7 @@ def size(name: str) -> float:
         ("scaffold", "buffer", 0),
     ],
 )
-def test_budget_does_not_change_bits(
+def test_budget_of_client_states_does_not_change_bits(
     name: str, schedule: str, states: float, workers: Workers
 ) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
@@ -82,7 +82,7 @@ def test_budget_does_not_change_bits(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_holds_the_budget_and_busy_clients(schedule: str) -> None:
+def test_memory_has_states_within_budget_and_busy_ones(schedule: str) -> None:
     most, each = 2, size("scaffold")
     runtime = several_workers(study("scaffold"), 2)
     coordinator = coordinate(
@@ -111,7 +111,7 @@ def test_memory_holds_the_budget_and_busy_clients(schedule: str) -> None:
     assert spilled is not None and spilled >= each, "and the others are somewhere"
 
 
-def test_moved_client_leaves_no_state_without_a_budget() -> None:
+def test_moved_client_leaves_no_copy_without_a_budget() -> None:
     runtime = several_workers(study("fedbn"), 3)
     run_to_end(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for worker in runtime.members for client in worker.states.resident]
@@ -119,7 +119,7 @@ def test_moved_client_leaves_no_state_without_a_budget() -> None:
 
 
 @pytest.mark.parametrize("states", [0, 1.5])
-def test_spilled_states_are_scored(states: float) -> None:
+def test_clients_with_spilled_states_are_scored(states: float) -> None:
     settings: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
     whole = run(study("fedbn"), SCHEDULES["rounds"], **settings)
     budget = states * size("fedbn")
@@ -158,7 +158,9 @@ def test_resumed_run_may_have_another_budget(before: float, after: float, tmp_pa
     ]
 
 
-def test_budget_is_a_configuration_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_of_client_states_is_a_configuration_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf
     words = [
         "run",
@@ -202,7 +204,7 @@ def test_spilled_arrays_come_back_unchanged() -> None:
                 assert not result[key].flags.writeable or not result[key].size
 
 
-def test_spill_opens_few_files() -> None:
+def test_spilled_states_share_few_files() -> None:
     spill = SpillFile()
     before = len(os.listdir("/proc/self/fd"))
     held = []
@@ -229,7 +231,7 @@ def test_spilled_state_is_replaced_in_place(tmp_path: Path) -> None:
     )
 
 
-def test_full_disk_names_the_folder() -> None:
+def test_error_of_full_disk_names_the_folder() -> None:
     spill = SpillFile()
     spill._file._file.close()
     spill._file._file = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115

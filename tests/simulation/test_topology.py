@@ -61,7 +61,7 @@ def spied(topology: Topology, schedule: Schedule, **settings: Any) -> tuple[Spy,
 
 
 class TestMixing:
-    def test_mixing_matrix_keeps_weights_above_zero(self) -> None:
+    def test_mixing_matrix_keeps_only_weights_above_zero(self) -> None:
         mixing = mixing_matrix(np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]), "key")
         assert [mixing.row(replica) for replica in range(3)] == [
             ([0, 1], [0.5, 0.5]),
@@ -85,11 +85,11 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_mixing_rows_join_equal_rows(self) -> None:
+    def test_equal_rows_of_mixing_are_joined(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 
-    def test_mixing_rows_move_absent_weights_to_diagonal(self) -> None:
+    def test_mixing_gives_weights_of_absent_clients_to_diagonal(self) -> None:
         third = 1 / 3
         ring = [{0: third, 1: third, 2: third}] * 3
         rows = mixing_rows(mixing_matrix(ring, "key"), [0, 2])
@@ -101,7 +101,9 @@ class TestMixing:
 class TestHierarchical:
     @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(4, 2)])
     @pytest.mark.parametrize("methods", [(), (Scaffold(), FedBN()), (FedAdam(),)])
-    def test_one_edge_equals_star(self, schedule: Schedule, methods: tuple[Method, ...]) -> None:
+    def test_hierarchy_of_one_edge_equals_a_single_server(
+        self, schedule: Schedule, methods: tuple[Method, ...]
+    ) -> None:
         star = run_spec(*methods, data=tiny_data(clients=CLIENTS))
         edge = spec(Hierarchical(1, every=2, **FAST), *methods)
         settings: dict[str, Any] = {"rounds": 5, "evaluate": Evaluation(every=2)}
@@ -112,7 +114,7 @@ class TestHierarchical:
                 assert row[key] == expected_row[key], key
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_edges_follow_independent_arithmetic(self, schedule: Schedule) -> None:
+    def test_hierarchical_run_equals_independent_arithmetic(self, schedule: Schedule) -> None:
         """HierFAVG: each edge averages by samples, and every 2 aggregations the edges average."""
         topology = Hierarchical(2, every=2)
         spy, finished = spied(topology, schedule, rounds=11)
@@ -148,7 +150,7 @@ class TestHierarchical:
         for server, expected in zip(coordinator.replicas.servers, models, strict=True):
             np.testing.assert_allclose(server.vector.numpy(), expected, atol=2e-5)
 
-    def test_meeting_takes_the_time_of_the_slowest_link(self) -> None:
+    def test_exchange_takes_the_time_of_the_slowest_link(self) -> None:
         slow = Hierarchical(2, every=1, bandwidth_up=1e3, bandwidth_down=2e3)
         result = run(spec(slow), Synchronous(2), rounds=4)
         size = 4 * result.coordinator.layout.shared
@@ -161,7 +163,7 @@ class TestHierarchical:
             meetings * 4 * size // 4 for meetings in (0, 1, 1, 2)
         ]
 
-    def test_rows_have_the_traffic_of_the_edge(self) -> None:
+    def test_history_of_an_edge_has_its_traffic(self) -> None:
         result = run(spec(Hierarchical(2, every=2, **FAST)), Synchronous(2), rounds=8)
         size = result.coordinator.layout.shared
         edge_of = result.coordinator.replicas.network.replica_of
@@ -173,7 +175,7 @@ class TestHierarchical:
             assert row["replica_floats_up"] == 2 * rounds[edge] * size
             assert row["replica_floats_down"] == row["replica_floats_up"]
 
-    def test_edges_meet_at_multiples_of_seconds(self) -> None:
+    def test_edges_exchange_at_multiples_of_seconds(self) -> None:
         result = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
         meetings = [step.now for step in result.aggregations[:24] if step.meets]
         assert len(meetings) > 2
@@ -187,7 +189,7 @@ class TestHierarchical:
         check_workers(make, schedule)
         check_resumed(make, schedule)
 
-    def test_server_state_and_counts_are_those_of_an_edge(self) -> None:
+    def test_server_state_and_counts_belong_to_the_edge(self) -> None:
         result = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
         first, second = result.coordinator.replicas.servers
         assert not np.array_equal(first.state["scaffold.control"], second.state["scaffold.control"])
@@ -195,7 +197,7 @@ class TestHierarchical:
         assert first.samples + second.samples == result.coordinator.counts.sum()
         assert not (first.counts * second.counts).any()
 
-    def test_scores_are_of_replicas_and_their_mean(self) -> None:
+    def test_history_has_scores_of_replicas_and_their_mean(self) -> None:
         evaluate = Evaluation(every=3)
         result = run(
             spec(Hierarchical(2, every=3, **FAST)), Synchronous(2), rounds=6, evaluate=evaluate
@@ -206,7 +208,7 @@ class TestHierarchical:
         assert row["accuracy_replicas"] == row["accuracy_replicas_worst"] == row["accuracy_global"]
         assert result.rows[2]["consensus_distance"] > 0
 
-    def test_replicas_are_scored_without_test_sets_of_clients(self) -> None:
+    def test_replicas_are_scored_without_clients_test_sets(self) -> None:
         data = tiny_data(clients=CLIENTS)
         no_rows = CSR(np.empty(0, np.int64), np.zeros(CLIENTS + 1, np.int64))
         partition = replace(data.partition, test=no_rows)
@@ -295,7 +297,7 @@ class TestGossip:
         assert result.rows[-1]["consensus_distance"] == 0
 
     @pytest.mark.parametrize("mix", ["after", "before"])
-    def test_ring_follows_d_psgd(self, mix: str) -> None:
+    def test_ring_equals_d_psgd(self, mix: str) -> None:
         """Lian et al. 2017: W X + D with mix=before, W (X + D) with mix=after."""
         spy, result = spied(Gossip("ring", mix=mix), ALL, rounds=4)
         delta_of = {update.job: update.delta for update in spy.updates}
@@ -309,7 +311,7 @@ class TestGossip:
             models = mixing @ trained if mix == "after" else mixing @ models + deltas
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_pairs_follow_ad_psgd(self) -> None:
+    def test_random_pairs_equal_ad_psgd(self) -> None:
         """Lian et al. 2018: a client and a random neighbour average, then its step is added."""
         topology = Gossip("ring", exchange="pairwise", mix="before")
         spy, result = spied(topology, Immediate(CLIENTS), rounds=30)
@@ -335,7 +337,7 @@ class TestGossip:
         for client in range(CLIENTS):
             assert np.array_equal(models[client], start) == (client not in present)
 
-    def test_components_never_exchange_a_bit(self) -> None:
+    def test_unconnected_components_never_exchange(self) -> None:
         """The models of one component do not depend on how the other one is connected."""
         other = [*TWO_PARTS[:3], [4, 6], [5, 7]]
         first, second = (
@@ -361,7 +363,7 @@ class TestGossip:
         check_workers(make, schedule)
         check_resumed(make, schedule)
 
-    def test_lanes_hold_clients_of_several_replicas(self) -> None:
+    def test_lanes_train_clients_of_several_replicas(self) -> None:
         def make(lanes: int = 3) -> Any:
             return spec(Gossip("ring"), lanes=lanes)
 
@@ -369,7 +371,7 @@ class TestGossip:
         one, several = (vectors(run(make(lanes), ALL, rounds=3)) for lanes in (1, 3))
         np.testing.assert_allclose(one, several, atol=1e-5)
 
-    def test_traffic_is_that_of_the_exchanges(self) -> None:
+    def test_gossip_counts_the_traffic_of_exchanges(self) -> None:
         result = run(spec(Gossip("ring", every=2)), ALL, rounds=4)
         size = result.coordinator.layout.shared
         sent = [row["floats_up"] for row in result.rows]
@@ -411,7 +413,9 @@ class TestGossip:
             ({"degree": 3}, r"topology\.degree=3"),
         ],
     )
-    def test_wrong_settings_are_refused(self, settings: dict[str, Any], match: str) -> None:
+    def test_wrong_topology_settings_are_refused(
+        self, settings: dict[str, Any], match: str
+    ) -> None:
         with pytest.raises(ValueError, match=match):
             Gossip(**settings)
 
@@ -450,7 +454,7 @@ class TestGraphs:
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_weights_of_edges_leave_the_rest_to_the_client(self) -> None:
+    def test_client_weight_is_the_rest_of_its_edges_weights(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)
@@ -479,7 +483,7 @@ class Cities(Topology):
 
 
 class TestOwnTopology:
-    def test_two_servers_follow_independent_arithmetic(self) -> None:
+    def test_run_with_two_servers_equals_independent_arithmetic(self) -> None:
         spy, result = spied(Cities(), Synchronous(5), rounds=5)
         delta_of = {update.job: update.delta for update in spy.updates}
         counts = result.coordinator.counts

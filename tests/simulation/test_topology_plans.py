@@ -52,7 +52,7 @@ def make_plan(
 
 @settings(deadline=None, max_examples=120)
 @given(NAMES, st.sampled_from(sorted(SELECTIONS)), SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_plans_keep_their_promises(
+def test_plans_of_every_topology_are_consistent(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan, network = make_plan(topology, rule, schedule, fleet, seed, counts)
@@ -110,7 +110,7 @@ def check_sites_of(found: Sequence[PlannedAggregation], network: Network) -> Non
 
 @settings(deadline=None, max_examples=60)
 @given(NAMES, st.sampled_from(sorted(SELECTIONS)), SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_restored_plans_continue_unchanged(
+def test_restored_topology_plans_continue_unchanged(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     words = topology, rule, schedule, fleet, seed, counts
@@ -123,7 +123,7 @@ def test_restored_plans_continue_unchanged(
     assert steps(again, 5) == expected[4:]
 
 
-def test_examples_fit_every_topology() -> None:
+def test_every_topology_has_a_valid_example() -> None:
     """No topology is skipped in all examples: a small schedule fits the clients of every edge."""
     from raysim.simulation.fleet import Ideal
     from raysim.simulation.schedule import Synchronous

@@ -81,7 +81,7 @@ def presence_of(devices: Devices) -> Availability:
 
 
 # --- what is read ---------------------------------------------------------------------------------
-def test_client_follows_its_row(tmp_path: Path) -> None:
+def test_client_follows_its_row_of_the_trace(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 1.0)
     # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
@@ -96,7 +96,7 @@ def test_client_follows_its_row(tmp_path: Path) -> None:
     assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
-def test_trace_may_have_flops(tmp_path: Path) -> None:
+def test_trace_can_have_flops(tmp_path: Path) -> None:
     mine = row()
     mine["flops"] = 1e9 * mine.pop("speed")
     write(tmp_path / "trace.parquet", [mine])
@@ -111,7 +111,7 @@ def test_trace_accepts_any_numbers_and_names(tmp_path: Path) -> None:
     assert result.first.tolist() == [0, 4, 8]
 
 
-def test_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_file_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = stored(tmp_path, sample(20))
     whole = read(file)
     monkeypatch.setattr(trace, "_ROWS", 3)
@@ -119,7 +119,9 @@ def test_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert np.array_equal(one, other)
 
 
-def test_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_group_of_a_trace_is_not_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = np.sort(np.random.default_rng(0).random((30_000, 8)), axis=1)
     table = {"client": np.arange(30_000), "start": list(times[:, ::2]), "end": list(times[:, 1::2])}
     rates = np.random.default_rng(1).random((4, 30_000)) + 1
@@ -139,7 +141,7 @@ def test_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_touching_intervals_are_joined(tmp_path: Path) -> None:
+def test_touching_intervals_of_a_trace_are_joined(tmp_path: Path) -> None:
     rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
     result = read(stored(tmp_path, rows))
     assert result.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
@@ -167,7 +169,7 @@ def test_clients_are_available_in_their_intervals_only(
             assert presence_of(devices).available(client, now) == there
 
 
-def test_other_availability_uses_only_the_files_speeds(tmp_path: Path) -> None:
+def test_trace_with_other_availability_gives_only_speeds(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(
         0, 1, lambda: 1.0
@@ -177,13 +179,13 @@ def test_other_availability_uses_only_the_files_speeds(tmp_path: Path) -> None:
 
 
 # --- who is which row -----------------------------------------------------------------------------
-def test_equal_numbers_map_clients_to_rows() -> None:
+def test_trace_with_a_row_per_client_keeps_the_order() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 
 @given(seed=st.integers(0, 100), clients=st.integers(1, 60), rows=st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
-def test_more_clients_use_rows_equally_often(seed: int, clients: int, rows: int) -> None:
+def test_trace_rows_are_used_equally_often(seed: int, clients: int, rows: int) -> None:
     result = rows_of(seed, clients, rows)
     uses = np.bincount(result, minlength=rows)
     assert len(result) == clients
@@ -191,7 +193,7 @@ def test_more_clients_use_rows_equally_often(seed: int, clients: int, rows: int)
     assert np.array_equal(result, rows_of(seed, clients, rows))
 
 
-def test_drawn_rows_depend_on_the_seed() -> None:
+def test_drawn_trace_rows_depend_on_the_seed() -> None:
     assert rows_of(1, 10, 1000).tolist() != rows_of(2, 10, 1000).tolist()
     assert rows_of(1, 30, 10).tolist() != rows_of(2, 30, 10).tolist()
 
@@ -222,7 +224,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text for _, text in BAD])
 @pytest.mark.parametrize("at", [0, 4])
-def test_wrong_row_is_refused_with_client_and_number(
+def test_error_of_wrong_trace_row_names_client_and_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Mapping[str, Any], text: str, at: int
 ) -> None:
     monkeypatch.setattr(trace, "_ROWS", 3)
@@ -295,7 +297,7 @@ def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None
 
 
 # --- runs -----------------------------------------------------------------------------------------
-def test_run_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
+def test_run_on_a_trace_has_its_virtual_times(tmp_path: Path) -> None:
     write(
         path := tmp_path / "trace.parquet",
         [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)],
@@ -396,7 +398,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("place", ["capacity", "behaviour"])
-def test_pickle_that_runs_code_is_refused(
+def test_fedscale_pickle_that_runs_code_is_refused(
     tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = {1: {"computation": Evil(tmp_path / "touched"), "finish_time": 1}}
@@ -422,7 +424,7 @@ def test_pickle_that_runs_code_is_refused(
         ),
     ],
 )
-def test_pickles_of_other_content_are_refused(
+def test_fedscale_pickle_of_other_content_is_refused(
     tmp_path: Path,
     capacity: object,
     behaviour: object,
@@ -435,7 +437,7 @@ def test_pickles_of_other_content_are_refused(
     assert said.count("\n") == 1
 
 
-def test_file_that_is_no_pickle_is_refused(
+def test_fedscale_file_that_is_no_pickle_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("hello")
@@ -445,7 +447,7 @@ def test_file_that_is_no_pickle_is_refused(
     assert "no-such-file" in capsys.readouterr().err
 
 
-def test_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fedscale_refuses_wrong_number_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["fleet", "convert", "one"]) == 2
     assert "fleet convert: " in capsys.readouterr().err
     assert cli.call(["fleet", "check", "one", "two"]) == 2
@@ -462,7 +464,9 @@ def test_pipe_as_fedscale_file_does_not_block(
     assert "capacity is not a regular file" in capsys.readouterr().err
 
 
-def test_pipe_as_trace_does_not_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_as_trace_file_does_not_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo(tmp_path / "trace.parquet")
     assert cli.call(["fleet", "check", str(tmp_path / "trace.parquet")]) == 2
     assert "trace.parquet is not a regular file" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def scores_by_hand(finished_run: FinishedRun, clients: list[int]) -> list[float]
 
 
 # --- who they are ---------------------------------------------------------------------------------
-def test_unseen_clients_come_from_seed() -> None:
+def test_unseen_clients_depend_on_the_seed() -> None:
     one, same, other = (
         hold_out_clients(whole(), 0.25, seed).partition.unseen for seed in (1, 1, 2)
     )
@@ -99,7 +99,7 @@ def test_unseen_clients_come_from_seed() -> None:
     assert len(one) == 2 and one.tolist() == same.tolist() != other.tolist()
 
 
-def test_unseen_clients_hold_samples_that_are_not_trained_on() -> None:
+def test_unseen_clients_have_untrained_samples() -> None:
     before, after = whole(0.2).partition, hold_out_clients(whole(0.2), 0.25, SEED).partition
     for client in range(CLIENTS):
         is_unseen = client in after.unseen  # type: ignore[operator]
@@ -114,7 +114,7 @@ def test_unseen_clients_hold_samples_that_are_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99, 0.05])
-def test_share_of_no_or_all_clients_is_refused(share: float) -> None:
+def test_unseen_share_of_no_or_all_clients_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=r"^evaluate\.unseen="):
         hold_out_clients(whole(), share, SEED)
 
@@ -122,7 +122,7 @@ def test_share_of_no_or_all_clients_is_refused(share: float) -> None:
 @pytest.mark.parametrize(
     "word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"]
 )
-def test_impossible_share_is_refused(word: str) -> None:
+def test_impossible_unseen_share_is_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"evaluate\.unseen"):
         build([*COMMON, word])
 
@@ -181,7 +181,7 @@ def test_unseen_client_has_initial_head() -> None:
     assert not torch.equal(own["model.extractor.1.weight"], start["model.extractor.1.weight"])
 
 
-def test_unseen_clients_have_every_view() -> None:
+def test_unseen_clients_have_every_kind_of_score() -> None:
     evaluate = Evaluation(finetune=Finetune(1), common=True)
     row = run(study(PFedAvg(), share=0.25), evaluate=evaluate).rows[-1]
     for suffix in ("", "_worst", "_shared", "_finetuned", "_common"):
@@ -195,7 +195,7 @@ def test_finetuning_uses_samples_of_unseen_clients() -> None:
     assert row["accuracy_unseen_finetuned"] > row["accuracy_unseen"]  # type: ignore[operator]
 
 
-def test_scored_clients_are_drawn_among_unseen_ones_too() -> None:
+def test_evaluate_clients_limits_unseen_clients_too() -> None:
     finished_run = run(study(share=0.5), evaluate=Evaluation(clients=2))
     scores = {round(score, 9) for score in scores_by_hand(finished_run, unseen_of(finished_run))}
     pairs = {round((a + b) / 2, 6) for a in scores for b in scores}
@@ -226,7 +226,7 @@ def test_pooled_data_exclude_unseen_clients() -> None:
 
 
 @pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
-def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
+def test_number_of_clients_for_methods_excludes_unseen_ones(method: Any) -> None:
     finished_run = run(study(method()))
     assert finished_run.coordinator.server.population == CLIENTS - 2
     # The same clients without the unseen ones are the same federation.
@@ -245,7 +245,7 @@ def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
+def test_pooled_rows_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
     words = [*COMMON, *words]
     build(words)
     with pytest.raises(RefusedError, match=key):
@@ -262,7 +262,7 @@ def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
-def test_unseen_clients_survive_resume(schedule: Schedule, tmp_path: Path) -> None:
+def test_unseen_clients_are_the_same_after_resume(schedule: Schedule, tmp_path: Path) -> None:
     spec = study(FedBN())
     straight = run(spec, schedule, rounds=6)
     run(spec, schedule, rounds=6, checkpoint_every=3, folder=str(tmp_path))
@@ -289,7 +289,7 @@ def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
     }
 
 
-def test_share_is_part_of_identity(tmp_path: Path) -> None:
+def test_resume_refuses_another_unseen_share(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     raysim.run(words, quiet=True)
     other = [*COMMON, "evaluate.unseen=0.2", f"out={tmp_path / 'run'}", "resume=latest"]

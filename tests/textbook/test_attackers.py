@@ -105,7 +105,7 @@ def test_attackers_are_the_same_on_two_workers_and_resumed(tmp_path: Any) -> Non
     [CoordinateMedian(), TrimmedMean(0.3), Krum(2), GeometricMedian(50), NormClipping(1.0)],
     ids=lambda r: r.name,
 )
-def test_robust_rules_resist_attacks_that_break_the_mean(rule: Method) -> None:
+def test_robust_rules_withstand_attacks_that_break_the_mean(rule: Method) -> None:
     def length(*methods: Method) -> float:
         spec = run_spec(*methods, data=DATA, local=replace(LOCAL, batch=8))
         spec = with_settings(spec, attack=Attack("scaled", 0.3, scale=1e6))
@@ -114,7 +114,7 @@ def test_robust_rules_resist_attacks_that_break_the_mean(rule: Method) -> None:
     assert length(rule) < 1e2 < 1e4 < length()
 
 
-def test_attack_above_the_largest_norm_is_a_failure() -> None:
+def test_attack_above_the_largest_norm_fails_the_client() -> None:
     spec = with_settings(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
     attacked = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
     assert {failure.client for failure in attacked.failures} == {*spec.attackers.clients.tolist()}

@@ -54,7 +54,7 @@ def mean_coded(compressor: Compressor, values: np.ndarray, draws: int = 600) -> 
 class TestBits:
     @pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 8, 11, 16])
     @pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
-    def test_digits_survive_packing_in_exact_words(self, width: int, count: int) -> None:
+    def test_unpacked_digits_equal_packed_ones(self, width: int, count: int) -> None:
         digits = np.random.default_rng(width).integers(1 << width, size=count).astype(np.uint32)
         words = pack(digits, width)
         assert len(words) == math.ceil(count * width / 32)
@@ -64,19 +64,19 @@ class TestBits:
         assert pack(np.array([1, 2, 3, 4], np.uint32), 3).tolist() == [1 + 2 * 8 + 3 * 64 + 4 * 512]
 
     @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 999), (7, 8), (50, 50), (40, 4001)])
-    def test_places_survive_packing_in_planned_words(self, count: int, length: int) -> None:
+    def test_unpacked_positions_equal_packed_ones(self, count: int, length: int) -> None:
         generator = np.random.default_rng(count)
         places = np.sort(generator.choice(length, count, replace=False))
         words = pack_places(places, length)
         assert len(words) == words_of_places(count, length)
         assert (unpack_places(words, count, length) == places).all()
 
-    def test_places_take_nine_bits_at_one_percent(self) -> None:
+    def test_positions_need_nine_bits_at_one_percent(self) -> None:
         assert 8 * 10_000 < 32 * words_of_places(10_000, 1_000_000) < 9 * 10_000
 
 
 class TestTopK:
-    def test_keeps_the_largest_entries_unchanged(self) -> None:
+    def test_topk_keeps_the_largest_entries_unchanged(self) -> None:
         values = values_of(LAYOUT)
         count = math.ceil(0.03 * len(values))
         largest = sorted(range(len(values)), key=lambda place: -abs(values[place]))[:count]
@@ -84,13 +84,13 @@ class TestTopK:
         expected[largest] = values[largest]
         assert (coded(TopK(0.03), values) == expected).all()
 
-    def test_takes_the_first_of_equal_entries(self) -> None:
+    def test_topk_keeps_the_first_of_equal_entries(self) -> None:
         values = np.array([1, -2, 1, 1, 0, 2], np.float32)
         assert largest_places(values, 4).tolist() == [0, 1, 2, 5]
 
     @pytest.mark.parametrize("share", [0.0005, 0.01, 0.2])
     @pytest.mark.parametrize("kind", ["normal", "zeros", "steps", "heavy"])
-    def test_long_vectors_agree_with_sorting(self, share: float, kind: str) -> None:
+    def test_topk_of_long_vectors_agrees_with_sorting(self, share: float, kind: str) -> None:
         values = np.random.default_rng(1).standard_normal(300_001, dtype=np.float32)
         if kind == "zeros":
             values[values < 2] = 0
@@ -108,7 +108,7 @@ class TestTopK:
 
 
 class TestRandK:
-    def test_sends_some_entries_times_their_number(self) -> None:
+    def test_randk_sends_some_entries_scaled_by_the_share(self) -> None:
         values = values_of(LAYOUT)
         compressor = RandK(0.1)
         count = math.ceil(0.1 * len(values))
@@ -119,7 +119,7 @@ class TestRandK:
         assert (coded(compressor, values, key=KEY + 1) != decoded).any()
         assert compressor.words(LAYOUT) == count + 2
 
-    def test_is_unbiased(self) -> None:
+    def test_randk_is_unbiased(self) -> None:
         values = values_of(LAYOUT)
         deviation = 0.01 * math.sqrt(10 / 600)
         assert np.abs(mean_coded(RandK(0.1), values) - values).max() < 6 * 3 * deviation
@@ -127,7 +127,7 @@ class TestRandK:
 
 class TestQSGD:
     @pytest.mark.parametrize(("levels", "width"), [(1, 2), (3, 3), (7, 4), (300, 10)])
-    def test_rounds_to_a_neighbouring_level(self, levels: int, width: int) -> None:
+    def test_qsgd_rounds_to_a_neighbouring_level(self, levels: int, width: int) -> None:
         values = values_of(LAYOUT)
         decoded = coded(QSGD(levels, bucket=64), values)
         for start in range(0, len(values), 64):
@@ -142,13 +142,13 @@ class TestQSGD:
         words = buckets + math.ceil(len(values) * width / 32)
         assert QSGD(levels, bucket=64).words(LAYOUT) == words
 
-    def test_is_unbiased(self) -> None:
+    def test_qsgd_is_unbiased(self) -> None:
         values = values_of(LAYOUT)
         norm = np.linalg.norm(values[:64])
         error = np.abs(mean_coded(QSGD(3, bucket=64), values) - values)
         assert error.max() < 6 * norm / 3 / 2 / math.sqrt(600) * 1.5
 
-    def test_error_is_below_the_paper_s_bound(self) -> None:
+    def test_qsgd_error_is_below_the_papers_bound(self) -> None:
         compressor = QSGD(3, bucket=64)
         values = values_of(LAYOUT)
         errors = [
@@ -164,12 +164,12 @@ class TestQSGD:
         norm = np.linalg.norm(values.astype(np.float64))
         assert set(np.round(np.abs(decoded) / norm, 5)) == {0.0, 1.0}
 
-    def test_zeros_stay_zeros(self) -> None:
+    def test_quantized_zeros_stay_zeros(self) -> None:
         assert (coded(QSGD(), np.zeros(LAYOUT.trained, np.float32)) == 0).all()
 
 
 class TestTernGrad:
-    def test_entries_are_the_scale_of_their_tensor_or_zero(self) -> None:
+    def test_terngrad_entries_are_zero_or_the_tensors_scale(self) -> None:
         values = values_of(LAYOUT)
         decoded = coded(TernGrad(clip=0.0), values)
         for entry in LAYOUT.entries:
@@ -179,7 +179,7 @@ class TestTernGrad:
             assert (sent * tensor >= 0).all()
         assert TernGrad().words(LAYOUT) == len(LAYOUT.entries) + math.ceil(2 * len(values) / 32)
 
-    def test_is_unbiased_for_clipped_entries(self) -> None:
+    def test_terngrad_is_unbiased_for_clipped_entries(self) -> None:
         values = values_of(LAYOUT)
         expected = np.empty_like(values)
         for entry in LAYOUT.entries:
@@ -192,7 +192,7 @@ class TestTernGrad:
 
 
 class TestSigns:
-    def test_entries_have_the_mean_size_and_their_sign(self) -> None:
+    def test_signs_have_the_mean_size_and_sign_of_entries(self) -> None:
         values = values_of(LAYOUT)
         values[5] = 0
         mean = sum(abs(float(value)) for value in values) / len(values)
@@ -200,13 +200,13 @@ class TestSigns:
         np.testing.assert_allclose(coded(SignSGD(size=None), values), expected, rtol=1e-6)
         assert SignSGD(size=None).words(LAYOUT) == 1 + math.ceil(len(values) / 32)
 
-    def test_fixed_size_sends_one_bit_per_entry(self) -> None:
+    def test_signs_of_fixed_size_send_one_bit_per_entry(self) -> None:
         values = values_of(LAYOUT)
         expected = np.where(values < 0, np.float32(-0.5), np.float32(0.5))
         assert (coded(SignSGD(size=0.5), values) == expected).all()
         assert SignSGD(size=0.5).words(LAYOUT) == math.ceil(len(values) / 32)
 
-    def test_fixed_size_refuses_error_feedback(self) -> None:
+    def test_signs_of_fixed_size_refuse_error_feedback(self) -> None:
         with pytest.raises(ValueError, match=r"compression\.size"):
             SignSGD(size=0.5, feedback="ef21")
 
@@ -248,14 +248,14 @@ class TestRounded:
             error = np.abs(decoded[start : start + 256] - part) / scale
             np.testing.assert_allclose(error, nearest, atol=1e-3)
 
-    def test_zero_blocks_stay_zero(self) -> None:
+    def test_rounded_zero_blocks_stay_zero(self) -> None:
         zeros = np.zeros(LAYOUT.trained, np.float32)
         assert (coded(Int8(), zeros) == 0).all()
         assert (coded(Fp8(), zeros) == 0).all()
 
 
 class TestPowerSGD:
-    def test_one_iteration_projects_on_its_image(self) -> None:
+    def test_powersgd_iteration_projects_on_its_image(self) -> None:
         compressor = PowerSGD(rank=2)
         values = values_of(LAYOUT)
         decoded = coded(compressor, values)
@@ -278,7 +278,7 @@ class TestPowerSGD:
         assert compressor.words(LAYOUT) == sizes
         assert used > 0
 
-    def test_next_message_starts_from_the_last_q(self) -> None:
+    def test_powersgd_message_starts_from_the_last_q(self) -> None:
         layout = layout_of(nn.Linear(40, 30, bias=False))
         generator = np.random.default_rng(0)
         matrix = generator.standard_normal((30, 40)) * 0.7 ** np.arange(40)
@@ -312,7 +312,7 @@ ALL = [
 
 class TestFeedback:
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_error_feedback_follows_the_papers(self, kind: str) -> None:
+    def test_error_feedback_equals_the_papers_algorithm(self, kind: str) -> None:
         def largest(values: np.ndarray) -> np.ndarray:
             kept = np.zeros_like(values)
             order = np.argsort(-np.abs(values), kind="stable")[: math.ceil(0.1 * len(values))]
@@ -336,7 +336,9 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", ALL, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_repeated_update_arrives_in_the_end(self, compressor: Compressor, kind: str) -> None:
+    def test_error_feedback_sends_a_repeated_update_completely(
+        self, compressor: Compressor, kind: str
+    ) -> None:
         """With ef21 the receiver's value approaches the update, with ef14 their mean does."""
         update, received = values_of(LAYOUT), []
         state = {"memory": torch.zeros(LAYOUT.trained), "kept": compressor.initial(LAYOUT)}
@@ -355,7 +357,7 @@ class TestFeedback:
         assert error < max(0.25 * once, 1e-5)
 
 
-def test_message_of_another_size_is_refused() -> None:
+def test_compressor_message_of_wrong_size_is_refused() -> None:
     class Longer(TopK):
         def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
             return np.append(super().encode(values, layout, key, kept), np.uint32(0))
@@ -364,7 +366,7 @@ def test_message_of_another_size_is_refused() -> None:
         Longer().send(torch.zeros(LAYOUT.trained), {}, LAYOUT, KEY)
 
 
-def test_message_may_be_a_view_of_the_values() -> None:
+def test_compressor_message_can_be_a_view_of_the_values() -> None:
     class Halves(TopK):
         def words(self, layout: Layout) -> int:
             return layout.trained // 2

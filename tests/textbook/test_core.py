@@ -84,7 +84,7 @@ def test_plain_training_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
-def test_buffered_run_has_stale_updates() -> None:
+def test_buffered_textbook_run_has_stale_updates() -> None:
     ended = run(
         run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
         Buffered(4, 2),
@@ -180,7 +180,7 @@ def test_round_lasts_as_long_as_its_slowest_client() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == pytest.approx([14.0, 28.0])
 
 
-def test_clients_of_equal_time_are_accepted_by_number() -> None:
+def test_clients_of_equal_time_are_aggregated_by_number() -> None:
     coordinator, ledger, _ = untrained_run(
         [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
     )
@@ -373,7 +373,7 @@ def test_personal_models_are_scored_on_own_and_central_rows() -> None:
     assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_personalised_models_are_scored_both_ways() -> None:
+def test_personalised_models_are_scored_as_own_and_shared() -> None:
     ended, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
@@ -388,7 +388,7 @@ def test_personalised_models_are_scored_both_ways() -> None:
     assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_evaluation_draws_some_clients() -> None:
+def test_evaluation_scores_only_the_drawn_clients() -> None:
     ended, models = scored(evaluate=Evaluation(clients=2, every=2))
     drawn = sorted(stream(SEED, "evaluate", 3).choice(4, size=2, replace=False).tolist())
     wanted = own_columns({client: models[client] for client in drawn}) | central_columns(models[0])

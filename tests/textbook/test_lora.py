@@ -139,7 +139,9 @@ class Witness(Method):
     ],
     ids=["fedavg", "hetlora", "ffa_lora", "flora", "flexlora"],
 )
-def test_mean_of_products_is_exact_or_not(methods: list[Method], least: float, most: float) -> None:
+def test_mean_of_lora_products_is_exact_or_approximate(
+    methods: list[Method], least: float, most: float
+) -> None:
     model = Mlp((6,), Lora(1, SCALING))
     spec = run_spec(*methods, Witness(), model=model, local=LOCAL, dtype=torch.float64)
     ended = run(spec, Synchronous(4), rounds=2, weighting="samples")

@@ -34,7 +34,7 @@ def gradients(found: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_convolution_as_product_has_equal_numbers(
+def test_convolution_as_matrix_product_has_equal_results(
     stride: tuple[int, int], padding: tuple[int, int], bias: bool
 ) -> None:
     x, w, b = drawn(2, 3, 7, 6), drawn(4, 3, 3, 2), drawn(4)
@@ -61,7 +61,7 @@ def test_convolution_as_product_has_equal_numbers(
     ],
     ids=["few", "usual", "groups", "dilation", "same", "circular"],
 )
-def test_convolution_keeps_its_numbers(layer: nn.Conv2d, other: nn.Module) -> None:
+def test_channels_last_convolution_keeps_its_results(layer: nn.Conv2d, other: nn.Module) -> None:
     layer = layer.double()
     x = drawn(2, layer.in_channels, 6, 6)
     with GpuKernels([other]):
@@ -82,7 +82,7 @@ def test_tensors_on_a_cpu_are_not_aligned() -> None:
     assert align(unaligned) is unaligned
 
 
-def test_values_cannot_be_read_but_shapes_can() -> None:
+def test_captured_step_can_read_shapes_but_no_values() -> None:
     x = torch.ones(3)
     with NoReading():
         assert len(x) == 3 and x.shape[0] == 3 and (x + 1).dtype == torch.float32
@@ -96,13 +96,13 @@ def test_values_cannot_be_read_but_shapes_can() -> None:
                 read()
 
 
-def test_cpu_computes_again_instead_of_replaying() -> None:
+def test_graph_on_a_cpu_computes_instead_of_replaying() -> None:
     numbers = iter(range(2))
     replay = recorder(torch.device("cpu"))(lambda: [torch.tensor(next(numbers))])
     assert [int(replay()[0]) for _ in range(2)] == [0, 1]
 
 
-def test_branches_on_a_cpu_run_one_after_another() -> None:
+def test_graph_branches_on_a_cpu_run_one_after_another() -> None:
     branches, order = Branches(torch.device("cpu")), list[int]()
     for place in range(3):
         with branches.branch(place):
@@ -124,7 +124,7 @@ def test_garbage_collector_stops_during_capture(on: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_rows_begin_on_borders_and_are_copies() -> None:
+def test_aligned_rows_are_copies_on_aligned_addresses() -> None:
     flat = torch.arange(5.0)
     rows = stacked_rows(flat, 3, border=4)
     assert rows.tolist() == 3 * [flat.tolist()]
@@ -152,7 +152,7 @@ class SeesAddresses(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("function", "updates"), [(F.batch_norm, "training"), (F.instance_norm, "use_input_stats")]
 )
-def test_running_statistics_are_aligned_and_kept(
+def test_aligned_running_statistics_are_copied_back(
     function: Any, updates: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

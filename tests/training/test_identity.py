@@ -108,7 +108,7 @@ def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
 
 
 @pytest.mark.parametrize("fact", ["torch", "code of raysim"])
-def test_late_process_with_other_code_is_refused(fact: str) -> None:
+def test_later_process_with_other_code_is_refused(fact: str) -> None:
     participants = Participants(DRIVER)
     participants.add(worker(0))
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_devices_are_compared_between_workers_only() -> None:
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
 
 
-def test_mixed_processes_are_allowed_and_recorded() -> None:
+def test_unequal_processes_can_be_allowed_and_are_recorded() -> None:
     participants = Participants(DRIVER, mixed=True)
     participants.add(worker(0), worker(1, "node-b", CPU_capability="AVX2"), worker(2, "node-c"))
     assert not are_equal(participants.all)
@@ -137,7 +137,7 @@ def test_mixed_processes_are_allowed_and_recorded() -> None:
     assert groups[1]["nodes"] == ["node-a", "node-c"] and groups[2]["CPU capability"] == "AVX2"
 
 
-def test_many_differences_are_counted() -> None:
+def test_error_of_unequal_processes_counts_many_differences() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
     other = Identity("worker-0", "node-b", dict.fromkeys(facts, "b"))
     with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):
@@ -170,7 +170,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_packages_of_a_run_are_allowed_or_in_its_config() -> None:
+def test_identity_has_packages_of_allow_and_configuration() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -126,7 +126,7 @@ def test_learner_error_is_one_failed_client(wrong: str, text: str) -> None:
             assert "in fit" in failure.traceback
 
 
-def test_learner_may_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_learner_can_print(capsys: pytest.CaptureFixture[str]) -> None:
     silent, loud = run(run_spec(Centroids()), rounds=1), run(run_spec(Centroids("print")), rounds=1)
     assert loud.bits == silent.bits
     assert "printed by a learner" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_learner_may_print(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"), [("outputs", "predict of Centroids"), ("predict", "'centroids'.*SystemExit")]
 )
-def test_error_in_predict_names_the_learner(wrong: str, text: str, tmp_path: Any) -> None:
+def test_error_of_predict_names_the_learner(wrong: str, text: str, tmp_path: Any) -> None:
     words = "data=synthetic data.samples=100 partition.clients=4 schedule.cohort=2 rounds=1"
     with pytest.raises(Exception, match=text):
         raysim.run(
@@ -151,7 +151,7 @@ def test_error_in_predict_names_the_learner(wrong: str, text: str, tmp_path: Any
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_error_in_initial_stops_the_run_before_its_start(
+def test_error_of_initial_stops_the_run_before_its_start(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())
@@ -159,7 +159,7 @@ def test_error_in_initial_stops_the_run_before_its_start(
         raysim.build("data=synthetic runtime=inprocess", learner=Centroids())
 
 
-def test_learner_keeps_structure_and_types() -> None:
+def test_learner_parameters_keep_structure_and_types() -> None:
     task = Task((1, 2, 2), num_classes=3, clients=2)
     learner = Centroids()
     initial = learner.initial(task, np.random.default_rng(0))
@@ -215,6 +215,6 @@ def test_sklearn_regressor_learns_a_line(tmp_path: Any) -> None:
     assert np.abs(scores - targets[300:]).mean() < 0.1
 
 
-def test_sklearn_needs_a_matching_kind_of_data() -> None:
+def test_sklearn_learner_refuses_other_kind_of_data() -> None:
     with pytest.raises(ValueError, match="SGDRegressor"):
         run(run_spec(SklearnLinear("SGDRegressor"), local=Local()), rounds=1)

@@ -111,7 +111,7 @@ def test_learner_of_bytes_has_the_same_bits_on_two_workers(schedule: Schedule) -
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_of_bytes_resumes_and_survives_lost_jobs(tmp_path: Path) -> None:
+def test_learner_of_bytes_resumes_and_tolerates_lost_jobs(tmp_path: Path) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
     words = words.replace("schedule.cohort=2 ", "") + " schedule.size=2 method=fedbuff"
     learner = Means()
@@ -158,7 +158,7 @@ def _weights(result: FinishedRun) -> list[list[float]]:
     return weights
 
 
-def test_weights_of_bytes_follow_samples_and_staleness() -> None:
+def test_learner_of_bytes_gets_weights_by_samples_and_staleness() -> None:
     fresh = _weights(run(run_spec(Weights()), ROUNDS, rounds=2))
     assert sum(weight for weight, _ in fresh) == pytest.approx(2)
     late = _weights(run(run_spec(Weights(), FedBuff()), BUFFER, rounds=6))
@@ -194,13 +194,13 @@ def test_learner_of_bytes_needs_a_function_aggregate(monkeypatch: pytest.MonkeyP
         raysim.build(QUICK, learner=Means())
 
 
-def test_parameters_of_another_type_fail_one_client() -> None:
+def test_parameters_of_wrong_type_are_one_failed_client() -> None:
     result = run(run_spec(Means("type")), rounds=1, tolerate=1.0)
     assert all("bytes" in failure.error for failure in result.failures)
     assert result.rows[0]["failures"] == len(result.failures) > 0
 
 
-def test_result_of_a_learner_of_bytes_has_no_module(tmp_path: Path) -> None:
+def test_result_of_a_learner_of_bytes_has_no_torch_module(tmp_path: Path) -> None:
     result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
     with pytest.raises(RefusedError, match="parameters"):
         result.model()
@@ -238,7 +238,7 @@ def _words(size: int) -> int:
     return 1 + -(-size // 4)
 
 
-def test_bytes_take_the_time_of_their_size() -> None:
+def test_virtual_time_follows_size_of_a_learners_bytes() -> None:
     fleet = Lognormal(100.0, 0.0, 1000.0, 500.0, 0.0)  # samples, bytes down and up per second
     spec = run_spec(Growing(), local=Local(lr=0.1, batch=8, epochs=2))
     result = run(spec, Synchronous(2), fleet, rounds=4)
@@ -256,7 +256,7 @@ def test_bytes_take_the_time_of_their_size() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_bytes_of_unused_updates_count_as_planned() -> None:
+def test_unused_updates_of_bytes_count_as_planned() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -273,13 +273,15 @@ def test_learner_of_bytes_passes_all_checks(check: Check) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, "many"])
-def test_planned_size_is_checked(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+def test_planned_size_of_a_learners_upload_is_checked(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
     monkeypatch.setattr(Means, "upload_bytes", lambda self, task, received: wrong)
     with pytest.raises(RefusedError, match="upload_bytes of Means"):
         raysim.build(QUICK, learner=Means())
 
 
-def test_plan_says_that_sizes_change() -> None:
+def test_plan_says_that_message_sizes_change() -> None:
     words = QUICK.replace("schedule.cohort=2 runtime=inprocess", "schedule=buffered")
     words += " schedule.concurrency=3 schedule.size=2 runtime=local runtime.workers=2"
     experiment = raysim.build(words, learner=Means())
@@ -287,7 +289,7 @@ def test_plan_says_that_sizes_change() -> None:
     assert lines["schedule"].endswith("if messages did not change in size")
 
 
-def test_varying_tensor_goes_to_every_job() -> None:
+def test_tensor_of_varying_size_is_sent_to_every_job() -> None:
     class Once(Means):
         name = "once"
 
@@ -299,7 +301,7 @@ def test_varying_tensor_goes_to_every_job() -> None:
         run(run_spec(Once()), rounds=1)
 
 
-def test_evaluate_gives_the_usual_scores() -> None:
+def test_learners_evaluate_gives_the_usual_scores() -> None:
     usual, own = run(run_spec(Means()), rounds=2), run(run_spec(Scored()), rounds=2)
     for name in ("accuracy", "accuracy_worst", "accuracy_global"):
         assert [row[name] for row in own.rows] == pytest.approx([row[name] for row in usual.rows])
@@ -310,7 +312,7 @@ def test_evaluate_gives_the_usual_scores() -> None:
     assert own.rows[-1]["my_loss_worst"] == clients.max()
 
 
-def test_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
+def test_learners_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
     words = f"{QUICK} data.domains=2 partition.validation_fraction=0.3 rounds=2"
     usual = raysim.run(words, learner=Means(), out=str(tmp_path / "usual"), quiet=True)
     own = raysim.run(words, learner=Scored(), out=str(tmp_path / "own"), quiet=True)
@@ -322,7 +324,7 @@ def test_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
         assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
 
 
-def test_evaluate_may_return_no_score(tmp_path: Path) -> None:
+def test_learners_evaluate_can_return_no_score(tmp_path: Path) -> None:
     result = raysim.run(
         f"{QUICK} rounds=2", learner=Scored({}), out=str(tmp_path / "run"), quiet=True
     )
@@ -330,6 +332,6 @@ def test_evaluate_may_return_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, {"accuracy": "high"}], ids=["number", "text"])
-def test_evaluate_error_names_the_function(wrong: Any) -> None:
+def test_error_of_learners_evaluate_names_the_function(wrong: Any) -> None:
     with pytest.raises(Exception, match=r"scored.*evaluate"):
         run(run_spec(Scored(wrong)), rounds=1)

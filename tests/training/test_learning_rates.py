@@ -55,7 +55,7 @@ def test_schedules_have_the_rates_of_torch(settings: dict[str, Any], make: Any) 
     assert rates == pytest.approx(torch_rates(make), rel=1e-12)
 
 
-def test_warmup_grows_to_the_rate_and_delays_the_schedule() -> None:
+def test_warmup_rises_to_the_rate_and_delays_the_schedule() -> None:
     local = Local(lr=0.4, schedule="linear", schedule_rounds=7, warmup_rounds=3)
     rates = [local.rate(version) for version in range(9)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
@@ -75,7 +75,7 @@ def test_warmup_grows_to_the_rate_and_delays_the_schedule() -> None:
     ],
     ids=str,
 )
-def test_impossible_schedules_are_refused(settings: dict[str, Any], key: str) -> None:
+def test_impossible_learning_rate_schedules_are_refused(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         Local(lr=0.4, **settings)
 
@@ -92,6 +92,6 @@ def test_run_with_a_rate_of_zero_is_refused() -> None:
     [[], ["local=default"], ["experiment=fedbr/rotated_mnist"]],
     ids=["default", "group", "preset"],
 )
-def test_schedule_has_the_rounds_of_the_run(options: list[str]) -> None:
+def test_rate_schedule_has_the_rounds_of_the_run(options: list[str]) -> None:
     config = compose([*options, "rounds=7", "local.schedule=cosine"])
     assert config.local.schedule_rounds == 7

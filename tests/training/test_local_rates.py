@@ -84,7 +84,7 @@ def body_and_head(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-def test_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
+def test_local_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
     recorder, ours = trained(Local(optimizer=kind, rates={"head": 0.5, "body": 2.0}, **LOCAL))
     optimizer: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
@@ -119,7 +119,7 @@ def test_muon_equals_torch_with_adamw_for_vectors() -> None:
     assert same(ours, plain_loop(recorder, groups))
 
 
-def test_muon_sees_matrices_behind_clipped_gradients() -> None:
+def test_muon_with_clipping_orthogonalises_matrices() -> None:
     _, plain = trained(Local(optimizer="muon", **LOCAL))
     _, clipped = trained(Local(optimizer="muon", clip=1e6, **LOCAL))
     assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(plain, clipped, strict=True))
@@ -141,7 +141,9 @@ class TestSchedulesOverSteps:
         ],
         ids=["cosine", "linear", "step"],
     )
-    def test_factors_are_those_of_torch(self, settings: dict[str, Any], make: Any) -> None:
+    def test_schedule_factors_equal_those_of_torch(
+        self, settings: dict[str, Any], make: Any
+    ) -> None:
         factors = Local(schedule_over="steps", **settings, **LOCAL).step_factors(4)
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         scheduler = make(optimizer)
@@ -150,7 +152,7 @@ class TestSchedulesOverSteps:
             optimizer.step()
             scheduler.step()
 
-    def test_steps_follow_the_factors(self) -> None:
+    def test_steps_use_the_rate_schedule_over_steps(self) -> None:
         local = Local(schedule="linear", schedule_over="steps", warmup_steps=1, **LOCAL)
         recorder, ours = trained(local)
         factors = local.step_factors(4)
@@ -172,7 +174,7 @@ class TestSchedulesOverSteps:
 
 
 class TestRefusals:
-    def test_part_without_parameters_is_refused(self) -> None:
+    def test_rate_of_a_part_without_parameters_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"local\.rates\.adapters"):
             declare_run(run_spec(local=Local(rates={"adapters": 2.0})))
 
@@ -183,6 +185,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "settings", [{"optimizer": "muon"}, {"rates": {"head": 2.0}}, {"warmup_steps": 2}], ids=str
     )
-    def test_error_of_lanes_names_the_rates_setting(self, settings: dict[str, Any]) -> None:
+    def test_error_of_lanes_names_local_rates(self, settings: dict[str, Any]) -> None:
         with pytest.raises(LanesError, match=r"local\.|warmup_steps"):
             Worker(run_spec(local=Local(**settings), lanes=2))

@@ -130,6 +130,6 @@ def by_hand(
     return float(torch.cat(seen).mean())
 
 
-def test_mean_over_rows_weighs_batches() -> None:
+def test_mean_over_rows_weighs_batches_by_size() -> None:
     assert float(mean_over_rows(torch.tensor([1.0, 4.0]), [11, 1])) == pytest.approx(15 / 12)
     assert mean_over_rows(torch.empty(0), []).isnan()

@@ -176,7 +176,7 @@ class Replacing(Method):
         return None
 
 
-def test_own_training_may_replace_tensors() -> None:
+def test_own_training_can_replace_tensors() -> None:
     before, after = run(run_spec(Replacing()), rounds=1), run(run_spec(Replacing()), rounds=2)
     difference = after.coordinator.server.vector - before.coordinator.server.vector
     torch.testing.assert_close(difference, torch.ones_like(difference))

@@ -33,7 +33,7 @@ def test_balanced_rows_have_equal_classes_in_ascending_order() -> None:
     assert sorted(labels[rows]) == [0, 0, 2, 5, 5]
 
 
-def test_balanced_rows_take_all_of_a_small_class() -> None:
+def test_balanced_rows_have_all_rows_of_a_small_class() -> None:
     labels = np.array([1, 0, 0, 1, 1])
     assert diagnostics.balanced_rows(labels, 9, np.random.default_rng(0)).tolist() == [
         0,
@@ -56,13 +56,13 @@ def test_balanced_rows_depend_on_the_generator_only() -> None:
 # ---------------------------------------------------------------- features
 
 
-def test_distance_is_relative_to_received_features() -> None:
+def test_feature_distance_is_relative_to_received_features() -> None:
     local, received = np.array([[3.0, 4.0], [0.0, 2.0]]), np.array([[0.0, 0.0], [0.0, 4.0]])
     # |differences| are 5 and 2, |received| 0 and 4.
     assert diagnostics.feature_distance(local, received) == 7 / 4
 
 
-def test_similarity_is_the_mean_cosine_of_rows() -> None:
+def test_feature_similarity_is_the_mean_cosine_of_rows() -> None:
     local = np.array([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [3.0, 4.0]])
     received = np.array([[5.0, 0.0], [1.0, 0.0], [4.0, 0.0], [1.0, 0.0]])
     assert diagnostics.feature_similarity(local, received) == pytest.approx(
@@ -77,14 +77,14 @@ def test_equal_features_have_distance_0_and_similarity_1() -> None:
     assert diagnostics.feature_similarity(features, features) == 1.0
 
 
-def test_scale_changes_distance_but_not_similarity() -> None:
+def test_scaled_features_change_distance_but_not_similarity() -> None:
     received = make().received
     assert diagnostics.feature_distance(4 * received, received) == pytest.approx(3)
     assert diagnostics.feature_similarity(4 * received, received) == 1.0
     assert diagnostics.feature_similarity(-received, received) == -1.0
 
 
-def test_distance_relative_to_zero_features_is_nan() -> None:
+def test_feature_distance_to_zero_features_is_nan() -> None:
     nothing, something = np.zeros((2, 3)), np.ones((2, 3))
     assert diagnostics.feature_distance(nothing, nothing) == 0.0
     assert math.isnan(diagnostics.feature_distance(something, nothing))
@@ -116,7 +116,7 @@ def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
-def test_likeness_is_mean_cosine_of_seen_and_unseen_rows() -> None:
+def test_class_likeness_is_cosine_of_seen_and_unseen_rows() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
     features = np.array(
         [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32
@@ -128,7 +128,7 @@ def test_likeness_is_mean_cosine_of_seen_and_unseen_rows() -> None:
 # ---------------------------------------------------------------- summary
 
 
-def test_summary_has_means_over_clients_with_values() -> None:
+def test_probe_summary_has_means_over_clients_with_values() -> None:
     same = np.ones((4, 2), np.float32)
     one = Probe(0, 1, LABELS, SEEN, 0.25, same, same, PROBABILITIES)
     two = Probe(1, 1, LABELS, np.ones(3, bool), 0.75, -same, same, PROBABILITIES)
@@ -156,7 +156,7 @@ def test_probe_means_are_over_rows() -> None:
     assert found["feature_likeness"] == pytest.approx((1 + 0 + 0 + 1 + 0 + 0) / 6)
 
 
-def test_summary_without_probes_has_empty_columns() -> None:
+def test_probe_summary_without_probes_has_empty_columns() -> None:
     nothing = diagnostics.summarise_probes([])
     assert list(nothing) == list(diagnostics.summarise_probes([make()]))
     assert set(nothing.values()) == {None}
@@ -226,7 +226,7 @@ def test_probe_file_can_be_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\x02\0\0\0\0\0\0\0{}"])
-def test_file_without_probes_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_no_probe_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "probes.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"probes\.safetensors"):
         load_probes(tmp_path / "probes.safetensors")

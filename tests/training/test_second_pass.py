@@ -55,7 +55,7 @@ def context(worker: Worker) -> Context:
     return ctx
 
 
-def test_shift_covers_the_parameters_of_the_stage() -> None:
+def test_second_pass_shifts_all_parameters_of_the_stage() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
@@ -74,7 +74,7 @@ def test_shift_covers_the_parameters_of_the_stage() -> None:
     assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
 
 
-def test_corrections_act_on_the_perturbed_gradient() -> None:
+def test_corrections_change_the_perturbed_gradient() -> None:
     class Ones(Method):
         name = "ones"
 

@@ -126,7 +126,7 @@ def made(
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_layer_that_needs_two_rows_is_found(name: str) -> None:
+def test_search_finds_layer_that_needs_two_rows(name: str) -> None:
     model = network(REFUSING[name]())
     assert refusing_layer(model, lambda rows: torch.randn(rows, 4)).startswith("layer '1")
 
@@ -141,11 +141,11 @@ def test_convolutions_with_batchnorm_train_on_one_row() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_network_that_fails_on_any_batch_is_accepted() -> None:
+def test_search_ignores_network_that_fails_on_any_batch() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 
-def test_search_for_layers_changes_nothing() -> None:
+def test_search_for_layers_does_not_change_the_network() -> None:
     model = network(nn.BatchNorm1d(4)).eval()
     model[1].train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -207,7 +207,7 @@ def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_pat
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
 @pytest.mark.parametrize("budget", ["local.epochs=2", "local.steps=5"])
-def test_no_batch_has_one_row(name: str, sampling: str, budget: str, tmp_path: Path) -> None:
+def test_batches_never_have_one_row(name: str, sampling: str, budget: str, tmp_path: Path) -> None:
     words = ["rounds=4", "faults.tolerate=0", f"local.sampling={sampling}", budget]
     finished(made(REFUSING[name], *words), tmp_path)
 
@@ -302,6 +302,6 @@ def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
 @pytest.mark.parametrize(
     "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
 )
-def test_own_batches_of_a_method_have_two_rows(name: str, tmp_path: Path) -> None:
+def test_batches_that_a_method_makes_have_two_rows(name: str, tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
     finished(experiment, tmp_path)

@@ -197,7 +197,7 @@ def test_step_equals_a_step_of_pytorch(methods: list[Method]) -> None:
     assert not loss.requires_grad
 
 
-def test_job_begins_without_momentum() -> None:
+def test_job_starts_without_momentum() -> None:
     step, ctx = at_work([], OptimizerSettings(momentum=0.9))
     step(ctx, BATCH, (Stage(),))
     ctx.vector.shared.copy_(ctx.base)
@@ -241,7 +241,7 @@ class TwoStages(Method):
         return height
 
 
-def test_stage_has_networks_direction_and_rate() -> None:
+def test_stage_uses_its_networks_direction_and_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
     step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
@@ -260,7 +260,7 @@ def test_stage_has_networks_direction_and_rate() -> None:
     ]
 
 
-def test_terms_join_the_task_loss_but_not_the_report() -> None:
+def test_terms_change_the_loss_but_not_the_reported_loss() -> None:
     class Pull(Method):
         name = "pull"
 
@@ -390,7 +390,7 @@ def test_unused_parameter_has_zero_gradient() -> None:
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_flat_gradients_of_one_size_share_memory() -> None:
+def test_flat_gradients_of_equal_size_share_memory() -> None:
     step, _ = at_work((), OptimizerSettings())
     sizes, places = (3, 5, 3), []
     for size in sizes:

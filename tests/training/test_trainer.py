@@ -77,7 +77,9 @@ class TestChunks:
         sizes = log.train(JOBS[0])
         assert sizes[:2] == [8, 8] and sum(sizes) == log.samples
 
-    def test_client_samples_come_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_prepared_samples_of_clients_are_in_order(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients())
         monkeypatch.setattr(client_data, "CHUNK_FLOATS", 10 * ROW)
         sizes = [len(labels) for _, labels in log.trainer.client_samples(1)]
@@ -113,7 +115,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_are_full_and_most_frequent_rest() -> None:
+def test_usual_batch_sizes_are_full_and_frequent_remainder() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
@@ -130,7 +132,7 @@ class Continuing(Method):
 
 @pytest.mark.parametrize("by_setting", [True, False])
 @pytest.mark.parametrize("by_method", [True, False])
-def test_optimizer_is_kept_for_settings_and_methods(by_setting: bool, by_method: bool) -> None:
+def test_optimizer_is_stored_for_settings_and_methods(by_setting: bool, by_method: bool) -> None:
     methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
     spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
     assert Worker(spec).trainer.keeps_optimizer == (by_setting or by_method)
@@ -180,7 +182,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_networks_have_personal_tensors_from_begin() -> None:
+def test_frozen_networks_have_personal_tensors_at_job_start() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

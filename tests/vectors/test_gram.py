@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_unchanged_updates_give_the_bits_of_the_weighted_mean() -> None:
+def test_combination_of_unchanged_rows_equals_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -139,7 +139,7 @@ def test_sum_in_blocks_has_the_bits_of_a_whole_sum(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_coefficients_apply_to_the_rows_as_they_came() -> None:
+def test_coefficients_apply_to_unchanged_rows() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture
@@ -148,7 +148,7 @@ def test_coefficients_apply_to_the_rows_as_they_came() -> None:
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_option_per_tensor_gives_one_gram_matrix_per_tensor() -> None:
+def test_gram_matrix_can_be_computed_for_each_tensor() -> None:
     rows, seen = normal(3, LAYOUT.shared), []
 
     def note(products: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_buffers_are_averaged_whatever_becomes_of_the_parameters(
+def test_float_buffers_are_averaged_by_methods_that_combine(
     rule: Callable[[], Method],
 ) -> None:
     rows = normal(12, LAYOUT.shared)
@@ -184,7 +184,7 @@ def test_buffers_are_averaged_whatever_becomes_of_the_parameters(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
+def test_combined_step_is_scaled_by_divisor_of_other_method(rule: Callable[[], Method]) -> None:
     rows = normal(5, LAYOUT.shared)
     plain, buffered = (
         server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),))
@@ -215,7 +215,7 @@ class Sizes(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_second_copy_of_the_updates_is_made(
+def test_gram_matrix_needs_no_second_copy_of_the_updates(
     rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK", module._PART)

@@ -69,7 +69,7 @@ def test_frozen_parameters_are_no_part_of_the_vector() -> None:
     assert "model.0.weight" not in {entry.name for entry in plan_layout(nets).entries}
 
 
-def test_values_survive_the_move_into_the_vector() -> None:
+def test_parameters_keep_their_values_in_the_vector() -> None:
     nets = networks()
     before = {name: value.clone() for name, value in nets["model"].state_dict().items()}
     vector = flat(nets, *BN)
@@ -92,7 +92,7 @@ def test_modules_and_vector_see_the_same_values() -> None:
     assert named["model.1.num_batches_tracked"] == 1
 
 
-def test_backward_pass_works_through_views() -> None:
+def test_backward_pass_works_on_views_of_the_vector() -> None:
     nets = networks()
     vector = flat(nets)
     loss = nets["model"](torch.ones(4, 3)).square().sum()
@@ -100,7 +100,7 @@ def test_backward_pass_works_through_views() -> None:
     assert grad.shape == (2, 2)
 
 
-def test_shared_part_is_the_front() -> None:
+def test_shared_part_is_the_front_of_the_vector() -> None:
     vector = flat(networks(), *BN)
     assert len(vector.shared) == vector.layout.shared == 15
     assert len(vector.personal) == vector.layout.personal == 8
@@ -120,7 +120,7 @@ def test_entries_are_found_by_network_or_module() -> None:
     assert len(layout.entries_in(["model"])) == 4
 
 
-def test_stretches_end_at_the_border_of_shared_tensors() -> None:
+def test_stretches_end_at_the_last_shared_tensor() -> None:
     nets = {
         "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     }  # without buffers both parts touch

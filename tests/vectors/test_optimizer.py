@@ -17,7 +17,7 @@ from raysim.vectors.optimizer import (
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
-def test_setting_below_zero_is_refused(key: str) -> None:
+def test_optimizer_setting_below_zero_is_refused(key: str) -> None:
     OptimizerSettings(**{key: 0.0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"local\.{key}=-0\.01 must be at least 0"):
         OptimizerSettings(**{key: -0.01})  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_stacked_rows_step_as_single_clients(settings: OptimizerSettings) -> None:
+def test_stacked_rows_step_like_single_clients(settings: OptimizerSettings) -> None:
     whole = torch.ones(2, 3, dtype=torch.float64)
     stacked = StackedOptimizer(settings, [whole])
     stacked.step_rows([0], [whole], [gradient(7)], 0.1)  # the second row has no client yet
@@ -94,7 +94,7 @@ def test_recorded_optimizer_steps_like_the_loop(settings: OptimizerSettings) -> 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_both_go_on_from_saved_buffers(settings: OptimizerSettings) -> None:
+def test_optimizers_continue_from_saved_buffers(settings: OptimizerSettings) -> None:
     row, single = stepped(settings)
     saved, whole = single.save(), torch.stack([row, row])
     stacked, recorded = StackedOptimizer(settings, [whole]), RecordedOptimizer(settings, [row])

@@ -60,7 +60,7 @@ def test_extending_beyond_the_reserved_rows_fails() -> None:
         extend_rows(filled("disk"), 6)
 
 
-def test_file_of_a_cache_has_no_name(folder: Path) -> None:
+def test_file_of_a_cache_has_no_name_in_its_folder(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -68,7 +68,7 @@ def test_file_of_a_cache_has_no_name(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_restored_rows_move_into_a_new_room(place: cache.Place) -> None:
+def test_restored_rows_move_into_newly_reserved_space(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,13 +77,13 @@ def test_restored_rows_move_into_a_new_room(place: cache.Place) -> None:
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_restored_rows_that_fill_the_room_move_to_disk() -> None:
+def test_restored_rows_that_fill_the_space_move_to_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_rows_may_be_empty(place: cache.Place) -> None:
+def test_cache_accepts_empty_rows(place: cache.Place) -> None:
     rows = reserve((5, 2, 0), torch.float32, place)
     assert (
         extend_rows(rows, 4).shape
@@ -92,7 +92,7 @@ def test_rows_may_be_empty(place: cache.Place) -> None:
     )
 
 
-def test_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_refuses_disk_without_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     with pytest.raises(ValueError, match="TMPDIR"):
         reserve((2, 2**27), torch.float32, "disk")

@@ -31,14 +31,14 @@ def tree(leaves: list[np.ndarray | None]) -> np.ndarray | None:
     return leaves[0]
 
 
-def test_four_vectors_are_two_pairs() -> None:
+def test_tree_sum_of_four_vectors_adds_two_pairs() -> None:
     rows, weights = vectors(4), [0.1, 3.0, 1 / 3, -2.0]
     a, b, c, d = (row * np.float32(weight) for row, weight in zip(rows, weights, strict=True))
     assert np.array_equal(weighted_sum(rows, weights).numpy(), (a + b) + (c + d))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_missing_leaves_are_left_out(present: list[bool]) -> None:
+def test_tree_sum_leaves_out_missing_vectors(present: list[bool]) -> None:
     leaves = [
         TreeLeaf(row, 0.3) if exists else None
         for row, exists in zip(vectors(len(present)), present, strict=True)
@@ -51,7 +51,9 @@ def test_missing_leaves_are_left_out(present: list[bool]) -> None:
 
 
 @given(COUNTS, st.data())
-def test_any_split_over_processes_has_the_same_bits(count: int, data: st.DataObject) -> None:
+def test_tree_sum_has_same_bits_for_any_split_over_processes(
+    count: int, data: st.DataObject
+) -> None:
     rows, weights = vectors(count), np.random.default_rng(1).uniform(0, 9, count).tolist()
     owners = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
     failed = data.draw(st.sets(st.integers(0, count - 1)))
@@ -74,7 +76,7 @@ def test_any_split_over_processes_has_the_same_bits(count: int, data: st.DataObj
 
 
 @given(COUNTS, st.data())
-def test_covered_ranges_are_the_largest_parts(count: int, data: st.DataObject) -> None:
+def test_covered_ranges_are_the_largest_parts_of_the_tree(count: int, data: st.DataObject) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
     ranges = covered_ranges(positions, count)
     assert [place for part in ranges for place in part] == sorted(positions)
@@ -90,13 +92,13 @@ def test_covered_ranges_are_the_largest_parts(count: int, data: st.DataObject) -
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_all_positions_are_one_range() -> None:
+def test_all_positions_are_one_range_of_the_tree() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
 
 
-def test_sum_into_a_tensor_keeps_the_vectors_unchanged() -> None:
+def test_tree_sum_into_a_tensor_keeps_vectors_unchanged() -> None:
     rows = vectors(4)
     first = weighted_sum(rows[:2], [1.0, 2.0]).numpy()
     first.flags.writeable = False
@@ -107,7 +109,7 @@ def test_sum_into_a_tensor_keeps_the_vectors_unchanged() -> None:
     assert torch.equal(place, weighted_sum(rows, [1.0, 2.0, 3.0, 4.0]))
 
 
-def test_weight_of_numpy_keeps_the_type() -> None:
+def test_tree_sum_with_numpy_weight_keeps_the_type() -> None:
     rows = vectors(2)
     weights = [np.float64(0.1), np.float64(0.7)]
     assert torch.equal(weighted_sum(rows, weights), weighted_sum(rows, [0.1, 0.7]))

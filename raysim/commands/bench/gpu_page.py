@@ -140,7 +140,7 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     """Yield the lines of a Markdown table.
 
-    If a measurement is missing, the last cell of its row says why.
+    If a measurement was refused, the last cell of its row says why.
     """
     lines = []
     for row in rows:

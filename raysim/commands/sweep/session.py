@@ -169,8 +169,8 @@ def _choose_metric(
         name = f"{metric.name}_global" if len(specs[0].data.central) else metric.name
         say(
             console,
-            f"sweep.metric: {name}, a test score, ranks the trials, so the best one looks too "
-            "good. Set partition.validation_fraction=0.1 to rank by validation samples.",
+            f"sweep.metric: the test score {name} ranks the trials, so the best score is too "
+            "optimistic. Set partition.validation_fraction=0.1 to rank by validation samples.",
         )
     mode = options.mode or _usual_mode(name, specs[0].task.metrics)
     return replace(plan, options=replace(options, metric=name, mode=mode))

@@ -58,8 +58,8 @@ def find_root(place: str) -> Path:
         if (root / DATABASE).is_file() or any(_stored_folders(root)):
             return root
     raise RefusedError(
-        f"{place} has no runs for MLflow, which runs store unless tracking=none or tracking.uri is "
-        "set. Give the folder that runs are in, or the address of a server"
+        f"{place} has no runs for MLflow (runs with tracking=none or tracking.uri do not count). "
+        "Give the folder that runs are in, or the address of a server"
     )
 
 
@@ -158,7 +158,7 @@ class RunDatabase:
                     Mlflow(self.uri).add_model(record, Path(temporary) / MODEL)
         except Exception as error:  # PyTorch cannot trace every model
             if not folder.is_dir():
-                self._say(f"{folder} was removed: MLflow has its numbers, but no model of it")
+                self._say(f"{folder} was removed: MLflow has its numbers, but not its model")
                 return
             outcome = save_problem(error)
             self._say(f"MLflow gets only the weights of {folder}: {outcome}")

@@ -59,7 +59,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
             database.update()
             _wait_for_server(server, port, log)
             _open_page(f"http://{HOST}:{port}/{charts}", opens_browser)
-            _print("Ctrl-C ends it")
+            _print("Ctrl-C ends the server")
             _follow(database, server)
         except KeyboardInterrupt:
             print()
@@ -120,7 +120,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
 
     log: the file with the server's output, for the error.
     """
-    _print("MLflow starts")
+    _print("starting MLflow")
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
         if _is_listening(port):

@@ -11,7 +11,9 @@ from jobs.benchmarks import planner
 pytestmark = pytest.mark.slow
 
 
-def test_planner_measures_every_schedule_and_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_benchmark_measures_every_schedule_and_fleet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     said: list[str] = []
     found = planner.rates(1e-9, said.append)
@@ -24,7 +26,9 @@ def test_planner_measures_every_schedule_and_fleet(monkeypatch: pytest.MonkeyPat
     assert len(said) == len(found)
 
 
-def test_whole_run_returns_jobs_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_benchmark_returns_jobs_per_second_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     jobs, start = planner.whole_run(3)
     assert jobs > 0 < start

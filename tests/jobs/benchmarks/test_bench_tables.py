@@ -15,7 +15,7 @@ from raysim.methods.fedopt import FedAvgM
 pytestmark = pytest.mark.slow
 
 
-def test_planner_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_benchmark_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = planner.rates
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     monkeypatch.setattr(planner, "rates", lambda seconds, say: rates(1e-9, lambda text: None))
@@ -28,7 +28,9 @@ def test_planner_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["jobs_per_second"] == 1000.0
 
 
-def test_scale_measures_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_benchmark_measures_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # so that the table has one block
     monkeypatch.setattr(scale, "cases", lambda: [scale.Case(1_000)])
     monkeypatch.setattr(planner, "bench", lambda say: {"planner": []})
@@ -40,7 +42,7 @@ def test_scale_measures_the_coordinator(tmp_path: Path, monkeypatch: pytest.Monk
     assert [each["case"]["clients"] for each in stored["results"]] == [1_000]
 
 
-def test_rules_are_compared_with_fedavg(
+def test_rules_benchmark_compares_with_fedavg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rules, "COHORT", 2)

@@ -56,7 +56,7 @@ def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow")
         ([0.05, 0.06], "undecided"),
     ],
 )
-def test_verdict_follows_from_the_interval(gains: list[float], verdict: str) -> None:
+def test_verdict_on_a_claim_follows_from_the_interval(gains: list[float], verdict: str) -> None:
     (finding,) = findings(SKEW_CLAIM, pairs(gains))
     assert finding.verdict == verdict
     assert bool(finding.to_decide()) == (verdict == "undecided")
@@ -66,7 +66,7 @@ def test_verdict_follows_from_the_interval(gains: list[float], verdict: str) -> 
     assert lower.verdict == opposite.get(verdict, verdict)
 
 
-def test_setting_with_little_training_shows_nothing() -> None:
+def test_setting_with_little_training_decides_no_claim() -> None:
     # 80 % of the printed 69.48 is 55.58.
     for base, is_trained in ((0.55, False), (0.56, True)):
         (finding,) = findings(SKEW_CLAIM, pairs([0.05, 0.06, 0.07], base))
@@ -76,21 +76,21 @@ def test_setting_with_little_training_shows_nothing() -> None:
     assert "55.0 %" in untrained.to_decide() and "`skew-paper-80`" in untrained.to_decide()
 
 
-def test_settings_are_judged_apart() -> None:
+def test_claim_is_judged_for_each_setting() -> None:
     runs = pairs([0.05, 0.06, 0.07]) + pairs([-0.05, -0.06, -0.07], setting="skew-fast")
     first, second = findings(SKEW_CLAIM, runs)
     assert (first.setting.name, first.verdict) == ("skew-slow", "supported")
     assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
 
 
-def test_needed_seeds_make_the_interval_leave_out_zero() -> None:
+def test_number_of_needed_seeds_excludes_zero_from_interval() -> None:
     # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
     assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
     assert seeds_needed(1.0, 0.01) == "more than 100"
 
 
 @pytest.mark.parametrize("claim", ALL, ids=lambda claim: claim.text)
-def test_claim_has_numbers_or_a_source_and_settings(claim: Claim) -> None:
+def test_every_claim_has_settings_and_numbers_or_a_source(claim: Claim) -> None:
     numbers = claim.printed_numbers()
     assert (numbers is None) == bool(claim.source)
     assert numbers is None or (numbers[0] > numbers[1]) == claim.higher, "as the paper claims"
@@ -124,7 +124,7 @@ def test_settings_have_unique_names_and_overrides() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_stored_runs_are_at_named_settings(paper: str) -> None:
+def test_every_stored_run_belongs_to_a_named_setting(paper: str) -> None:
     for run in stored_runs(paper):
         assert not setting_of(overrides_of(run)[1]).name.startswith("setting-"), run.summary[
             "command"
@@ -132,7 +132,7 @@ def test_stored_runs_are_at_named_settings(paper: str) -> None:
 
 
 @pytest.mark.slow
-def test_studies_of_settings_have_their_overrides(tmp_path: Path) -> None:
+def test_studies_have_the_overrides_of_their_settings(tmp_path: Path) -> None:
     for setting in SETTINGS:
         if not setting.study.startswith("bash jobs/studies.sh "):
             continue

@@ -35,12 +35,12 @@ def tiny_study(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STUDIES", (STUDY,))
 
 
-def test_runs_have_names_and_seeds_in_turn() -> None:
+def test_gpu_study_runs_have_names_and_seeds_in_turn() -> None:
     names = [name for name, _ in GpuStudy("a", (), STUDY.methods, (0, 1)).runs()]
     assert names == ["a-fedavg-0", "a-fedprox-0_5-0", "a-fedavg-1", "a-fedprox-0_5-1"]
 
 
-def test_prepared_runs_equal_ordinary_ones(
+def test_gpu_study_runs_equal_ordinary_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.prepare(tmp_path / "gpu", ["local.epochs=1"], [])
@@ -58,7 +58,7 @@ def test_prepared_runs_equal_ordinary_ones(
         assert run.finished
 
 
-def test_stopped_run_continues_with_the_same_bits(
+def test_stopped_gpu_study_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "CHECKPOINTS", gpu.Checkpoint(every=1, keep=1))
@@ -82,7 +82,7 @@ def test_stopped_run_continues_with_the_same_bits(
         assert [row["round"] for row in one.rows] == [row["round"] for row in other.rows]
 
 
-def test_wrong_words_are_refused(tmp_path: Path) -> None:
+def test_gpu_studies_refuse_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"^tyni: .*tiny"):
         gpu.chosen_studies(["tyni"])
     with pytest.raises(RefusedError, match=r"tiny-fedavg-0: this run is not prepared"):
@@ -90,14 +90,14 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_studies_are_the_papers_settings() -> None:
+def test_gpu_studies_have_the_settings_of_the_papers() -> None:
     overrides = {frozenset(setting.overrides) for setting in SETTINGS}
     for study in STUDIES:
         assert any(frozenset(study.setting) >= known for known in overrides), study.name
 
 
 @pytest.mark.slow
-def test_script_runs_without_ray_and_hydra(tmp_path: Path) -> None:
+def test_gpu_studies_run_without_ray_and_hydra(tmp_path: Path) -> None:
     script = ["bash", str(CHECKOUT / "jobs" / "papers" / "gpu.sh"), "fedbss-skew_0.1"]
     tiny = "data=digits model=mlp rounds=1 local.epochs=1"
     places = {"OUT": str(tmp_path), "DATA": "", "PYTHON": sys.executable}

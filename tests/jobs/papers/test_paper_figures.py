@@ -43,7 +43,7 @@ DIGITS = (
 )
 
 
-def test_wrong_name_gets_the_nearest_one() -> None:
+def test_wrong_name_of_a_figure_gets_a_suggestion() -> None:
     assert find_figure("fedbss/5b").name == "fedbss/5b"
     with pytest.raises(RefusedError, match=r"^fedbss/5c: .*fedbss/5"):
         find_figure("fedbss/5c")
@@ -59,16 +59,16 @@ def test_every_paper_has_figures_with_a_command() -> None:
             assert (f"figures/{figure.file}.png" in text) == (read_numbers(figure) is not None)
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
+def test_figures_leave_out_values_that_are_not_finite() -> None:
     assert PANELS[0]["series"][0]["x"] == [1.0, 3.0]
 
 
-def test_images_are_scaled_together() -> None:
+def test_images_of_a_figure_share_one_scale() -> None:
     images = np.asarray(PANELS[3]["images"])
     assert (images.shape, images.min(), images.max()) == ((2, 3, 4), 0, 255)
 
 
-def test_numbers_are_stored_and_read(tmp_path: Path) -> None:
+def test_numbers_of_a_figure_are_stored_and_read(tmp_path: Path) -> None:
     runs = Runs(tmp_path, commands=["a", "b", "a"])
     write_numbers(FIGURE, PANELS, runs, tmp_path)
     stored = read_numbers(FIGURE, tmp_path)
@@ -77,7 +77,7 @@ def test_numbers_are_stored_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_every_kind_of_panel_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_draw_every_kind_of_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     draw(FIGURE, PANELS, tmp_path / "a.png")
@@ -89,7 +89,7 @@ def test_every_kind_of_panel_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_picture_shows_the_stored_numbers(name: str) -> None:
+def test_figure_shows_the_stored_numbers(name: str) -> None:
     numbers = read_numbers(FIGURES[name])
     if numbers is None:
         return
@@ -99,7 +99,7 @@ def test_picture_shows_the_stored_numbers(name: str) -> None:
     assert numbers["commands"]
 
 
-def test_finished_run_is_not_repeated(tmp_path: Path) -> None:
+def test_figure_does_not_repeat_a_finished_run(tmp_path: Path) -> None:
     words = ("method=loss_half", *DIGITS)
     first = Runs(tmp_path, ("seed=3",)).run(*words)
     before = (first.folder / "summary.json").stat().st_mtime_ns
@@ -109,7 +109,7 @@ def test_finished_run_is_not_repeated(tmp_path: Path) -> None:
     assert Runs(tmp_path).run(*words).folder != first.folder
 
 
-def test_half_of_the_samples_is_trained(tmp_path: Path) -> None:
+def test_loss_half_trains_half_of_the_samples(tmp_path: Path) -> None:
     runs = Runs(tmp_path, DIGITS)
     low = runs.run("method=loss_half")
     high = runs.run("method=loss_half", "method.loss_half.half=high")
@@ -119,7 +119,7 @@ def test_half_of_the_samples_is_trained(tmp_path: Path) -> None:
     assert float(every.rows[-1]["moved.moved"] or 0) > 0
 
 
-def test_split_points_have_a_column_per_client(tmp_path: Path) -> None:
+def test_split_points_report_a_share_per_client(tmp_path: Path) -> None:
     words = ("method=split_points", "method.split_points.clients=2")
     rows = Runs(tmp_path, DIGITS).run(*words).rows
     shares = {key: row for row in rows for key, row in row.items() if "client_" in key}
@@ -127,7 +127,7 @@ def test_split_points_have_a_column_per_client(tmp_path: Path) -> None:
     assert all(0 < float(value or 0) <= 1 for value in shares.values())
 
 
-def test_program_lists_and_draws(
+def test_figures_program_lists_and_draws_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program.main([])

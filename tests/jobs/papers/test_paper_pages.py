@@ -158,7 +158,7 @@ def test_stored_runs_have_a_table_per_setting(tmp_path: Path, store: Path) -> No
     assert kept[1].startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
 
 
-def test_main_setting_does_not_depend_on_run_order(tmp_path: Path, store: Path) -> None:
+def test_main_setting_of_a_page_does_not_depend_on_run_order(tmp_path: Path, store: Path) -> None:
     small = "model=small_cnn"
     for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
         kept_at(tmp_path, method, score, small)
@@ -173,7 +173,7 @@ def test_main_setting_does_not_depend_on_run_order(tmp_path: Path, store: Path) 
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
 
-def test_papers_setting_may_follow_another(tmp_path: Path, store: Path) -> None:
+def test_setting_of_the_paper_need_not_be_the_first(tmp_path: Path, store: Path) -> None:
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
@@ -196,7 +196,7 @@ def test_method_settings_share_a_table_with_fedavg(tmp_path: Path, store: Path) 
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_run_without_the_row_key_belongs_to_no_row(tmp_path: Path, store: Path) -> None:
+def test_run_without_the_key_of_the_rows_belongs_to_no_row(tmp_path: Path, store: Path) -> None:
     shift = [
         "data=synthetic",
         "data.domains=5",
@@ -325,7 +325,7 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
 FEDBR = PAPER_RUNS["fedbr"]
 
 
-def test_gains_use_the_seeds_that_both_methods_have() -> None:
+def test_gains_pair_seeds_that_both_methods_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each
     # side.
     gained = [
@@ -348,7 +348,7 @@ def test_gains_use_the_seeds_that_both_methods_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
-def test_gains_are_those_of_the_papers_own_score() -> None:
+def test_gains_use_the_score_of_the_paper() -> None:
     def run(method: str, seed: int, gained: float) -> Run:
         best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
         scores = [best] * 5 + [early] * 9 + [late]
@@ -374,7 +374,7 @@ def test_gains_are_those_of_the_papers_own_score() -> None:
     }
 
 
-def test_equal_numbers_are_one_setting() -> None:
+def test_numbers_of_equal_value_belong_to_one_setting() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
     runs = [
         stored(method, seed, 0.5, words[seed])
@@ -437,7 +437,7 @@ def test_gains_show_rank_correlation_with_label_entropy() -> None:
     )
 
 
-def test_equal_splits_have_no_order() -> None:
+def test_gains_do_not_order_equal_splits() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")

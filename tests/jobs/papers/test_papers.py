@@ -102,7 +102,7 @@ def test_run_is_shown_next_to_the_printed_number(tmp_path: Path) -> None:
     assert "raysim run experiment=fedbr/cifar10 method=fedprox" in text
 
 
-def test_seeds_are_averaged(tmp_path: Path) -> None:
+def test_tables_average_over_seeds(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / str(seed), [*MNIST, "method=[]", f"seed={seed}"], rows(scores))
         for seed, scores in enumerate(([0.7, 0.8], [0.8, 0.82]))
@@ -115,7 +115,7 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
     assert "seed=" not in text
 
 
-def test_threshold_missed_by_one_seed_has_no_mean(tmp_path: Path) -> None:
+def test_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)
     ]
@@ -181,7 +181,7 @@ def test_ablation_differs_from_the_full_method(tmp_path: Path) -> None:
     assert f"{first.folder} belongs to no row of this table" in compare("fedbr/table1", [first])
 
 
-def test_a_run_of_another_study_is_named_and_left_out(tmp_path: Path) -> None:
+def test_table_names_and_leaves_out_runs_of_other_studies(tmp_path: Path) -> None:
     run = make(tmp_path / "digits", ["method=[fedprox]"], rows([0.9]))
     text = compare("fedbr/table1", [run])
     assert (
@@ -222,7 +222,7 @@ def test_method_local_is_scored_by_local_models(tmp_path: Path) -> None:
     )
 
 
-def test_costs_are_per_job(tmp_path: Path) -> None:
+def test_table_shows_costs_per_job(tmp_path: Path) -> None:
     run = make(
         tmp_path / "a",
         ["experiment=fedbr/cifar10", "method=[]"],
@@ -258,7 +258,9 @@ def status(*words: str) -> object:
     return ended.value.code
 
 
-def test_command_prints_table_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_papers_command_prints_a_table_with_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[fedbr]"], rows([0.87]))
     assert status("fedbr/table1", str(run.folder)) == 0
     assert "87.00" in line(capsys.readouterr().out, "FedBR (Ours)")
@@ -266,7 +268,7 @@ def test_command_prints_table_with_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fedbr/table14" in capsys.readouterr().out
 
 
-def test_command_passes_over_other_folders(
+def test_papers_command_ignores_other_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "runs/a", [*MNIST, "method=[fedbr]"], rows([0.87]))
@@ -288,7 +290,7 @@ def test_command_passes_over_other_folders(
         (["fedbr/table1", "nowhere"], "nowhere"),
     ],
 )
-def test_command_refuses_in_one_sentence(
+def test_papers_command_refuses_in_one_sentence(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(*words) == 2
@@ -296,7 +298,7 @@ def test_command_refuses_in_one_sentence(
     assert part in text and text.count("\n") == 1
 
 
-def test_tables_can_be_read_as_json() -> None:
+def test_papers_command_prints_tables_as_json() -> None:
     path = Path(report.__file__).parent / "fedbr.json"
     assert len(json.loads(path.read_text())["tables"]) == 14
 

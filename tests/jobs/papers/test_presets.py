@@ -107,7 +107,7 @@ def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEDBR)
-def test_ablation_row_has_the_values_in_its_name(name: str) -> None:
+def test_fedbr_ablation_row_has_the_values_in_its_name(name: str) -> None:
     for cell in covering(FEDBR[name], "fedbr"):
         said = cell.variant
         parts = composed(*command(FEDBR[name], cell).arguments())["method"]
@@ -202,7 +202,7 @@ LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells
 
 
 @pytest.mark.parametrize("methods", LISTS, ids="+".join)
-def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, ...]) -> None:
+def test_methods_of_every_table_row_can_be_combined(methods: tuple[str, ...]) -> None:
     nodes = composed("experiment=fedbr/cifar10", f"method=[{','.join(methods)}]")["method"]
     parts = [
         build_object(resolve(node[TARGET], name), node, f"method.{name}")
@@ -268,7 +268,7 @@ def test_methods_have_the_papers_values(methods: str, values: dict[str, object])
     ("name", "lam", "means"),
     [("rotated_mnist", 1.0, 64), ("cifar10", 0.1, 32), ("cifar100", 1.0, 32), ("pacs", 0.1, 32)],
 )
-def test_values_that_the_paper_chose_per_data_set(name: str, lam: float, means: int) -> None:
+def test_methods_have_the_values_chosen_per_data_set(name: str, lam: float, means: int) -> None:
     assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
     assert (
         composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"]
@@ -282,7 +282,7 @@ def test_preset_sets_only_existing_methods_and_keys() -> None:
             assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
 
 
-def test_vhl_has_as_many_virtual_images_as_the_paper_says() -> None:
+def test_vhl_preset_has_the_papers_number_of_virtual_images() -> None:
     for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
         assert (
             composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"]
@@ -310,7 +310,7 @@ def test_fedbr_on_pacs_uses_the_split_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", ["pacs", "office_home"])
-def test_fraug_trains_on_as_many_samples_of_a_domain_as_its_code(name: str) -> None:
+def test_fraug_preset_has_its_codes_samples_per_domain(name: str) -> None:
     parts = split_of(f"experiment=fraug/{name}").partition
     left = 700 - 700 // 10
     assert parts.validation is not None
@@ -336,7 +336,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_part_without_class_in_own_file_is_refused(
+def test_option_file_without_class_can_be_composed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
@@ -356,7 +356,7 @@ def test_preset_with_unknown_method_is_refused(tmp_path: Path) -> None:
         compose(["experiment=own"], [tmp_path])
 
 
-def test_own_preset_keeps_order_of_methods(
+def test_users_preset_keeps_order_of_methods(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -504,7 +504,7 @@ def test_fraug_preset_of_the_text_differs_from_the_code() -> None:
     }
 
 
-def test_pools_of_fedbss_may_step_by_three() -> None:
+def test_fedbss_pooling_stride_can_be_three() -> None:
     model = composed("experiment=fedbss/fashion_mnist", "model.stride=3")["model"]
     assert (model["pool"], model["stride"]) == (3, 3)
 

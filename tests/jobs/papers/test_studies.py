@@ -56,7 +56,7 @@ def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 
 @pytest.mark.slow
-def test_stored_runs_belong_to_studies_that_can_be_planned(tmp_path: Path) -> None:
+def test_every_study_of_stored_runs_can_be_planned(tmp_path: Path) -> None:
     names = [
         "rotated_mnist",
         "small",
@@ -101,5 +101,5 @@ def test_stored_runs_belong_to_studies_that_can_be_planned(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_without_a_name_the_script_starts_nothing(tmp_path: Path) -> None:
+def test_studies_script_without_a_name_starts_nothing(tmp_path: Path) -> None:
     assert started(tmp_path) == []
