@@ -99,7 +99,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give the job those of the lane's optimizers that its next step uses first."""
+        """Give the job the lane's optimizers for stages that the next step uses first."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
