@@ -104,7 +104,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """One optimizer step of the steps that are made on each batch.
+    """One of the optimizer steps that are made on each batch.
 
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which

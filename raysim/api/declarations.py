@@ -214,11 +214,11 @@ class Evaluation:
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if the local models of the step to this version are probed."""
+        """Return True if the local models that are averaged into this version are probed."""
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
-        """Return True if the loss is decomposed for the step to this version."""
+        """Return True if the loss is decomposed for this version."""
         return self.decompose > 0 and version % self.decompose == 0
 
 

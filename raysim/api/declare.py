@@ -60,7 +60,7 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that made a declaration that only one may make ("stages"), or None."""
+        """Return the method that declared `fact`, such as "stages", or None; only one may."""
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
         )
@@ -97,7 +97,7 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Phrases for the uses of single updates by methods; because of them workers sum none."""
+        """Describe how methods use single updates; with any such use workers do not sum updates."""
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
         if combiner is not None:

@@ -104,7 +104,7 @@ class ServerView:
 
     @property
     def local(self) -> Local:
-        """The settings `local.*`; `server.local.rate(server.version)` is clients' learning rate."""
+        """The settings `local.*`; `local.rate(version)` is the learning rate of clients."""
         return self._server.local  # type: ignore[no-any-return]
 
     @property

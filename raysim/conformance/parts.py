@@ -34,7 +34,7 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:
-    """Yield the checks that a run must pass with any part."""
+    """Yield the checks of a run: equal bits on two workers, and after resuming."""
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (

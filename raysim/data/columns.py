@@ -148,7 +148,7 @@ class TokenSettings:
 
 
 class InputRows(NamedTuple):
-    """The inputs of all samples, the set of tokens, and the parts of a row of several inputs."""
+    """The inputs of all samples, their tokens, and the fields of a row with several inputs."""
 
     values: NDArray[Any]
     tokens: Tokens | None

@@ -88,7 +88,7 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Return the position of the first angle whose cumulative probability exceeds the uniform.
+    """Return each image's angle: the first whose cumulative probability is above the uniform.
 
     An angle of probability 0 is never returned.
     """

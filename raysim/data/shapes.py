@@ -18,7 +18,7 @@ CLASS_NAMES = ["background", "circle", "square", "triangle"]
 
 @dataclass(frozen=True)
 class Shapes(Source):
-    """A source of grey images [1, pixels, pixels] with one shape each, with pixel classes.
+    """A source of grey images [1, pixels, pixels] with one shape each and a class per pixel.
 
     users: the number of simulated cameras. Each camera has its own brightness and prefers one
     shape; with partition=natural each camera is a client.

@@ -145,7 +145,7 @@ def dirichlet_client_split(
 
 
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
-    """Return the class that is taken at each turn, by inverse CDF over the remaining classes.
+    """Return the class that a client draws at each turn, among the classes with samples left.
 
     proportions: each client's class distribution, [N, C].
     pools: samples left of each class, [C]; taken samples are subtracted in place.
@@ -168,7 +168,7 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give each turn a sample of its class, and return the rows of each client.
+    """Give a sample to the client of each turn, by the turn's class; return each client's rows.
 
     The samples of a class are given in `order`. A client's rows are in the order of its turns.
     """

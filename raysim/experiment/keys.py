@@ -170,7 +170,7 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set keys to null, in place, that exclude a key which the user has set.
+    """Set to null, in place, the keys that cannot be set together with a key of the user.
 
     If the user sets local.epochs, local.steps becomes null.
     values: the values that the user set, by key.

@@ -162,8 +162,8 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
-            f"{path}={format_value(node)} does not name a class: give a value to one of its keys "
-            "instead"
+            f"{path}={format_value(node)} is not a class with settings. Set single keys below "
+            f"{path} instead"
         )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)

@@ -67,7 +67,7 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
 
 def noise_of_sum(noise: float, bit_noise: float) -> float:
-    """Return the noise of the sum, if sum and clipping bits together have the noise `noise`.
+    """Return the noise for the sum of updates, so that it and `bit_noise` together are `noise`.
 
     All three are standard deviations in units of what one client can change.
     """

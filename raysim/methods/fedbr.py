@@ -200,7 +200,7 @@ class FedBR(Method):
 
     # --- before the run ------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Add the projector and the max step, and collect and send pseudo-data."""
+        """Add the projector and the stage that trains it, and collect and send pseudo-data."""
         run.needs("classes", "features", "numbers")
         if self.lam == 0 and self.mu == 0:
             run.skip("begin", "loss")
@@ -272,7 +272,7 @@ class FedBR(Method):
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
 
     def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the received model's features of pseudo-data, once per job if they stay equal."""
+        """Return the received model's features of pseudo-data; reuse them if they stay equal."""
 
         def compute() -> Tensor:
             received = cast("Classifier", job.frozen()["model"])

@@ -172,7 +172,7 @@ class ClientRanks:
         return sum(min(full, rank) * floats for full, floats in self.sizes)
 
     def omitted(self, job: Participation) -> int:
-        """Return the number of floats that the client's factors have less than the model's."""
+        """Return how many fewer floats the client's factors have than the model's factors."""
         return sum(full * floats for full, floats in self.sizes) - self.floats(job.client)
 
     def omit(self, run: Setup) -> None:

@@ -50,7 +50,7 @@ class Jobs:
         return len(self.client)
 
     def __getitem__(self, chosen: np.ndarray) -> Jobs:
-        """Return some of the jobs.
+        """Return the chosen jobs.
 
         chosen: a mask or positions.
         """

@@ -299,7 +299,7 @@ def _whole_numbers(count: int) -> Locator:
 
 # --- fleet, workers, staleness --------------------------------------------------------------------
 def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
-    """Return the mean number of active clients between neighbouring edges.
+    """Return the mean number of active clients between neighbouring times in `edges`.
 
     edges: ascending times in virtual seconds. The result has one value less.
     """

@@ -290,7 +290,7 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Execute a block of `count` rounds; return seconds per round without the first rounds."""
+    """Execute a block of `count` rounds after some first rounds; return the seconds per round."""
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
     for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
