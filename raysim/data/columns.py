@@ -500,7 +500,7 @@ def _item_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return the plain type of a column's values: the one under dictionaries and extensions."""
+    """Return the plain type of a column's values, without dictionary encoding and extensions."""
     if isinstance(kind, pa.BaseExtensionType):
         return _stored_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):

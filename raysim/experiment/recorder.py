@@ -320,7 +320,7 @@ def _study_of(folder: Path) -> Path | None:
 
 
 def _study_folder(folder: Path) -> Path | None:
-    """Return the study's folder of a folder STUDY/runs/NAME; None for any other folder."""
+    """Return STUDY for the folder STUDY/runs/NAME of a study's run; None for any other folder."""
     study = folder.resolve().parent.parent
     return study if (study / "study.yaml").is_file() else None
 

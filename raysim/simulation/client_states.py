@@ -184,7 +184,7 @@ class ClientStates:
         self._read_bytes -= read_bytes
 
     def store(self, numbers: Sequence[int], refs: Sequence[Ref]) -> None:
-        """Record references to the states that jobs leave.
+        """Record references to the states that jobs make.
 
         numbers: the numbers of the jobs.
         refs: a reference for each job.
@@ -276,7 +276,7 @@ class ClientStates:
     def bytes(self) -> int:
         """The bytes of all states in the store, and of states read from disk for calls in flight.
 
-        A state that a job in flight will leave counts as the mean size of all known states.
+        A state that a job in flight will make counts as the mean size of all known states.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

@@ -401,7 +401,7 @@ class Replicas:
         return self._weighted_mean(vectors), torch.from_numpy(counters)
 
     def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the weighted mean of a vector for each replica."""
+        """Return the weighted mean of vectors, one of each replica."""
         weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:

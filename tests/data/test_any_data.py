@@ -391,7 +391,7 @@ def test_markov_sequences_follow_their_chains() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_chain_labels_and_lengths() -> None:
+def test_markov_sequences_have_chain_labels_and_lengths() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(
@@ -466,7 +466,9 @@ def test_hugging_face_reads_images(tmp_path: Path) -> None:
     )
 
 
-def test_hugging_face_names_missing_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hugging_face_error_names_missing_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -105,7 +105,7 @@ def test_rotation_follows_crop_and_flip() -> None:
     assert torch.equal(rotated, unrotated)
 
 
-def test_moved_pixels_have_a_known_checksum() -> None:
+def test_augmented_images_have_a_known_checksum() -> None:
     moved = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
         IMAGES, np.random.default_rng(5)
     )

@@ -287,7 +287,7 @@ def test_parquet_and_frames_become_documents(tmp_path: Path) -> None:
     assert source.read().domain_names == ["3"]
 
 
-def test_token_lists_are_documents(tmp_path: Path) -> None:
+def test_lists_of_tokens_are_documents(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", [{"t": [3, 4], "p": [5]}, {"t": [6], "p": [5, 5]}])
     raw = JsonLines(root=root, kind="causal", columns=["t"], prompt="p", test_fraction=0.0).read()
     assert np.asarray(raw.inputs).tolist() == [[0, 5, 3, 4], [0, 5, 5, 6]]

@@ -187,13 +187,15 @@ def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_client_uniform_of_one_takes_last_class(shares: list[float], label: int) -> None:
+def test_dirichlet_client_takes_last_class_for_uniform_of_one(
+    shares: list[float], label: int
+) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
     rows = dirichlet_client_split(**arguments, proportions=[shares], uniforms=[1.0])
     assert rows.indices.tolist() == [label]
 
 
-def test_balance_admits_client_below_equal_share() -> None:
+def test_balance_gives_samples_to_client_below_equal_share() -> None:
     # After class 0 the first client holds one of four samples, half of its equal share.
     rows = dirichlet_label_split(
         labels=[0, 1, 1, 1],
@@ -204,7 +206,7 @@ def test_balance_admits_client_below_equal_share() -> None:
     assert rows.offsets.tolist() == [0, 4, 4]
 
 
-def test_balance_stops_client_at_equal_share() -> None:
+def test_balance_gives_no_samples_above_equal_share() -> None:
     sizes = split(Dirichlet(10, 0.1, balance=True, minimum=0, test_fraction=0)).train.counts
     assert sizes.max() <= len(LABELS) // 10 + 200
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()

@@ -113,7 +113,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
     build([*words, init, "seed=5", "init.only=head"])
 
 
-def test_base_in_bfloat16_has_the_bits_of_rounded_weights(trained: Path, tmp_path: Path) -> None:
+def test_lora_base_in_bfloat16_equals_rounded_weights(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     weights = load_file(trained / "model.safetensors")
     frozen = {name for name in weights if "extractor" in name and name.endswith("weight")}

@@ -152,7 +152,7 @@ def test_interrupt_in_on_round_interrupts_run() -> None:
     assert rounds("a") == [1]
 
 
-def test_wrong_observer_is_refused_first() -> None:
+def test_wrong_observer_is_refused_before_the_run() -> None:
     with pytest.raises(RefusedError, match="an object of a subclass of"):
         raysim.run([*QUICK, "out=a"], quiet=True, observers=[Diary])  # type: ignore[list-item]
     with pytest.raises(RefusedError, match="cannot be called"):

@@ -125,7 +125,7 @@ def test_metric_can_be_named_by_its_import_path() -> None:
         raysim.run(words, **SMALL)
 
 
-def test_torchmetrics_score_by_name() -> None:
+def test_torchmetrics_can_be_chosen_by_name() -> None:
     pytest.importorskip("torchmetrics")
     result = raysim.run(**SMALL, metrics=["accuracy", "cohen_kappa", "calibration_error"])
     central = result.predictions()
@@ -134,7 +134,7 @@ def test_torchmetrics_score_by_name() -> None:
     assert result.experiment.spec.settings.evaluate.lower == ["calibration_error"]
 
 
-def test_torchmetrics_score_values() -> None:
+def test_torchmetrics_score_regression_values() -> None:
     pytest.importorskip("torchmetrics")
     settings = {**SMALL, "data": "diabetes", "partition": {"name": "iid", "clients": 4}}
     settings |= {"partition": "iid", "partition.clients": 4}

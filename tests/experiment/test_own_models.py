@@ -116,7 +116,7 @@ def test_users_module_is_trained_and_returned(
     )
 
 
-def test_regression_values_are_learnt(package: str) -> None:
+def test_regression_model_learns_values(package: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(60, 4, generator=rng)
     words = [

@@ -342,7 +342,7 @@ def test_repr_of_an_experiment_is_one_line() -> None:
 
 
 # --- data -----------------------------------------------------------------------------------------
-def test_arrays_tensors_and_data_sets_are_the_same() -> None:
+def test_arrays_tensors_and_data_sets_give_equal_runs() -> None:
     tensors = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
     halves = (
         torch.utils.data.TensorDataset(*tensors),

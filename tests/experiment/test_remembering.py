@@ -59,7 +59,7 @@ def test_example_method_with_client_state_pulls_and_reports() -> None:
     assert (result.history["steady.moved"] > 0).all()
 
 
-def test_client_state_of_all_clients_by_name() -> None:
+def test_result_has_client_state_of_all_clients_by_name() -> None:
     result = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
     by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
     for client in range(20):
@@ -78,7 +78,7 @@ def test_client_state_of_all_clients_by_name() -> None:
         result.client_state(20)
 
 
-def test_client_state_is_empty_or_needs_checkpoint() -> None:
+def test_client_state_of_a_result_needs_a_checkpoint() -> None:
     assert ran().client_state(0) == {}
     with pytest.raises(RefusedError, match=r"checkpoint\.every"):
         ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)

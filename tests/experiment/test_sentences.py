@@ -36,7 +36,7 @@ def refused(*words: str, **parts: Any) -> str:
 
 
 class TestUnknownKeys:
-    def test_error_of_option_without_settings(self) -> None:
+    def test_error_of_option_without_settings_says_so(self) -> None:
         sentence = refused("loss.gamma=2")
         assert "loss=usual has no settings" in sentence
         assert "loss=focal" in sentence
@@ -72,13 +72,13 @@ class TestPartitions:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
-    def test_small_users_error_names_minimum(self) -> None:
+    def test_error_of_users_with_few_samples_names_minimum(self) -> None:
         users = np.arange(30)
         sentence = refused("partition=natural", data=(*DATA, users))
         assert "partition.minimum=2" in sentence
         assert "partition.clients" not in sentence
 
-    def test_too_many_users_error_names_clients(self) -> None:
+    def test_error_of_too_many_clients_names_partition_clients(self) -> None:
         sentence = refused(
             "partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3)
         )

@@ -88,7 +88,7 @@ class TestArrays:
         expected = (inputs - torch.tensor([1.0, 2, 3, 4])) / torch.tensor([2.0, 2, 2, 4])
         assert torch.equal(data.pipeline.normalise(inputs), expected)
 
-    def test_image_settings_reach_arrays_of_images(self) -> None:
+    def test_image_settings_apply_to_arrays_of_images(self) -> None:
         words = [
             "data.size=4",
             "data.channels=3",

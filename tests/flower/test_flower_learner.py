@@ -64,7 +64,7 @@ def test_app_is_an_option_of_the_group_learner(project, tmp_path):
 
 
 @pytest.mark.parametrize("words", ["method=fedavgm", "schedule=buffered fleet=lognormal"])
-def test_app_continues_to_the_same_bits(project, tmp_path, words):
+def test_resumed_app_has_the_same_bits(project, tmp_path, words):
     words = f"{words} checkpoint.every=1"
     usual = QUICK.replace(" schedule.cohort=3", "") if "buffered" in words else QUICK
     if "buffered" in words:
@@ -116,7 +116,7 @@ def test_parameters_come_from_get_parameters(project, tmp_path):
         ("error", "my reason"),
     ],
 )
-def test_failing_client_is_one_failed_client(project, tmp_path, capsys, kind, text):
+def test_error_of_an_app_is_one_failed_client(project, tmp_path, capsys, kind, text):
     words = "faults.tolerate=0.5 schedule.cohort=6 rounds=1"
     result = run(project, tmp_path, words, **broken(kind))
     assert list(result.history["failures"]) == [1]

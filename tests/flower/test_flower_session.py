@@ -145,7 +145,7 @@ def test_session_refuses_folder_of_another_run(run, tmp_path):
         run_app(replace(stored, resumes=False), no_text)
 
 
-def test_failing_server_app_names_its_line(run):
+def test_error_of_failing_server_app_names_its_line(run):
     app = newer_app(lambda grid: 1 / 0)
     with pytest.raises(RunStoppedError, match=r"ZeroDivisionError.*test_flower_session"):
         run_app(replace(run, server_app=app, folder=run.folder.parent), no_text)

@@ -132,7 +132,7 @@ def test_method_object_sets_its_required_settings() -> None:
     assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
 
 
-def test_composed_configuration_has_list_of_keys_the_user_set() -> None:
+def test_composed_configuration_lists_keys_that_the_user_set() -> None:
     assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))

@@ -32,7 +32,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-def test_centralized_only_declares_pooled_data() -> None:
+def test_centralized_declares_only_pooled_data() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 

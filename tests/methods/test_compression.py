@@ -202,7 +202,7 @@ class TestOtherParts:
         assert not finished.failures
         assert torch.isfinite(finished.coordinator.server.vector).all()
 
-    def test_dp_clips_decoded_updates(self) -> None:
+    def test_dp_fedavg_clips_decoded_updates(self) -> None:
         deltas, _ = plain_deltas()
         rows = [decoded(TopK(0.1), delta) for delta in deltas]
         clipped = [row * min(1, 0.05 / np.linalg.norm(row)) for row in rows]

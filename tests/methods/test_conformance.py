@@ -647,7 +647,7 @@ class Failing(Method):
 @pytest.mark.parametrize(
     "name", ["fedavg", "scaffold", "fedbr", "fedbss", "fraug", "fedpac", "fedcm", "fedcda", "moon"]
 )
-def test_training_results_do_not_move_the_clock(name: str) -> None:
+def test_virtual_time_does_not_depend_on_training(name: str) -> None:
     whole, failing = (
         run(study(*made(name), *more), BUFFER, rounds=6, tolerate=1.0) for more in ([], [Failing()])
     )

@@ -187,7 +187,7 @@ def test_fraug_stored_optimizers_continue_their_step_count(keep: bool) -> None:
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_fraug_and_run_store_the_same_optimizers() -> None:
+def test_fraug_stores_the_same_optimizers_as_keep_optimizer() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(

@@ -349,7 +349,7 @@ def test_partialfed_policy_gradient_of_equal_models_is_zero() -> None:
     assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
 
 
-def test_partialfed_policy_keeps_layers_worse_in_received_one() -> None:
+def test_partialfed_policy_does_not_load_worse_layers() -> None:
     client = Client(
         PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
     )

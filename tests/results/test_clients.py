@@ -142,7 +142,7 @@ def scores(*values: float) -> ClientScores:
     return ClientScores(np.arange(len(values)), {"accuracy": np.array(values)})
 
 
-def test_client_scores_of_all_rounds_survive_a_resumption(
+def test_resumed_run_keeps_client_scores_of_all_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raysim.results.clients.SCORES_FILE_ROWS", 4)

@@ -123,7 +123,7 @@ def test_percent_scales_scores_and_curves_alike(study: Path) -> None:
     assert np.asarray(heights[1]) == pytest.approx(100 * np.asarray(heights[0]))
 
 
-def test_percent_reaches_thresholds_and_chosen_columns(study: Path) -> None:
+def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
     text = raysim.report(study, percent=True).text()
     assert re.search(r"to \d0 %", text) and not re.search(r"to 0\.\d", text)
     columns = ["accuracy_global_best", "accuracy_worst", "rounds_to.0.50"]
@@ -134,7 +134,7 @@ def test_percent_reaches_thresholds_and_chosen_columns(study: Path) -> None:
         raysim.report(study, percent=True, columns=columns)
 
 
-def test_costs_are_those_of_first_round_above_score(study: Path) -> None:
+def test_costs_of_a_score_are_those_of_its_first_round(study: Path) -> None:
     table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
     row = table.loc["fedprox"]
     # 0.8 * 0.7 is above 0.5, so each seed needs two rounds of 2,000 floats of four bytes.

@@ -77,7 +77,7 @@ def test_history_distinguishes_nan_and_missing_values(tmp_path: Path) -> None:
     assert losses[1] is None
 
 
-def test_a_history_without_rows_has_its_columns(tmp_path: Path) -> None:
+def test_history_without_rows_has_its_columns(tmp_path: Path) -> None:
     metrics.write_history([], tmp_path / "h.parquet")
     assert metrics.read_history(tmp_path / "h.parquet") == []
     assert pq.read_schema(tmp_path / "h.parquet").names == list(metrics.COLUMNS)
@@ -163,7 +163,7 @@ def test_summary_without_client_tests_uses_the_central_set() -> None:
     assert "best5_mean_global" not in summary
 
 
-def test_a_summary_of_no_rows_is_empty_and_not_an_error() -> None:
+def test_summary_of_no_rows_is_empty() -> None:
     summary = metrics.summarise([])
     assert (summary["rounds"], summary["best5_mean"], summary["accuracy"]) == (0, None, None)
 
@@ -182,7 +182,7 @@ def test_json_files_are_strict_json_for_any_content(tmp_path: Path) -> None:
     assert "NaN" not in text
 
 
-def test_lists_in_json_files_take_one_line_and_are_unchanged(tmp_path: Path) -> None:
+def test_json_files_have_each_list_in_one_line(tmp_path: Path) -> None:
     content = {
         "numbers": [1, 2.5, None],
         "words": ["a,\n  b", "[", "{", "\\n"],

@@ -204,7 +204,7 @@ def test_page_shows_a_shared_split_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_page_draws_sizes_unless_they_are_equal(tmp_path: Path) -> None:
+def test_page_draws_client_sizes_unless_they_are_equal(tmp_path: Path) -> None:
     def drawn(name: str, sizes: list[int]) -> str:
         run = make(tmp_path / name, [0.5])
         clients = np.arange(len(sizes))

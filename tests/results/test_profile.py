@@ -54,9 +54,7 @@ def test_profile_counts_time_between_calls_as_waiting() -> None:
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
-    recorded: bool, tmp_path: Path
-) -> None:
+def test_profile_has_all_wall_time_and_changes_no_bit(recorded: bool, tmp_path: Path) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
     *_, result, finished = coordinate(timed, runtime=several_workers(timed, 2)).run()

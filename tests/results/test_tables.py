@@ -76,7 +76,7 @@ def test_csv_keeps_every_digit_and_whole_numbers() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_rows_of_text_become_columns_of_numbers_after_a_label() -> None:
+def test_text_rows_become_a_label_and_columns_of_numbers() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"

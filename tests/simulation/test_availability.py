@@ -109,7 +109,7 @@ def test_constant_availability_has_no_changes() -> None:
     ]
 
 
-def test_interval_that_touches_the_period_end_changes_there() -> None:
+def test_interval_until_the_period_end_has_a_change_there() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
@@ -146,7 +146,9 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_next_change_is_the_first_change(presence: Availability, now: int, parts: int) -> None:
+def test_next_change_is_the_first_of_all_changes(
+    presence: Availability, now: int, parts: int
+) -> None:
     until = now + 200_000.0
     there, change = presence.available(0, now), presence.next_change(0, now, until)
     assert now < change <= until
@@ -170,7 +172,9 @@ def test_next_change_is_the_first_change(presence: Availability, now: int, parts
     period=st.floats(0.1, 1e4),
 )
 @settings(max_examples=80, deadline=None)
-def test_next_change_is_later_despite_rounding(row: list[float], now: float, period: float) -> None:
+def test_next_change_is_after_now_despite_rounding(
+    row: list[float], now: float, period: float
+) -> None:
     scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
     presence = intervals(scaled, period=max(period, scaled[-1]))
     for _ in range(40):
@@ -314,7 +318,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_clients_at_the_ends_of_a_draw_are_correct() -> None:
+def test_markov_draw_is_correct_for_first_and_last_clients() -> None:
     """Compare clients at the first place that stays or goes, among many and alone."""
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

@@ -120,7 +120,7 @@ def test_client_state_is_kept_in_missed_rounds_on_ray(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path) -> None:
+def test_scaffold_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path) -> None:
     for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
         own = [state["scaffold.control"] for state in snapshot.clients.values()]
         mean = np.sum(own, axis=0, dtype=np.float64) / 5  # who never took part has zero

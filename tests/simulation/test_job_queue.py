@@ -69,7 +69,7 @@ def test_bundle_skips_a_limited_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_take_bundle_marks_its_first_job_for_accepts() -> None:
+def test_take_bundle_tells_accepts_which_job_is_first() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

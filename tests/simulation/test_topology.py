@@ -182,7 +182,7 @@ class TestHierarchical:
         assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_bits_agree_on_more_workers_and_after_resume(self, schedule: Schedule) -> None:
+    def test_hierarchy_has_same_bits_on_workers_and_resumed(self, schedule: Schedule) -> None:
         def make() -> Any:
             return spec(Hierarchical(2, every=2, bandwidth_sigma=0.5), Scaffold(), FedBN())
 
@@ -354,7 +354,7 @@ class TestGossip:
             (Gossip("ring", exchange="pairwise", mix="before"), Immediate(4)),
         ],
     )
-    def test_bits_agree_on_more_workers_and_after_resume(
+    def test_gossip_has_same_bits_on_workers_and_after_resume(
         self, topology: Topology, schedule: Schedule
     ) -> None:
         def make() -> Any:
@@ -499,7 +499,7 @@ class TestOwnTopology:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_bits_agree_on_more_workers_and_after_resume(self) -> None:
+    def test_own_topology_has_same_bits_on_workers_and_resumed(self) -> None:
         def make() -> Any:
             return spec(Cities(), Scaffold(), FedBN())
 

@@ -126,7 +126,9 @@ def test_three_machines_give_the_bits_of_one(network: NetworkCluster, expected: 
         assert machine.traffic.received - earlier.received > 20 * 4 * 2400
 
 
-def test_partition_for_seconds_changes_no_bits(network: NetworkCluster, expected: Expected) -> None:
+def test_network_partition_for_seconds_changes_no_bits(
+    network: NetworkCluster, expected: Expected
+) -> None:
     run = start_run(network, out := network.shared / "partition", ROUNDS)
     wait_for(lambda: checkpoints(out), run, out)
     network.machines[2].cut()
@@ -173,7 +175,7 @@ def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
         assert finish(run, out)["model_sha256"] == expected(ROUNDS)
 
 
-def test_link_has_delay() -> None:
+def test_simulated_link_has_its_delay() -> None:
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)

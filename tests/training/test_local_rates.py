@@ -166,7 +166,7 @@ class TestSchedulesOverSteps:
         ((_, steps, rate),) = recorder.moves
         assert steps * rate == pytest.approx(0.1 * sum(factors or ()))
 
-    def test_warmup_over_steps_leaves_the_rounds_schedule(self) -> None:
+    def test_warmup_over_steps_keeps_the_schedule_over_rounds(self) -> None:
         local = Local(schedule="step", drop_every=1, warmup_steps=2, **LOCAL)
         assert local.rate(1) == pytest.approx(0.01)
         assert local.step_factors(4) == pytest.approx([1 / 3, 2 / 3, 1, 1])

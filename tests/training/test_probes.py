@@ -103,7 +103,7 @@ def test_classifier_is_measured_on_rows_of_unseen_classes() -> None:
     assert output.tolist() == [0.375, 0.5, 0.125]
 
 
-def test_bias_measures_of_a_client_with_one_class() -> None:
+def test_client_with_one_class_has_bias_measures() -> None:
     seen = np.array([True, False, False])
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, seen) == (1 + 0.25 + 0) / 3
     assert diagnostics.seen_share(PROBABILITIES, LABELS, seen) == 0.25
@@ -212,7 +212,7 @@ def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_keeps_different_received_features(tmp_path: Path) -> None:
+def test_probe_file_stores_unequal_received_features(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -55,7 +55,7 @@ def test_growing_cache_preserves_its_rows(place: cache.Place) -> None:
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 
 
-def test_extending_beyond_the_reserved_rows_fails() -> None:
+def test_cache_cannot_grow_beyond_its_reserved_rows() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         extend_rows(filled("disk"), 6)
 

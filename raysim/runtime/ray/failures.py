@@ -26,7 +26,7 @@ _MAX_LOG_CHARACTERS = 200  # an error repeats at most this many characters of a 
 
 @dataclass(frozen=True)
 class _Cause:
-    """A cause for which Ray cannot start, and what the user can do.
+    """A reason why Ray cannot start, and what the user can do.
 
     words: texts that show this cause, in messages of Ray or of the operating system.
     """
