@@ -91,11 +91,11 @@ def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -
 
 
 def _wrong(value: Any, method: str, hook: str, instead: str) -> HookError:
-    what = "nothing" if value is None else _kind(value)
+    what = "nothing" if value is None else _describe(value)
     return HookError(f"method '{method}' returns {what} from {hook}. Return {instead}.")
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describe a value by its shape or its type ("a tensor of shape [3]")."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
@@ -112,8 +112,8 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
             continue
         method, _, column = name.partition(".")
         raise HookError(
-            f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
-            "or leave it out."
+            f"{where}.report['{column}'] of method '{method}' is {_describe(value)}. Give a "
+            "number, or leave it out."
         )
 
 
@@ -127,7 +127,7 @@ def check_metrics(metrics: Any, method: str) -> dict[str, float]:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError):
             raise HookError(
-                f"method '{method}' returns {_kind(value)} as metric '{name}' from evaluate. "
+                f"method '{method}' returns {_describe(value)} as metric '{name}' from evaluate. "
                 "Return a number, or leave it out."
             ) from None
     return numbers

@@ -78,10 +78,10 @@ def check_recorded(make: Make, **settings: Any) -> None:
                     two[name], values, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name}, recorded"
                 )
         for row, expected in zip(other.history, loop.history, strict=True):
-            _near(row, expected)
+            _check_close(row, expected)
 
 
-def _near(row: Row, expected: Row) -> None:
+def _check_close(row: Row, expected: Row) -> None:
     """Check that two rows of a history have the same numbers, except for rounding errors."""
     assert row.keys() == expected.keys(), "other columns from recorded steps than in the loop"
     for key, value in expected.items():

@@ -218,7 +218,7 @@ def pack(
         streams.setdefault(key, []).append(document)
     if all(is_test for _, is_test, _ in streams):
         raise ValueError(f"{place} has no text for training. Give a file with text.")
-    parts = [_to_stream(stream, vocabulary.end) for stream in streams.values()]
+    parts = [_join_documents(stream, vocabulary.end) for stream in streams.values()]
     width = min(length, max(len(labels) for _, labels in parts))
     counts = [-(-len(labels) // width) for _, labels in parts]
     check_memory(f"{place}: {sum(counts)} rows of {width} tokens", 16 * sum(counts) * width)
@@ -247,7 +247,7 @@ def pack(
     return replace(raw, tokenizer=vocabulary.tokenizer)
 
 
-def _to_stream(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
+def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
     """Join documents into one sequence; return its tokens, and the token that follows each one.
 
     The second array has `IGNORED` for tokens of prompts.

@@ -88,7 +88,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     groups, group_names = clean.groups()
     labels, domains = groups[: clean.train_rows], clean.domains[: clean.train_rows]
     partition = partitioner.split(labels, domains, len(group_names), seed)
-    partition = _score_labelled(partition, clean)
+    partition = _keep_labelled_tests(partition, clean)
     dataset = corrupt(source, clean, partition, seed)
     # a user's partitioner need not extend `Partitioner`, and may lack both attributes
     name_users = getattr(partitioner, "users", None)
@@ -115,7 +115,7 @@ def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
     return labelled
 
 
-def _score_labelled(partition: Partition, dataset: Dataset) -> Partition:
+def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
     """Remove samples without a label from the clients' test and validation samples."""
     if not dataset.has_unlabelled:
         return partition

@@ -60,7 +60,9 @@ def read_labels(
     if kind == "positions":
         return _read_positions(values, names, place, ignore)
     if kind == "classification":
-        numbers, class_names = _number_counted(_to_classes(values, place), names, place, ignore)
+        numbers, class_names = _number_with_ignored(
+            _to_classes(values, place), names, place, ignore
+        )
         return LabelSet(numbers, class_names, kind)
     if kind == "multilabel" and values.ndim > 2:
         raise ValueError(
@@ -161,7 +163,7 @@ def _read_positions(
             "data.kind=positions needs a label for each position. Set data.kind=classification."
         )
     classes = _to_classes(values.reshape(-1), place)
-    numbers, class_names = _number_counted(classes, names, place, ignore)
+    numbers, class_names = _number_with_ignored(classes, names, place, ignore)
     return LabelSet(numbers.reshape(values.shape), class_names, "positions")
 
 
@@ -178,7 +180,7 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
     return np.array([[*row, *[filler] * (width - len(row))] for row in rows])
 
 
-def _number_counted(
+def _number_with_ignored(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return each label's class as a number (`IGNORED` for ignored labels), and the class names."""

@@ -264,11 +264,11 @@ def _build_experiment(
         (*changes, *user_objects.notes()),
         tuple(round_warnings),
         network,
-        _late_planning(spec, declarations),
+        _reason_for_late_planning(spec, declarations),
     )
 
 
-def _late_planning(spec: RunSpec, declarations: Declarations) -> str:
+def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
     """Return the reason for planning one aggregation at a time; "" if planning can work ahead."""
     if not spec.selection.plans_ahead:
         return "the selection needs reports"

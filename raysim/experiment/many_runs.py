@@ -63,10 +63,10 @@ def dated_folder(root: Path, title: str = "") -> Path:
     """
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
     name = f"{date}-{title}" if title else date
-    return next(folder for folder in _numbered(root / name) if not folder.exists())
+    return next(folder for folder in _numbered_paths(root / name) if not folder.exists())
 
 
-def _numbered(folder: Path) -> Iterator[Path]:
+def _numbered_paths(folder: Path) -> Iterator[Path]:
     """Yield the folder, and then folders with 2, 3, ... added to the name."""
     yield folder
     for number in itertools.count(2):
@@ -92,7 +92,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
     for parent in reversed(folder.parents):
         if not parent.exists():
             cleanup.callback(_remove_empty, parent)
-    for path in _numbered(folder) if dated else [folder]:
+    for path in _numbered_paths(folder) if dated else [folder]:
         try:
             _make_with_parents(path)
         except FileExistsError:

@@ -115,7 +115,7 @@ class SteppedRun:
             console = session.enter_context(log_console(log))
             experiment = build(config, allow)
             self.folder = Path(config["out"])
-            with self._locked(), explain_errors(self.folder):
+            with self._lock_for_a_call(), explain_errors(self.folder):
                 if accepts_changes:
                     replace_file(self.folder / CONFIG, to_yaml(experiment.config).encode())
                 self._follower = self._follow(experiment, start_events, console, session)
@@ -189,11 +189,11 @@ class SteppedRun:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        with record_failure(self.log), self._locked(), explain_errors(self.folder):
+        with record_failure(self.log), self._lock_for_a_call(), explain_errors(self.folder):
             yield
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_for_a_call(self) -> Iterator[None]:
         """Lock the run's folder during a `with` block.
 
         Ray Tune may move a paused trial to another process without notice, so the lock is not kept

@@ -88,10 +88,10 @@ class APFL(Method):
     def prepare(self, job: LocalJob) -> None:
         """Adapt the mixing weight alpha on the job's first batch, and keep it for the next job."""
         if self.adaptive:
-            job.state["alpha"] = self._adapted(job)
+            job.state["alpha"] = self._adapted_alpha(job)
         job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])
 
-    def _adapted(self, job: LocalJob) -> float:
+    def _adapted_alpha(self, job: LocalJob) -> float:
         """Return the mixing weight alpha, after its step on the job's first batch."""
         personal = job.network("model")
         alpha: float = job.state["alpha"]

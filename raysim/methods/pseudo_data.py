@@ -203,21 +203,21 @@ def rows_by_samples(
     rows: dict[int, None] = {}
     while len(rows) < size:
         taken = np.array(sorted(rows), np.int64)
-        first, share = _share(ends, taken // per_client)
+        first, share = _share_of_clients(ends, taken // per_client)
         numbers = generator.random(size - len(rows)) * (1 - share.sum() / per_client)
         starts = first + taken % per_client * share / per_client
         for start, width in zip(starts, share / per_client, strict=True):
             numbers[numbers >= start] += width
         clients = np.minimum(ends.searchsorted(numbers, side="right"), len(ends) - 1)
-        first, share = _share(ends, clients)
+        first, share = _share_of_clients(ends, clients)
         places = ((numbers - first) / share * per_client).astype(np.int64)
         drawn = clients * per_client + np.minimum(places, per_client - 1)
         rows |= dict.fromkeys(drawn.tolist())
     return np.fromiter(rows, np.int64)
 
 
-def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each client's part of [0, 1) starts, and its width; see `_ends`."""
+def _share_of_clients(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each client's part of [0, 1) starts, and its width; see `_share_ends`."""
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
 
@@ -225,7 +225,7 @@ def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
     """Return means of raw data of all clients, the same for all jobs of a version."""
     generator = stream(job.seed, "fedbr.fresh", job.version)
-    ends = _ends(job.partition, sources != "unbalanced")
+    ends = _share_ends(job.partition, sources != "unbalanced")
     # Clients are drawn as by `Generator.choice`, but without an array over all clients.
     clients = ends.searchsorted(generator.random(size[0]), side="right")
     rows = []
@@ -239,7 +239,7 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def _ends(partition: CSR, is_uniform: bool) -> np.ndarray:
+def _share_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
     """Divide [0, 1) by the clients' probabilities to be drawn; return the end of each part.
 
     The result is float64 [clients], and cached.

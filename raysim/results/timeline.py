@@ -303,11 +303,11 @@ def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
 
     edges: ascending times in virtual seconds. The result has one value less.
     """
-    seconds = _elapsed(jobs.start, edges) - _elapsed(jobs.finish, edges)
+    seconds = _summed_time_since(jobs.start, edges) - _summed_time_since(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))
 
 
-def _elapsed(since: np.ndarray, until: np.ndarray) -> np.ndarray:
+def _summed_time_since(since: np.ndarray, until: np.ndarray) -> np.ndarray:
     """Return for each time t in `until` the sum of t - s over all times s < t in `since`."""
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])

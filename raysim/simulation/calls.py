@@ -229,7 +229,7 @@ class WorkerCalls:
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:
             raise RunStoppedError(self._describe_deaths(worker, death))
-        if self._dies_too_often(worker) and self._do_without(worker, death):
+        if self._dies_too_often(worker) and self._continue_without(worker, death):
             return
         try:
             self._runtime.revive(worker)
@@ -256,7 +256,7 @@ class WorkerCalls:
         deaths.clear()
         return True
 
-    def _do_without(self, worker: int, death: WorkerDiedError) -> bool:
+    def _continue_without(self, worker: int, death: WorkerDiedError) -> bool:
         """Continue without a dead worker and without a new one; return False if impossible."""
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
@@ -289,7 +289,7 @@ class WorkerCalls:
                 self._retire(worker, node, remaining)
             else:
                 has_moved = True
-                self._give_up(worker, node, remaining)
+                self._move_calls_of_lost_node(worker, node, remaining)
         return has_moved
 
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
@@ -306,7 +306,9 @@ class WorkerCalls:
             self._client_states.copy_states_of(worker)
             self._release(worker)
 
-    def _give_up(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
+    def _move_calls_of_lost_node(
+        self, worker: int, node: LostNode, remaining: Sequence[int]
+    ) -> None:
         """Move the unanswered calls of a worker on a lost node to other workers.
 
         remaining: the workers that can get these calls.

@@ -125,7 +125,7 @@ class Oort(Selection):
         number = int(state["round"]) + 1
         state["round"] = np.array(number)
         is_known = np.isfinite(facts.loss)
-        self._pace(view, is_known)
+        self._adjust_pace(view, is_known)
         limit = self._preferred_seconds(float(state["preferred"]), facts.seconds[is_known])
         known = np.flatnonzero(view.is_idle & is_known)
         unknown = np.flatnonzero(view.is_idle & ~is_known)
@@ -143,7 +143,7 @@ class Oort(Selection):
         state["chosen_in"][chosen] = number
         return view.generator.permutation(chosen)
 
-    def _pace(self, view: SelectionView, is_known: np.ndarray) -> None:
+    def _adjust_pace(self, view: SelectionView, is_known: np.ndarray) -> None:
         """Record the last round's utility; if utility has fallen, allow longer durations.
 
         is_known: bool [clients], True for a client that has reported a loss.

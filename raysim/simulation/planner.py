@@ -495,10 +495,10 @@ class Planner:
         if self._max_staleness is not None:
             self._discard_stale(site)
         if self._exchanges:
-            self._meet(site, aggregation)
+            self._exchange_if_due(site, aggregation)
         return aggregation
 
-    def _meet(self, site: Site, aggregation: PlannedAggregation) -> None:
+    def _exchange_if_due(self, site: Site, aggregation: PlannedAggregation) -> None:
         """Let the replicas exchange after an aggregation, if an exchange is due now.
 
         During an exchange no schedule decides anything, and jobs that end are recorded.

@@ -126,26 +126,26 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     numbers, arrays, server = snapshot.numbers, snapshot.server, run.replicas.first
     for replica, version in enumerate(numbers["replica_versions"]):
         _restore_server(run.replicas.servers[replica], version, arrays, _prefix(replica))
-    run.replicas.restore(numbers["version"], numbers["replicas"], _under(arrays, "topology/"))
+    run.replicas.restore(numbers["version"], numbers["replicas"], _with_prefix(arrays, "topology/"))
     run.planner.restore(
         numbers["planner"],
         arrays["participations"],
         arrays["taken"],
-        _under(arrays, "selection/"),
+        _with_prefix(arrays, "selection/"),
         arrays.get("received"),
     )
     run.versions.restore(_published(arrays, version) for version in numbers["bases"])
     rows = []
     for state, values in numbers["jobs"]:
         job = Job.from_json(values)
-        extras = _under(arrays, f"job/{job.number}/")
+        extras = _with_prefix(arrays, f"job/{job.number}/")
         rows.append(JobRow(job._replace(extras=extras), JobState(state)))
     run.jobs.restore(map(PlannedAggregation.from_json, numbers["aggregations"]), rows)
     run.client_states.restore(snapshot.jobs, snapshot.clients)
     run.history.resume(numbers["wall"], numbers["rows"])
     if run.best:
-        run.best.restore(_under(arrays, "best/"))
-    run.best_model.restore(_under(arrays, "best_model/"), server.vector, server.counters)
+        run.best.restore(_with_prefix(arrays, "best/"))
+    run.best_model.restore(_with_prefix(arrays, "best_model/"), server.vector, server.counters)
 
 
 def _prefix(replica: int) -> str:
@@ -160,18 +160,19 @@ def _restore_server(
     server.vector = torch.from_numpy(arrays[f"{prefix}vector"])
     server.counters = torch.from_numpy(arrays[f"{prefix}counters"])
     server.state = {
-        name: torch.from_numpy(array) for name, array in _under(arrays, f"{prefix}state/").items()
+        name: torch.from_numpy(array)
+        for name, array in _with_prefix(arrays, f"{prefix}state/").items()
     }
 
 
 def _published(arrays: Mapping[str, np.ndarray], number: int) -> PublishedVersion:
-    parts = _under(arrays, f"published/{number}/")
-    extras = _under(parts, "extras/")
+    parts = _with_prefix(arrays, f"published/{number}/")
+    extras = _with_prefix(parts, "extras/")
     version = int(parts["version"])
     return PublishedVersion(version, parts["vector"], parts["counters"], extras, number=number)
 
 
-def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def _with_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """Return the arrays whose names begin with a prefix, by the rest of their names."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}

@@ -154,7 +154,7 @@ class UpdateBuilder:
         is_vector_finite = is_vector_finite or bool(self.vector.data.isfinite().all())
         if not (is_loss_finite and is_vector_finite):
             if self.trainer.own_training is not None:
-                raise self._own_divergence(self.trainer.own_training.method)
+                raise self._own_training_error(self.trainer.own_training.method)
             raise NotFiniteError(self._describe_divergence(losses, job))
         check_norm(norm, self.spec.settings.faults.norm)
         for (key, value), total in zip(upload.items(), sums, strict=True):
@@ -164,7 +164,7 @@ class UpdateBuilder:
                 )
         return loss, norm
 
-    def _own_divergence(self, method: str) -> NotFiniteError:
+    def _own_training_error(self, method: str) -> NotFiniteError:
         """Return the error for values that are not finite after a method's own training."""
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")

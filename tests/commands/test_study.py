@@ -296,7 +296,7 @@ def test_remaining_time_ignores_the_first_run(
             begin(run)
             yield RunEnd(run, "", next(seconds))
 
-    for name in ("_make_one_by_one", "_make_side_by_side"):
+    for name in ("_run_one_by_one", "_run_in_parallel"):
         monkeypatch.setattr(f"raysim.commands.study.runner.{name}", make)
     monkeypatch.setattr("raysim.commands.study.runner._outcome", lambda folder, seconds: "done")
     lines: list[str] = []

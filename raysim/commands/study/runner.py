@@ -133,9 +133,9 @@ def make_runs(
     elif len(unfinished) < total:
         say(f"{total - len(unfinished)} of {total} runs are finished")
     if parallel > 1:
-        ends = _make_side_by_side(study, unfinished, allow, begin, parallel)
+        ends = _run_in_parallel(study, unfinished, allow, begin, parallel)
     else:
-        ends = _make_one_by_one(study, unfinished, allow, begin, show_progress)
+        ends = _run_one_by_one(study, unfinished, allow, begin, show_progress)
     failures = {}
     seconds: list[float] = []
     number = total - len(unfinished)
@@ -176,7 +176,7 @@ def _outcome(folder: Path, seconds: float) -> str:
     return f"{outcome} ({format_duration(seconds)} with its start and end)"
 
 
-def _make_one_by_one(
+def _run_one_by_one(
     study: StudyPlan,
     runs: Sequence[StudyRun],
     allow: Sequence[str],
@@ -256,7 +256,7 @@ class ChildRun:
         return f"its process {end}; {advice} (see {log})"
 
 
-def _make_side_by_side(
+def _run_in_parallel(
     study: StudyPlan,
     runs: Sequence[StudyRun],
     allow: Sequence[str],

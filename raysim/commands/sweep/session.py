@@ -79,7 +79,7 @@ def sweep(
         join_ray(runtime, stack)
         with errors_as_refusals():
             options = request.plan.options
-            resources, slots = _room(options, runtime, spec.device, spec.threads)
+            resources, slots = _trial_capacity(options, runtime, spec.device, spec.threads)
             if request.is_new:
                 folder = stack.enter_context(new_folder(folder, request.is_dated))
             else:
@@ -114,7 +114,7 @@ def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
     return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
 
 
-def _room(
+def _trial_capacity(
     options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
     """Return the resources that a worker reserves, and the number of trials that fit at once.

@@ -60,7 +60,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
             _wait_for_server(server, port, log)
             _open_page(f"http://{HOST}:{port}/{charts}", opens_browser)
             _print("Ctrl-C ends the server")
-            _follow(database, server)
+            _update_until_end(database, server)
         except KeyboardInterrupt:
             print()
         finally:
@@ -84,7 +84,7 @@ def update_database(place: str) -> int:
     return 0
 
 
-def _follow(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
+def _update_until_end(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
     """Add models and new rows of the history to the database until the server ends."""
     while server.poll() is None:
         for _ in database.add_models():
