@@ -51,7 +51,7 @@ def test_core_imports_no_optional_package() -> None:
     [
         ("ray", {*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"}),
         ("hydra", {"experiment/hydra_composition.py", "experiment/overrides.py"}),
-        ("mlflow", {"results/tracking.py"}),
+        ("mlflow", {"results/mlflow_server.py"}),
     ],
 )
 def test_optional_packages_are_imported_in_their_places(library: str, places: set[str]) -> None:

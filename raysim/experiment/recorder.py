@@ -50,7 +50,8 @@ from raysim.results.observers import (
 )
 from raysim.results.progress import activity_line
 from raysim.results.text_samples import TextSamples
-from raysim.results.tracking import flatten, make_tracker, read_record, replay, source_tags
+from raysim.results.tracked_run import flatten, read_record
+from raysim.results.tracking import make_tracker, replay, source_tags
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
 from raysim.training.run_spec import sample_flops

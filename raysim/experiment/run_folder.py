@@ -31,7 +31,7 @@ from raysim.primitives.stores import (
     split_address,
 )
 from raysim.primitives.version import __version__
-from raysim.results.tracking import flatten
+from raysim.results.tracked_run import flatten
 from raysim.simulation import checkpoint
 from raysim.training.run_spec import Checkpoint
 

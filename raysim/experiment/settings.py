@@ -11,8 +11,8 @@ from raysim.api.topology import Network, one_replica
 from raysim.experiment.config_files import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
+from raysim.results.mlflow_server import expand_uri
 from raysim.results.observers import Observer
-from raysim.results.tracking import expand_uri
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule

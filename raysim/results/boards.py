@@ -10,7 +10,7 @@ from raysim.primitives.checks import one_of
 from raysim.primitives.extras import import_optional
 from raysim.primitives.files import regular_file, replace_file, user_path, without_password
 from raysim.results.observers import CurrentRun, Observer
-from raysim.results.tracking import flatten
+from raysim.results.tracked_run import flatten
 from raysim.simulation.events import Finished, Round, Row
 
 MODES = ("online", "offline", "disabled")

@@ -47,12 +47,14 @@ from raysim.results.history import (
     write_json,
 )
 from raysim.results.jobs import JobWriter, read_jobs
+from raysim.results.mlflow_server import save_model, save_problem
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
 from raysim.results.shared_model import load_shared_model
 from raysim.results.timeline import draw_timeline
 from raysim.results.topology_picture import draw_topology
-from raysim.results.tracking import PENDING, NoTracker, StoredTracker, save_model, save_problem
+from raysim.results.tracked_run import PENDING
+from raysim.results.tracking import NoTracker, StoredTracker
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import (
     ClientScores,

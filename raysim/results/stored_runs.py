@@ -106,7 +106,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
     warn: function that gets one sentence about all skipped folders.
     Raises `ValueError` if there is no run.
     """
-    from raysim.results.tracking import ARTIFACTS
+    from raysim.results.mlflow_server import ARTIFACTS
 
     urls: dict[Path, str] = {}  # of the folders that were fetched
     paths_found = []

@@ -4,14 +4,6 @@ Without `tracking.uri`, a run only stores in its folder what MLflow needs. `rays
 the database next to the folder when the user wants to see it, because a short run takes less time
 than importing MLflow, making its database and tracing the model. With `tracking.uri`, a thread
 sends each row at once; rows that a server does not accept are sent later.
-
-MLflow knows which rows were sent: each new connection asks for the last step, and only later rows
-follow. Therefore no step is missing or repeated, even if a run is resumed, sent again or
-interrupted during a call.
-
-Studies and sweeps are MLflow runs, too: they are the parents of their runs. The data set is an
-input of a run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs
-as the data set stores them.
 """
 
 from __future__ import annotations
@@ -19,439 +11,43 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
-import logging
 import math
 import os
-import re
-import shutil
-import tempfile
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from raysim.primitives.commit import source_commit
-from raysim.primitives.errors import RefusedError, first_line
-from raysim.primitives.files import (
-    parse_json,
-    regular_file,
-    user_path,
-    wait_for_folder,
-    without_password,
-)
+from raysim.primitives.files import without_password
 from raysim.results.history import Row, last_round, read_history, write_json
+from raysim.results.mlflow_server import (
+    Mlflow,
+    TrackingServer,
+    default_uri,
+    set_mlflow_environment,
+    short_reason,
+)
+from raysim.results.tracked_run import (
+    BACKLOG,
+    END_KEYS,
+    EXPERIMENT,
+    HISTORY,
+    RECORD,
+    UI,
+    Record,
+    has_ended,
+    merge,
+    numbers_in,
+    read_backlog,
+    read_record,
+    round_of,
+)
 
-if TYPE_CHECKING:
-    import numpy as np
-    from mlflow.entities import Metric, Run
-    from mlflow.tracking import MlflowClient
-    from mlflow.types import Schema
-    from torch import nn
-
-EXPERIMENT = "raysim"  # the default name of the experiment
-ARTIFACTS = "mlflow_artifacts"  # folder of the files that belong to runs, next to the database
-RECORD = "tracking.json"  # which MLflow run belongs to the folder, and its values besides rows
-BACKLOG = "tracking_backlog.jsonl"  # rows that were not sent yet
-MODEL = "mlflow_model"  # folder of a model that was not sent yet
-MODEL_DATA = "data/data"  # in this folder: where MLflow puts a folder `data` with a traced program
-# A tag of the experiment, so that its page opens on runs and not on traces of language models.
-EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
-DATABASE = "mlflow.db"
-HISTORY = "history.parquet"
-UI = "ui"  # in a record: `raysim ui` sends the run; otherwise the run's own process does
-# A tag with the record's id. It finds the run if the record has no id of MLflow yet.
-ID_TAG = "raysim.id"
 # How long `finish` waits: the first call imports MLflow (5 s) and makes a database (3 s).
 FINISH_TIMEOUT_S = 30.0
 STORE_INTERVAL_S = 1.0  # the shortest time between two writes of a stored run
-Record: TypeAlias = dict[str, object]
-# keys that a record has once its run has ended
-END_KEYS = ("summary", "artifacts", "status", "model")
-PENDING = "pending"  # value of `model` if the model was not sent yet
-
-# Short time limits, because an unsent row is sent again with the next row. MLflow prints nothing.
-MLFLOW_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_DISABLE_AGENT_HINT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
-KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
-
-
-def set_mlflow_environment() -> None:
-    """Set environment variables that MLflow reads at each call; keep values of the user."""
-    for key, value in MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-
-
-def default_uri(root: Path) -> str:
-    """Return the address of the SQLite file that all runs in the folder `root` share."""
-    return f"sqlite:///{Path(root).resolve() / DATABASE}"
-
-
-def expand_uri(uri: str) -> str:
-    """Replace ~ in an address by the home folder.
-
-    Raise `RefusedError` if the address is not a valid path.
-    """
-    path = uri.removeprefix("sqlite:///")
-    return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
-
-
-def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return {"a": {"b": 1}} as {"a.b": 1}.
-
-    An empty mapping stays as the value of its key.
-    """
-    flat: dict[str, object] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _key(name: str) -> str:
-    """Return a name in which characters that MLflow does not accept are replaced."""
-    return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
-
-
-def _text(value: object, limit: int) -> str:
-    """Return a value as text of at most `limit` characters, without passwords."""
-    text = without_password(str(value))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
-
-
-def short_reason(problem: BaseException) -> str:
-    """Return the cause of a failed call in a few words; errors of HTTP libraries are long."""
-    text = without_password(str(problem)) or type(problem).__name__
-    match = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text)
-    if match:
-        return match[1]
-    if "timed out" in text:
-        return "no answer in time"
-    return text.splitlines()[0][:160].rstrip(". ")
-
-
-def source_tags() -> dict[str, str]:
-    """Return the tags for MLflow's columns: the user, and the current folder's git commit."""
-    tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
-    tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
-    # In a container the user may have no name.
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        tags["mlflow.user"] = getpass.getuser()
-    return tags
-
-
-def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
-    """Write a model for MLflow: a traced program and its weights, without pickled code.
-
-    model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
-    example: two inputs [2, ...]. Raises the error of PyTorch if it cannot trace the model.
-    """
-    import mlflow.pyfunc
-    import torch
-    from mlflow.models import Model, ModelSignature
-
-    tensor = torch.from_numpy(example)
-    with torch.no_grad():
-        scores = model(tensor).numpy()
-    inputs, outputs = (_tensor_schema(array) for array in (example, scores))
-    version = torch.__version__
-    description = Model()
-    # `mlflow.pytorch.save_model` writes the same files. It imports Lightning and torchvision, if
-    # they are installed, which takes longer than a short run.
-    description.add_flavor(
-        "pytorch", model_data=MODEL_DATA, pytorch_version=str(version), code=None
-    )
-    shutil.rmtree(folder / MODEL, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
-        # PyTorch warns that a recurrent layer's list of weights is traced, too.
-        warnings.simplefilter("ignore")
-        batch = getattr(torch.export.Dim, "AUTO", None) or torch.export.Dim("batch", min=1)
-        program = torch.export.export(model, (tensor,), dynamic_shapes=[{0: batch}])
-        data = Path(temporary) / "data"
-        data.mkdir()
-        torch.export.save(program, data / "model.pt2")
-        mlflow.pyfunc.save_model(
-            str(folder / MODEL),
-            loader_module="mlflow.pytorch",
-            data_path=str(data),
-            mlflow_model=description,
-            input_example=example,
-            signature=ModelSignature(inputs, outputs),
-            pip_requirements=[f"torch=={version.partition('+')[0]}", "mlflow"],
-        )
-
-
-def _tensor_schema(array: np.ndarray) -> Schema:
-    """Describe batches of any length with the shape and type of `array` [B, ...].
-
-    Booleans are described as uint8, because MLflow has no boolean tensors.
-    """
-    import numpy as np
-    from mlflow.types import Schema, TensorSpec
-
-    dtype = np.dtype("uint8") if array.dtype == bool else array.dtype
-    return Schema([TensorSpec(dtype, (-1, *array.shape[1:]))])
-
-
-class TrackingServer(Protocol):
-    """The interface of a tracking server, as the tracker uses it.
-
-    Every method may raise any error.
-    """
-
-    def open(self, record: Record, folder: Path) -> str:
-        """Continue the run that a folder's record names, or create a run; return its id."""
-
-    def describe(self, record: Record) -> None:
-        """Log the part of the configuration that the server lacks."""
-
-    def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows that come after the server's last row."""
-
-    def close(self, record: Record, folder: Path) -> None:
-        """Log the summary, upload the artifacts, end the run."""
-
-
-class Mlflow:
-    """A connection to an MLflow server or database, for one run."""
-
-    def __init__(self, uri: str) -> None:
-        from mlflow.tracking import MlflowClient
-
-        uri = expand_uri(uri)
-        path = uri.removeprefix("sqlite:///")
-        # The tracker reports problems in a sentence; MLflow would print a traceback of every try.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        self._database = Path(path).resolve() if path != uri else None
-        with self._database_lock():
-            self._client: MlflowClient = MlflowClient(tracking_uri=uri)
-        self._run, self._last, self._started = "", 0, 0.0
-        self._params: Mapping[str, str] = {}  # parameters that the server has already
-        self._has_data = self._has_model = False
-
-    def open(self, record: Record, folder: Path) -> str:
-        with self._database_lock():
-            run = self._find_run(record) or self._create(record, folder)
-        self._use(run)
-        if run.info.status != "RUNNING":
-            self._client.update_run(self._run, status="RUNNING")
-        return self._run
-
-    def _use(self, run: Run) -> None:
-        """Read what a run on the server already has: rows, parameters, data and model."""
-        self._run = run.info.run_id
-        self._started = float(run.info.start_time)
-        self._last = int(run.data.metrics.get("round", 0))
-        self._params = run.data.params
-        self._has_data = bool(run.inputs and run.inputs.dataset_inputs)
-        self._has_model = bool(run.outputs and run.outputs.model_outputs)
-
-    def _database_lock(self) -> AbstractContextManager[None]:
-        """Lock a SQLite database while its tables or its experiment are created.
-
-        Without the lock, one of two processes would fail.
-        """
-        return (
-            wait_for_folder(self._database.parent, "tracking.uri")
-            if self._database
-            else nullcontext()
-        )
-
-    def _find_run(self, record: Record) -> Run | None:
-        """Return MLflow's run of a record; None if the server has no such run, or deleted it."""
-        from mlflow.exceptions import MlflowException
-
-        identity = str(record.get("run_id") or "") or self._find_id(record)
-        try:
-            run = self._client.get_run(identity) if identity else None
-        except MlflowException as problem:
-            if problem.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            return None
-        return run if run is not None and run.info.lifecycle_stage == "active" else None
-
-    def _find_id(self, record: Record) -> str:
-        """Search for a run whose record has no MLflow id; return the id, or "" if there is none."""
-        if record.get("sent_by") != UI:
-            return ""
-        experiment = self._client.get_experiment_by_name(str(record["experiment"]))
-        if experiment is None:
-            return ""
-        condition = f"tags.`{ID_TAG}` = '{record['id']}'"
-        runs = self._client.search_runs([experiment.experiment_id], condition, max_results=1)
-        return str(runs[0].info.run_id) if runs else ""
-
-    def _create(self, record: Record, folder: Path) -> Run:
-        tags = _mapping(record.get("tags"))
-        if "id" in record:
-            tags[ID_TAG] = record["id"]
-        parent = record.get("parent")
-        if parent:
-            parent_record = read_record(folder / str(parent))
-            parent_id = parent_record.get("run_id") or self._find_id(parent_record)
-            if not parent_id:
-                # The tracker tries again with the next row.
-                raise ConnectionError(f"the run of {parent} is not there yet")
-            tags["mlflow.parentRunId"] = parent_id
-        named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
-        return self._client.create_run(
-            self.experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
-        )
-
-    def experiment(self, name: str) -> str:
-        """Return the id of the experiment with this name; create a missing experiment."""
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is not None:
-            if EXPERIMENT_KIND[0] not in experiment.tags:  # an older raysim made it
-                self._client.set_experiment_tag(experiment.experiment_id, *EXPERIMENT_KIND)
-            return str(experiment.experiment_id)
-        location = None  # a server chooses the location of its artifacts
-        if self._database:
-            location = (self._database.parent / ARTIFACTS).as_uri()
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return str(
-                self._client.create_experiment(
-                    name, artifact_location=location, tags=dict([EXPERIMENT_KIND])
-                )
-            )
-        except MlflowException as problem:
-            # Another process may have created it at this moment.
-            experiment = self._client.get_experiment_by_name(name)
-            if problem.error_code != "RESOURCE_ALREADY_EXISTS" or experiment is None:
-                raise
-            return str(experiment.experiment_id)
-
-    def describe(self, record: Record) -> None:
-        """Log the parameters that the server lacks.
-
-        MLflow does not allow changes of existing parameters.
-        """
-        from mlflow.entities import Param
-
-        config = _mapping(record.get("config"))
-        flat = {_key(key): _text(value, PARAM_LENGTH) for key, value in flatten(config).items()}
-        params = [Param(key, value) for key, value in flat.items() if key not in self._params]
-        for start in range(0, len(params), PARAMS_PER_BATCH):
-            self._client.log_batch(self._run, params=params[start : start + PARAMS_PER_BATCH])
-        data = _mapping(record.get("data"))
-        if data and not self._has_data:
-            self._log_data(data)
-
-    def _log_data(self, data: Mapping[str, object]) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        name, digest = str(data["name"])[:500], str(data["digest"])[:36]
-        profile = {key: value for key, value in data.items() if key not in ("name", "digest")}
-        source = json.dumps({"tags": {"mlflow.source.name": "raysim"}})
-        stored = Dataset(name, digest, "code", source, profile=json.dumps(profile))
-        self._client.log_inputs(
-            self._run,
-            datasets=[DatasetInput(stored, [InputTag("mlflow.data.context", "training")])],
-        )
-
-    def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows after the last logged one.
-
-        A call sends several rows; no row is split over two calls.
-        """
-        from mlflow.entities import Metric
-
-        batch: list[Metric] = []
-        step = self._last
-        for row in sorted(rows, key=_round):
-            if _round(row) <= step:
-                continue
-            step = _round(row)
-            metrics = [
-                Metric(_key(key), value, self._time(row), step)
-                for key, value in _numbers(row).items()
-            ]
-            if batch and len(batch) + len(metrics) > METRICS_PER_BATCH:
-                self._log(batch)
-                batch = []
-            batch += metrics
-        if batch:
-            self._log(batch)
-
-    def _time(self, row: Mapping[str, object]) -> int:
-        """Return the wall time of a row in ms; the time is the same if the row is sent again."""
-        return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
-
-    def _log(self, batch: Sequence[Metric]) -> None:
-        self._client.log_batch(self._run, metrics=batch)
-        self._last = max(metric.step for metric in batch)
-
-    def close(self, record: Record, folder: Path) -> None:
-        from mlflow.entities import RunTag
-
-        # They are not logged as metrics, because MLflow would draw a bar for each above the curves.
-        flat = flatten(_mapping(record.get("summary")))
-        tags = []
-        for key, value in flat.items():
-            if isinstance(value, str):
-                tags.append(RunTag(_key(key), _text(value, TAG_LENGTH)))
-            elif isinstance(value, Real):
-                tags.append(RunTag(_key(key), f"{float(value):.6g}"))
-        for start in range(0, len(tags), PARAMS_PER_BATCH):
-            self._client.log_batch(self._run, tags=tags[start : start + PARAMS_PER_BATCH])
-        for name in _names(record.get("artifacts")):
-            path = folder / name
-            if path.is_file():
-                self._client.log_artifact(self._run, str(path))
-            elif path.is_dir():
-                self._client.log_artifacts(self._run, str(path), artifact_path=path.name)
-        if (folder / MODEL / "MLmodel").is_file():
-            if not self._has_model:
-                self._log_model(folder / MODEL)
-            shutil.rmtree(folder / MODEL)
-        self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
-
-    def add_model(self, record: Record, folder: Path) -> None:
-        """Log the model in a folder, unless the record's run has a model on the server already."""
-        run = self._find_run(record)
-        if run is None:
-            raise ConnectionError(f"the run {record['name']} is not there")
-        self._use(run)
-        if not self._has_model:
-            self._log_model(folder)
-
-    def _log_model(self, folder: Path) -> None:
-        """Store a model on this server, as `mlflow.pytorch.log_model` does.
-
-        MLflow's function would use the server that is set for the whole process.
-        """
-        from mlflow.entities import LoggedModelOutput
-        from mlflow.models import Model
-
-        experiment = self._client.get_run(self._run).info.experiment_id
-        logged = self._client.create_logged_model(experiment, name="model", source_run_id=self._run)
-        model = Model.load(str(folder))
-        model.run_id, model.model_id, model.model_uuid = self._run, logged.model_id, logged.model_id
-        model.artifact_path = logged.artifact_location
-        model.save(str(folder / "MLmodel"))
-        self._client.log_model_artifacts(logged.model_id, str(folder))
-        self._client.finalize_logged_model(logged.model_id, "READY")
-        self._client.log_outputs(self._run, [LoggedModelOutput(logged.model_id, self._last)])
 
 
 class NoTracker:
@@ -561,16 +157,16 @@ class StoredTracker:
         if backlog:
             self._append(self._unsent, replace=True)
         self._stored_rows = len(self._unsent) if backlog else 0
-        self._last_round = _round(self._unsent[-1]) if self._unsent else 0
+        self._last_round = round_of(self._unsent[-1]) if self._unsent else 0
 
     def wait_until_known(self) -> None:
         """Do nothing: `raysim ui` sends a parent before its runs."""
 
     def log(self, row: Row) -> None:
         """Add a row of the history; skip a round that was added before the run was resumed."""
-        if _round(row) <= self._last_round:
+        if round_of(row) <= self._last_round:
             return
-        self._last_round = _round(row)
+        self._last_round = round_of(row)
         self._unsent.append(dict(row))
         if time.monotonic() - self._stored_at >= self._store_interval:
             self._store()
@@ -637,7 +233,7 @@ class StoredTracker:
             return
         try:
             with (self._folder / BACKLOG).open("w" if replace else "a") as stream:
-                stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
+                stream.writelines(json.dumps(numbers_in(row)) + "\n" for row in rows)
                 stream.flush()
                 # otherwise history.parquet gets the rows, too
                 if self._record.get("sent_by") != UI:
@@ -711,8 +307,8 @@ class Tracker(StoredTracker):
     def log(self, row: Row) -> None:
         """Add a row like `StoredTracker.log`; the thread sends it."""
         with self._wake:
-            if _round(row) > self._last_round:
-                self._last_round, self._has_news = _round(row), True
+            if round_of(row) > self._last_round:
+                self._last_round, self._has_news = round_of(row), True
                 self._unsent.append(dict(row))
                 self._wake.notify_all()
 
@@ -895,88 +491,11 @@ def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: b
         (folder / BACKLOG).unlink(missing_ok=True)
 
 
-def has_ended(record: Record) -> bool:
-    """Return True if a run's process has written the end of the run into the record."""
-    return record.get("summary") is not None
-
-
-def read_record(folder: Path) -> Record:
-    """Return the content of `tracking.json`; {} if it cannot be read."""
-    try:
-        return dict(_mapping(parse_json(regular_file(folder / RECORD).read_bytes())))
-    except (OSError, ValueError):
-        return {}
-
-
-def read_backlog(folder: Path) -> list[Row]:
-    """Return the rows of the backlog file; skip a last line that a crash has cut off."""
-    try:
-        lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
-    except (OSError, ValueError):
-        return []
-    rows: list[Row] = []
-    for line in lines:
-        try:
-            rows.append(_numbers(_mapping(parse_json(line))))
-        except (ValueError, OverflowError):
-            continue
-    return [row for row in rows if math.isfinite(row.get("round", math.nan) or 0)]
-
-
-def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-    """Return the rows of both lists in order.
-
-    If both have a row of the same round, the row of the second list is used.
-    """
-    rows = {_round(row): row for row in [*first, *second]}
-    return [rows[index] for index in sorted(rows)]
-
-
-def _round(row: Row) -> int:
-    return int(row["round"] or 0)
-
-
-def _mapping(value: object) -> dict[str, object]:
-    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
-
-
-def _names(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
-
-
-def save_problem(error: Exception) -> str:
-    """Return a sentence that says why a model could not be saved as a program."""
-    if isinstance(error, RefusedError):
-        return str(error)
-    if not isinstance(error, OSError):
-        return f"it cannot be traced: {first_line(error)}"
-    try:
-        Path.cwd()
-    except FileNotFoundError:  # the usual cause of an error that names no file
-        return "the folder that this process works in is gone"
-    return f"a file fails: {first_line(error)}"
-
-
-def make_experiment(uri: str) -> str:
-    """Return the id of raysim's experiment in a database; create whatever is missing."""
-    return Mlflow(uri).experiment(EXPERIMENT)
-
-
-def find_experiment_id(uri: str) -> str:
-    """Return the id of raysim's experiment on a server.
-
-    Raise `RefusedError` if the server has no such experiment.
-    """
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    try:
-        experiment = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
-    except MlflowException as error:
-        problem = str(error).splitlines()[0][:120]
-        raise RefusedError(
-            f"{uri} does not answer ({problem}). Set a database or a server of MLflow."
-        ) from error
-    if experiment is None:
-        raise RefusedError(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")
-    return str(experiment.experiment_id)
+def source_tags() -> dict[str, str]:
+    """Return the tags for MLflow's columns: the user, and the current folder's git commit."""
+    tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
+    tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
+    # In a container the user may have no name.
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        tags["mlflow.user"] = getpass.getuser()
+    return tags

@@ -25,9 +25,9 @@ from raysim.commands.study.runner import RunEnd, check, make_runs, store
 from raysim.commands.ui.database import RunDatabase
 from raysim.experiment.execute import run as run_single
 from raysim.experiment.settings import Interrupted
+from raysim.results.mlflow_server import default_uri
 from raysim.results.significance import Difference
 from raysim.results.stored_runs import Run
-from raysim.results.tracking import default_uri
 from raysim.simulation.checkpoint import list_complete
 
 COMMON = (

@@ -12,7 +12,9 @@ import pytest
 from raysim.commands.ui.database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, write_history
-from raysim.results.tracking import BACKLOG, RECORD, StoredTracker, default_uri, read_record
+from raysim.results.mlflow_server import default_uri
+from raysim.results.tracked_run import BACKLOG, RECORD, read_record
+from raysim.results.tracking import StoredTracker
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -29,23 +29,19 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.execute import run
 from raysim.results.history import Row, write_history
+from raysim.results.mlflow_server import Mlflow, default_uri, save_model
 from raysim.results.observers import TrackingObserver
 from raysim.results.shared_model import load_shared_model
-from raysim.results.tracking import (
+from raysim.results.tracked_run import (
     BACKLOG,
     MODEL,
     RECORD,
-    Mlflow,
-    NoTracker,
     Record,
-    Tracker,
-    default_uri,
     flatten,
     read_backlog,
     read_record,
-    replay,
-    save_model,
 )
+from raysim.results.tracking import NoTracker, Tracker, replay
 from raysim.training.run_spec import build_networks
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.primitives.memory import peak_memory_bytes
 from raysim.results.observers import Pictures
-from raysim.results.tracking import flatten
+from raysim.results.tracked_run import flatten
 
 QUICK = (
     *(

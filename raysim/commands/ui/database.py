@@ -12,25 +12,27 @@ from pathlib import Path
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.results.history import write_json
-from raysim.results.tracking import (
-    BACKLOG,
+from raysim.results.mlflow_server import (
     DATABASE,
+    Mlflow,
+    default_uri,
+    save_model,
+    save_problem,
+    set_mlflow_environment,
+    short_reason,
+)
+from raysim.results.tracked_run import (
+    BACKLOG,
     HISTORY,
     MODEL,
     PENDING,
     RECORD,
     UI,
-    Mlflow,
     Record,
-    default_uri,
     has_ended,
     read_record,
-    save_model,
-    save_problem,
-    send_stored,
-    set_mlflow_environment,
-    short_reason,
 )
+from raysim.results.tracking import send_stored
 
 STUDY = "study.yaml"
 # Patterns of folders with records, in a folder of runs and in a study; parents come first.

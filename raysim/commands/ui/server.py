@@ -21,7 +21,7 @@ from typing import IO
 
 from raysim.commands.ui.database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
-from raysim.results.tracking import find_experiment_id, make_experiment, set_mlflow_environment
+from raysim.results.mlflow_server import find_experiment_id, make_experiment, set_mlflow_environment
 
 HOST = "127.0.0.1"
 # The filter hides studies and sweeps, because MLflow would fold their runs below them.
