@@ -785,7 +785,7 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
     if not exists:
         raise RefusedError(
             f"out={without_password(out)} does not exist, and no override says what to train. "
-            "Give those of the run, or another folder"
+            "Give the overrides of a new run, or the folder of an existing run"
         )
 
 

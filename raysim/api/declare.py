@@ -157,7 +157,8 @@ def declare(
     """Call `setup` of each method and return the declarations, equal in all processes.
 
     torch's generator is seeded for each method, so that its networks do not depend on other
-    methods. Raises ValueError if the methods do not fit together, the data or the model.
+    methods.
+    Raises ValueError if the methods do not fit each other, the data or the model.
     """
     has_features = is_split(model)
     model, failure = _replace_model(methods, task, model, settings.seed)

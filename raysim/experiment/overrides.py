@@ -48,7 +48,7 @@ _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\
 
 @dataclass(frozen=True)
 class NumberRange:
-    """All numbers from low to high, which have the same type.
+    """A range of numbers of one type, from `low` to `high`.
 
     tags: tags of Hydra, such as "log".
     """

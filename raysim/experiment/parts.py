@@ -264,7 +264,7 @@ def choose_device(name: str, is_remote: bool) -> str:
             f"(it sees {torch.cuda.device_count()}): set device=cpu"
         )
     if kind != "cuda" and index not in ("", "0"):
-        raise RefusedError(f"device={name} does not exist, there is only one: set device={kind}")
+        raise RefusedError(f"device={name} does not exist. Set device={kind}, the only one")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise RefusedError("device=mps needs a Mac with Metal: set device=cpu")
     return name

@@ -352,8 +352,8 @@ class IdleWorkers(Observer):
         busy = mean_worker_busy(run.rows)
         if busy is not None:
             self._say(
-                f"workers were busy for {busy:.0%} and idle for {1 - busy:.0%} of the time; "
-                f"{self._reason}, so one aggregation is planned at a time"
+                f"workers were busy for {busy:.0%} of the time, because one aggregation is "
+                f"planned at a time ({self._reason})"
             )
 
 

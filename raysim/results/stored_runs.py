@@ -229,8 +229,8 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the differing settings, and the number of differing keys that were left out.
 
-    A key is left out if only runs with another option have it, and all of them have its default
-    value: the option, which is listed, implies it. Keys of methods are always listed.
+    A key is left out if it belongs to an option that only some of the runs have, and if all of these
+    runs have its default value; the option itself is listed. Keys of methods are always listed.
     """
     differing = differing_settings(runs)
     shown = {}

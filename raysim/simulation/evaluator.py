@@ -537,7 +537,7 @@ class Evaluator:
         return row
 
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
-        """Return the columns with central scores of the replicas and of their mean.
+        """Return columns with scores of replicas and their mean on the central test set.
 
         mean: the reports of the mean of all replicas.
         own: the columns of the clients' own models.
@@ -555,7 +555,7 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the columns with mean central scores of the clients' own models."""
+        """Return columns with mean scores of clients' own models on the central test set."""
         row: Row = {}
         for columns in self.score_columns:
             scores = {

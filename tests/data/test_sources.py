@@ -417,7 +417,7 @@ def test_data_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(Usps, (7291, 9298)), (Cifar100, (2000, 2500))])
-def test_torchvision_sets_are_found_as_strips(
+def test_torchvision_data_sets_can_be_stored_as_strips(
     kind: type[Source], rows: tuple[int, int], shared: Path
 ) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
