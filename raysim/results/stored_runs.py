@@ -229,7 +229,7 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the differing settings, and the number of differing keys that were left out.
 
-    A key is left out if it belongs to an option that only some of the runs have, and if all of these
+    A key is left out if it belongs to an option that only some of the runs have, and if all these
     runs have its default value; the option itself is listed. Keys of methods are always listed.
     """
     differing = differing_settings(runs)
