@@ -133,7 +133,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Read what a run on the server already has: rows, parameters, data and model."""
+        """Read what MLflow already has of a run: rows, parameters, data and model."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -247,7 +247,7 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows after the last logged one.
+        """Log the rows that come after the last logged row.
 
         A call sends several rows; no row is split over two calls.
         """
@@ -432,7 +432,7 @@ def _tensor_schema(array: np.ndarray) -> Schema:
 
 
 def save_problem(error: Exception) -> str:
-    """Return a sentence that says why a model could not be saved as a program."""
+    """Return a sentence that says why a model could not be saved for MLflow."""
     if isinstance(error, RefusedError):
         return str(error)
     if not isinstance(error, OSError):

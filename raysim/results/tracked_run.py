@@ -56,7 +56,7 @@ def read_backlog(folder: Path) -> list[Row]:
 
 
 def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-    """Return the rows of both lists in order.
+    """Return the rows of both lists, in the order of the rounds.
 
     If both have a row of the same round, the row of the second list is used.
     """

@@ -465,10 +465,7 @@ def replay(
         return False
     write_json(record, folder / RECORD)
     (folder / BACKLOG).unlink(missing_ok=True)
-    say(
-        f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of"
-        f" {folder} now"
-    )
+    say(f"MLflow at {without_password(uri)} now has all {len(rows)} rounds of {folder}")
     return True
 
 

@@ -128,7 +128,7 @@ def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
         assert shelf.answered.wait(600)
 
 
-def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
+def test_tracker_stores_no_passwords(tmp_path: Path) -> None:
     uri = "postgresql://me:p@ss:w0rd@worker/db?password=w0rd&sslmode=require"
     config = to_dict(compose(["runtime=inprocess"])) | {"tracking": {"name": "mlflow", "uri": uri}}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -145,14 +145,14 @@ def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
     "content",
     ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}'],
 )
-def test_records_that_a_crash_or_a_hand_damaged_are_none(content: str, tmp_path: Path) -> None:
+def test_damaged_record_and_backlog_are_read_as_far_as_valid(content: str, tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text(content)
     (tmp_path / "tracking_backlog.jsonl").write_text(content + "\n" + '{"round": 3}' + "\n")
     assert isinstance(read_record(tmp_path), dict)
     assert read_backlog(tmp_path)[-1] == {"round": 3}
 
 
-def test_fast_server_gets_one_call_per_row(tmp_path: Path) -> None:
+def test_tracker_sends_each_row_alone_to_fast_server(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     made = tracker(tmp_path, shelf, said)
     begin(made, shelf)
@@ -162,7 +162,7 @@ def test_fast_server_gets_one_call_per_row(tmp_path: Path) -> None:
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_slow_server_gets_waiting_rows_in_one_call(
+def test_tracker_sends_waiting_rows_together_to_slow_server(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -177,7 +177,7 @@ def test_slow_server_gets_waiting_rows_in_one_call(
     assert len(shelf.calls) <= 2
 
 
-def test_outage_is_reported_once_and_rows_are_stored(
+def test_tracker_reports_outage_once_and_stores_rows(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -195,7 +195,7 @@ def test_outage_is_reported_once_and_rows_are_stored(
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_replay_sends_rows_of_a_lost_server(
+def test_replay_sends_rows_that_the_server_did_not_accept(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -213,16 +213,14 @@ def test_replay_sends_rows_of_a_lost_server(
     assert not replay(tmp_path / "run", say=said.append, connect=shelf.connect)
     shelf.down = False
     assert replay(tmp_path / "run", say=said.append, connect=shelf.connect)
-    assert re.fullmatch(
-        rf"sent to MLflow at .*, which has all 3 rounds of {tmp_path / 'run'} now", said[-1]
-    )
+    assert re.fullmatch(rf"MLflow at .* now has all 3 rounds of {tmp_path / 'run'}", said[-1])
     assert (shelf.steps, shelf.closed) == ([1, 2, 3], 1)
     assert not (tmp_path / "run" / BACKLOG).exists()
     assert replay(tmp_path / "run", connect=shelf.connect)  # nothing is left
     assert shelf.closed == 1
 
 
-def test_hanging_server_is_left_after_patience(
+def test_tracker_stops_waiting_for_hanging_server(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -242,7 +240,7 @@ def test_hanging_server_is_left_after_patience(
     assert shelf.steps == [1, 2, 3]
 
 
-def test_row_is_not_sent_twice_if_the_answer_is_lost(tmp_path: Path) -> None:
+def test_tracker_sends_no_row_twice_if_the_answer_is_lost(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     shelf.late = True
     made = tracker(tmp_path, shelf, said)
@@ -253,7 +251,7 @@ def test_row_is_not_sent_twice_if_the_answer_is_lost(tmp_path: Path) -> None:
     assert shelf.steps == [1, 2]
 
 
-def test_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
+def test_tracked_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     killed = tracker(tmp_path, shelf, said)
     begin(killed, shelf)
@@ -271,7 +269,7 @@ def test_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
     assert (shelf.opened, after.opened) == (1, 0)
 
 
-def test_resumed_run_sends_the_unsent_rows_of_the_first(tmp_path: Path) -> None:
+def test_resumed_run_sends_rows_that_were_not_sent_before(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     shelf.down = True
     first = tracker(tmp_path, shelf, said)
@@ -291,7 +289,7 @@ def test_resumed_run_sends_the_unsent_rows_of_the_first(tmp_path: Path) -> None:
     assert shelf.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_run_continues_after_any_error_of_the_server(tmp_path: Path) -> None:
+def test_tracked_run_continues_after_any_error_of_the_server(tmp_path: Path) -> None:
     def broken(_: str) -> Shelf:
         raise RuntimeError("a bug of somebody else\nwith a long story")
 
@@ -305,7 +303,9 @@ def test_run_continues_after_any_error_of_the_server(tmp_path: Path) -> None:
     assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
 
 
-def test_unsent_model_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_says_why_a_model_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(error: Exception) -> str:
         def fail(*_: object) -> None:
             raise error
@@ -331,11 +331,11 @@ def test_unsent_model_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_nested_settings_become_dotted_names() -> None:
+def test_tracker_names_nested_settings_with_dots() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}) == {"a.b.c": 1, "a.d": [2], "e": {}}
 
 
-def test_no_tracker_takes_everything_and_does_nothing(tmp_path: Path) -> None:
+def test_no_tracker_does_nothing(tmp_path: Path) -> None:
     none = NoTracker()
     none.start({}, {}, [])
     none.log({"round": 1})
@@ -394,7 +394,7 @@ def identity(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["online", "offline"])
-def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: str) -> None:
+def test_mlflow_gets_the_whole_run(tracked: Path, client: MlflowClient, name: str) -> None:
     run = client.get_run(identity(tracked / name))
     assert (run.info.run_name, run.info.status) == (name, "FINISHED")
     assert (len(run.data.params), run.data.params["local.lr"], len(run.data.params["long"])) == (
@@ -413,7 +413,7 @@ def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: s
 
 
 @pytest.mark.parametrize("name", ["online", "offline"])
-def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: str) -> None:
+def test_mlflow_gets_the_data_set(tracked: Path, client: MlflowClient, name: str) -> None:
     (found,) = client.get_run(identity(tracked / name)).inputs.dataset_inputs
     assert (found.dataset.name, found.dataset.digest, json.loads(found.dataset.profile)) == (
         "digits",
@@ -423,14 +423,12 @@ def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: st
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_mlflow_experiment_shows_models_instead_of_traces(
-    tracked: Path, client: MlflowClient
-) -> None:
+def test_mlflow_experiment_has_the_kind_for_models(tracked: Path, client: MlflowClient) -> None:
     experiment = client.get_experiment_by_name("raysim")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_old_mlflow_experiment_becomes_a_model_experiment(tmp_path: Path) -> None:
+def test_old_mlflow_experiment_gets_the_kind_for_models(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     older = MlflowClient(tracking_uri=default_uri(tmp_path))
@@ -444,7 +442,7 @@ def test_old_mlflow_experiment_becomes_a_model_experiment(tmp_path: Path) -> Non
     )
 
 
-def test_logged_run_is_complete_and_its_model_predicts(
+def test_mlflow_run_is_complete_and_its_model_predicts(
     tmp_path: Path,
 ) -> None:
     import mlflow
@@ -493,12 +491,12 @@ def test_logged_run_is_complete_and_its_model_predicts(
     assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
 
 
-def test_model_with_personal_parts_is_not_logged(tmp_path: Path) -> None:
+def test_mlflow_gets_no_model_with_personal_parts(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[fedbn]", "model.norm=batch"])
     assert load_shared_model(experiment.spec, tmp_path / "none") is None
 
 
-def test_loaded_shared_model_folds_outputs_as_its_method_does(tmp_path: Path) -> None:
+def test_loaded_shared_model_has_an_output_for_each_class(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[vhl]"])
     networks, _ = build_networks(experiment.spec)
     save_file(
@@ -512,7 +510,7 @@ def test_loaded_shared_model_folds_outputs_as_its_method_does(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_recurrent_network_is_saved_without_warning(
+def test_mlflow_gets_recurrent_network_without_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     import mlflow
@@ -569,7 +567,7 @@ def test_mlflow_without_the_run_receives_its_whole_history(
 
 
 @pytest.mark.slow
-def test_concurrent_runs_make_one_database(
+def test_concurrent_runs_share_one_mlflow_database(
     tmp_path: Path,
 ) -> None:
     code = (
@@ -600,7 +598,7 @@ def test_concurrent_runs_make_one_database(
     assert all([path.name for path in folder.iterdir()] == [RECORD] for folder in folders)
 
 
-def test_failing_database_prints_no_traceback(tmp_path: Path) -> None:
+def test_failing_mlflow_database_prints_no_traceback(tmp_path: Path) -> None:
     Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
 
@@ -619,7 +617,7 @@ def impatient_sqlite() -> Iterator[None]:
     event.remove(Engine, "before_cursor_execute", shorten)
 
 
-def test_locked_database_prints_no_traceback(
+def test_locked_mlflow_database_prints_no_traceback(
     impatient_sqlite: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -643,7 +641,7 @@ def test_locked_database_prints_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_experiment_of_another_process_is_used(
+def test_mlflow_experiment_of_another_process_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
