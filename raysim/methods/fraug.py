@@ -146,8 +146,8 @@ def rtnet_loss(
 
     All features are [B, D].
 
-    domain_embeddings, real_embeddings: features generated around real features, and these.
-    proto_embeddings, anchors: features generated around class prototypes, and these.
+    real_embeddings: real features; domain_embeddings: features generated around these.
+    anchors: class prototypes; proto_embeddings: features generated around these.
     head_weight, head_bias: the classifier's head.
     lam: the weight of the distance between generated features and their originals.
     metric: the distance, see `METRICS`.

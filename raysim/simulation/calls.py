@@ -319,12 +319,14 @@ class WorkerCalls:
         self._release(worker)
         calls = self._unanswered[worker]
         if has_states:
-            raise ProcessLostError(f"{name} {node.reason}, and it has client states")
+            needed = "client states that only this node has"
+            raise ProcessLostError(f"{name} {node.reason}, and the run needs {needed}")
         if not remaining:
-            raise ProcessLostError(f"{name} {node.reason}, and there is no other worker")
+            raise ProcessLostError(f"{name} {node.reason}, and no other worker is left")
         for call in calls:
             if call.method not in REPEATABLE:
-                raise ProcessLostError(f"{name} {node.reason}, and it has sums of updates")
+                needed = "sums of updates that only this node has"
+                raise ProcessLostError(f"{name} {node.reason}, and the run needs {needed}")
         if worker in self.active:
             self.active.remove(worker)
             self.deaths += 1
