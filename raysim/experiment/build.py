@@ -138,7 +138,7 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return the run's configuration: a complete one unchanged, another one after composing it."""
+    """Return a run's complete configuration; compose it from overrides if it is not complete."""
     folders = allow_packages(allow)
     if not isinstance(config, (DictConfig, Mapping)):
         return to_dict(compose(_split_text(config), folders, settings=settings))

@@ -161,7 +161,7 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return the folder in which a run from a checkpoint writes: the run's own or a new one.
+    """Return where a run that continues from a checkpoint writes: its old folder or a new one.
 
     address: the checkpoint's address.
     """

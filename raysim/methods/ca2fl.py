@@ -141,7 +141,7 @@ class CA2FL(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of the cache's rows; raise ValueError if it exceeds the budget."""
+        """Return the shape of the cache's rows; raise ValueError if the cache is too large."""
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

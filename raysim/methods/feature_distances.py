@@ -48,7 +48,7 @@ def _squared_distances(rows: Tensor) -> Tensor:
 def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
     """Return the sum of Gaussian kernels of different widths, for squared distances.
 
-    mean: the mean squared distance, of each row or of all rows.
+    mean: the mean squared distance: one number for all rows, or one for each row.
     """
     scaled = -squares / torch.where(mean > 0, mean, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]

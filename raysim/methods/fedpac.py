@@ -108,7 +108,7 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each class the sum of features [C, D] and the count [C], and all squares' sum."""
+    """Return feature sums [C, D] and counts [C] of the classes, and the sum of all squares."""
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes.unsqueeze(1)).double()

@@ -263,7 +263,7 @@ class MarkovAvailability(Availability):
         return draw
 
     def _decision(self, client: int, step: int) -> bool | None:
-        """Return if a step makes a client available; None if the step changes nothing."""
+        """Return True or False if a step sets a client's availability to it, else None."""
         draw = self._draws.get(step) or self._draw(step)
         place = (client - draw.start) * draw.factor % self._prime
         if place < draw.comes:

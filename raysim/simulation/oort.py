@@ -106,7 +106,7 @@ class Oort(Selection):
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
         """Append clients of the last choice that are still idle to `chosen`; return `chosen`.
 
-        It gets at most `view.count` clients.
+        `chosen` gets at most `view.count` clients.
         """
         picks = view.state["picks"]
         taken = 0
