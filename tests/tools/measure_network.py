@@ -2,10 +2,11 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines with `network_cluster.py`. Each run on slow or lossy links follows
-a run on undisturbed links. It prints a table: megabytes per round on
-the links and in raysim's columns, seconds per round, and the ratio of the seconds to those of the
-undisturbed run of the same turn. All runs of a schedule must end with the same bits.
+makes a cluster of three machines with `network_cluster.py`. In each turn, both schedules run on
+undisturbed links and then on slow or lossy links of each kind. It prints a table: megabytes per
+round on the links and in raysim's columns, megabytes that TCP sent again, seconds per round, and
+the ratio of the seconds to those of the undisturbed run of the same turn. All runs of a schedule
+must end with the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from network_cluster import Link, NetworkCluster, find_obstacle
+from network_cluster import Link, NetworkCluster, Traffic, find_obstacle
 
 MACHINES = 3
 FIRST_ROUND = 5  # of those that are measured; before it, workers start and receive the data
@@ -62,32 +63,36 @@ print("END", result.summary["model_sha256"], flush=True)
 class Measurement:
     """A run: bytes and seconds per round, the median over the measured rounds.
 
-    links, columns: for each machine, the bytes that it received and sent per round, as the links
-    counted them and in raysim's history.
+    links: for each machine, the bytes that it received and sent per round, as its link counted
+    them. columns: the same for each node in raysim's history, where node 0 is machine 0. resent:
+    for each machine, the bytes per round that TCP sent again.
     """
 
+    turn: int
     schedule: str
     kind: str
     seconds: float
     links: Sequence[tuple[float, float]]
     columns: Sequence[tuple[float, float]]
+    resent: Sequence[float]
     model_sha256: str
 
 
-def measure(cluster: NetworkCluster, schedule: str, kind: str, overrides: list[str]) -> Measurement:
+def measure(
+    cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: list[str]
+) -> Measurement:
     """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last."""
     words = ["python", "-c", PROGRAM, *STUDY, *SCHEDULES[schedule], *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
     process = cluster.machines[0].popen(words, stdout=-1)
     assert process.stdout is not None
     rows: list[dict[str, Any]] = []
-    traffic: list[list[tuple[int, int]]] = []
+    traffic: list[list[Traffic]] = []
     sha256 = ""
     for line in process.stdout:
         if line.startswith("ROW "):
             rows.append(json.loads(line.removeprefix("ROW ")))
-            counters = [machine.traffic for machine in cluster.machines]
-            traffic.append([(counter.received, counter.sent) for counter in counters])
+            traffic.append([machine.traffic for machine in cluster.machines])
         elif line.startswith("END "):
             sha256 = line.split()[1]
     if process.wait() or len(rows) <= FIRST_ROUND + 1:
@@ -97,10 +102,14 @@ def measure(cluster: NetworkCluster, schedule: str, kind: str, overrides: list[s
     walls = [float(row["wall_seconds"]) for row in rows[first : last + 1]]
     steps = [after - before for before, after in pairwise(walls)]
     links = []
+    resent = []
     for before, after in zip(traffic[first], traffic[last], strict=True):
-        links.append(((after[0] - before[0]) / count, (after[1] - before[1]) / count))
+        received = (after.received - before.received) / count
+        links.append((received, (after.sent - before.sent) / count))
+        resent.append((after.resent - before.resent) / count)
     columns = [_columns(rows[first + 1 : last + 1], node) for node in range(MACHINES)]
-    return Measurement(schedule, kind, statistics.median(steps), links, columns, sha256)
+    seconds = statistics.median(steps)
+    return Measurement(turn, schedule, kind, seconds, links, columns, resent, sha256)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
@@ -111,25 +120,25 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
 
 
 def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
-    """Measure each kind of links in turns with undisturbed ones."""
+    """Measure undisturbed links and then each kind of links, in turns."""
     with NetworkCluster(MACHINES) as cluster:
         cluster.start_ray([1] * MACHINES)
-        for _ in range(turns):
-            for kind in kinds:
+        for turn in range(turns):
+            for kind in (UNDISTURBED, *kinds):
+                for number, link in KINDS.get(kind, {}).items():
+                    cluster.machines[number].set_link(link)
                 for schedule in SCHEDULES:
-                    yield measure(cluster, schedule, UNDISTURBED, overrides)
-                    for number, link in KINDS[kind].items():
-                        cluster.machines[number].set_link(link)
-                    yield measure(cluster, schedule, kind, overrides)
-                    for machine in cluster.machines:
-                        machine.set_link(Link())
+                    yield measure(cluster, turn, schedule, kind, overrides)
+                for machine in cluster.machines:
+                    machine.set_link(Link())
 
 
 def table(measurements: Sequence[Measurement]) -> str:
     """Return the table of the measurements in Markdown."""
     lines = [
-        "| schedule | links | seconds per round | ratio | coordinator's node receives | sends |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| schedule | links | seconds per round | ratio | coordinator's node receives | sends "
+        "| all send again |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for schedule in SCHEDULES:
         chosen = [entry for entry in measurements if entry.schedule == schedule]
@@ -141,18 +150,15 @@ def table(measurements: Sequence[Measurement]) -> str:
 def _line(schedule: str, kind: str, chosen: Sequence[Measurement]) -> str:
     entries = [entry for entry in chosen if entry.kind == kind]
     seconds = statistics.median(entry.seconds for entry in entries)
-    ratio = "1"
-    if kind != UNDISTURBED:
-        places = [place for place, entry in enumerate(chosen) if entry.kind == kind]
-        # The run before it was undisturbed.
-        ratios = [chosen[place].seconds / chosen[place - 1].seconds for place in places]
-        ratio = f"{statistics.median(ratios):.1f}"
+    undisturbed = {entry.turn: entry.seconds for entry in chosen if entry.kind == UNDISTURBED}
+    ratio = statistics.median(entry.seconds / undisturbed[entry.turn] for entry in entries)
     cells = []
     for direction in range(2):
         link = statistics.median(entry.links[0][direction] for entry in entries)
         column = statistics.median(entry.columns[0][direction] for entry in entries)
         cells.append(f"{link / 1e6:.2f} MB ({column / 1e6:.2f})")
-    return f"| {schedule} | {kind} | {seconds:.2f} | {ratio} | {cells[0]} | {cells[1]} |"
+    cells.append(f"{statistics.median(sum(entry.resent) for entry in entries) / 1e6:.2f} MB")
+    return f"| {schedule} | {kind} | {seconds:.2f} | {ratio:.1f} | {' | '.join(cells)} |"
 
 
 def main() -> None:

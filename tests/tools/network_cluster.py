@@ -62,6 +62,7 @@ CLONE_NEWNET = 0x40000000
 # A tun device that passes on whole Ethernet frames, without a header of its own.
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 MAX_FRAME_BYTES = 65536
+SEGMENT_BYTES = 1448  # of data in a full TCP segment
 # The first process of a machine: it mounts the machine's folders, and collects ended processes.
 FIRST_PROCESS = """\
 import signal, socket, subprocess, sys
@@ -130,10 +131,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on a link since it was made, with the headers of packets."""
+    """Bytes on a link since it was made, with the headers of packets.
+
+    resent: bytes of data that the machine's TCP sent again.
+    """
 
     received: int  # by the machine
     sent: int
+    resent: int
 
 
 class Machine:
@@ -215,7 +220,11 @@ class Machine:
         """The bytes on the link."""
         text = call("ip", "-n", self._cluster.switch, "-s", "-j", "link", "show", self._port)
         (counters,) = (device["stats64"] for device in json.loads(text) if device)
-        return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
+        words = ("nsenter", f"--net=/run/netns/{self._namespace}", "cat", "/proc/net/snmp")
+        protocols = call(*words).splitlines()
+        names, values = (line.split() for line in protocols if line.startswith("Tcp:"))
+        resent = SEGMENT_BYTES * int(values[names.index("RetransSegs")])
+        return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"], resent)
 
     # --- processes --------------------------------------------------------------------------------
     def start(self) -> None:
@@ -470,7 +479,8 @@ def carry_out(cluster: NetworkCluster, words: Sequence[str], cpus: int) -> None:
     if words[0] == "bytes":
         for machine in cluster.machines:
             traffic = machine.traffic
-            print(f"{machine.name} received {traffic.received} sent {traffic.sent}")
+            print(f"{machine.name} received {traffic.received} sent {traffic.sent}", end=", ")
+            print(f"{traffic.resent} again")
         return
     machine = cluster.machines[int(words[1])]
     if words[0] == "start":

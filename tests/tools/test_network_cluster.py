@@ -175,6 +175,23 @@ def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
         assert finish(run, out)["model_sha256"] == expected(ROUNDS)
 
 
+def test_sum_crosses_a_slow_link_once() -> None:
+    """Sums need more than three seconds, and the coordinator looks for lost nodes each second."""
+    obstacle = find_obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    with NetworkCluster(2) as network:
+        network.start_ray([1, 1])
+        head, late = network.machines
+        late.set_link(Link(rate=10))
+        before = head.traffic.received
+        study = ["data=synthetic", "model=mlp", "model.widths=[700,700]", "evaluate.every=99"]
+        out = network.shared / "slow"
+        finish(start_run(network, out, 4, "runtime.strategy=SPREAD", study=study), out)
+        received = head.traffic.received - before
+        assert received < 1.3 * sum(row["node_0_in_bytes"] for row in raysim.load(out).rows)
+
+
 def test_simulated_link_has_its_delay() -> None:
     obstacle = find_obstacle()
     if obstacle:

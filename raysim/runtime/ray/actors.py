@@ -364,14 +364,16 @@ class RayRuntime:
         """
         if not isinstance(ref, ray.ObjectRef):
             return ref
-        while True:
-            try:
-                return ray.get(ref, timeout=None if self._watch is None else NODE_CHECK_S)
-            except ray.exceptions.GetTimeoutError:
+        try:
+            while self._watch is not None:
+                # At the end of its time `ray.get` drops what has arrived, `ray.wait` keeps it.
+                if ray.wait([ref], timeout=NODE_CHECK_S)[0]:
+                    break
                 if self._has_unreachable_worker():
-                    raise WorkerDiedError("a node is lost") from None
-            except LOSSES as error:
-                raise WorkerDiedError(first_line(error)) from None
+                    raise WorkerDiedError("a node is lost")
+            return ray.get(ref)
+        except LOSSES as error:
+            raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """Return the index of the first reference whose value exists or is lost.
