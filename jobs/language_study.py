@@ -32,19 +32,21 @@ STORE = PAGE.with_suffix(".json")
 SEEDS = range(3)
 CLIENTS = 8
 MODEL = [
-    "data=text", "data.tokenizer=bytes", "data.length=64", "model=gpt", "model.width=64",
-    "model.blocks=2", "weighting=uniform", "local.epochs=null",
-    "local.batch=8", "local.sampling=replacement", "local.optimizer=adamw", "local.lr=0.002",
+    "data=text", "data.tokenizer=bytes", "data.length=128", "model=gpt", "model.width=192",
+    "model.heads=6", "model.blocks=6", "weighting=uniform", "local.epochs=null",
+    "local.sampling=replacement", "local.optimizer=adamw",
     "checkpoint.every=0", "tracking=none", "runtime=inprocess", "runtime.threads=1",
 ]  # fmt: skip
 BASE = [
     "partition=iid", "partition.clients=1", "partition.test_fraction=0", "schedule.cohort=1",
-    "rounds=4", "local.steps=100",
+    "rounds=1", "local.batch=8", "local.steps=1000", "local.lr=0.002", "local.schedule=cosine",
+    "local.schedule_over=steps", "local.warmup_steps=50",
 ]  # fmt: skip
 SETTING = [
-    "partition=natural", "partition.test_fraction=0.1", "local.steps=10", "local.keep_optimizer=true",
-    "rounds=12", "evaluate.every=3", "fleet=lognormal",
-    "fleet.speed=200", "fleet.bandwidth_up=100000", "fleet.bandwidth_down=250000",
+    "partition=natural", "partition.test_fraction=0.1", "local.batch=4", "local.steps=8",
+    "local.lr=0.001", "local.keep_optimizer=true", "rounds=9", "evaluate.every=3",
+    "fleet=lognormal", "fleet.speed=20", "fleet.bandwidth_up=1000000",
+    "fleet.bandwidth_down=2500000",
 ]  # fmt: skip
 ROUNDS = [f"schedule.cohort={CLIENTS}"]  # of all clients
 ADAPTERS = [
@@ -58,7 +60,7 @@ METHODS: dict[str, list[str]] = {
     ],
     "asynchronous DiLoCo": [
         "method=delayed_nesterov", "schedule=immediate", f"schedule.concurrency={CLIENTS}",
-        "rounds=96", "evaluate.every=24",
+        "rounds=72", "evaluate.every=24",
     ],
     "FedIT": ["method=fedavg", *ADAPTERS],
     "FFA-LoRA": ["method=ffa_lora", *ADAPTERS],
