@@ -7,10 +7,8 @@ This program makes the page docs/studies/language.md:
     python -m jobs.language_study page                       docs/studies/language.md and .png
 
 The base is a model that is trained centrally; every run starts from it. `run` continues if it was
-stopped, and applies further arguments, such as `model.width=128 local.steps=25`, to every run. The
-text is always the same. A larger study of 0.8 million parameters takes about 1.7 hours of one core,
-estimated from the time of a step (0.1 s): `model.width=128 model.blocks=4 data.length=128
-local.steps=25`.
+stopped, and applies further arguments, such as `local.steps=25`, to every run. The text is always
+the same.
 """
 
 from __future__ import annotations
@@ -52,7 +50,11 @@ ROUNDS = [f"schedule.cohort={CLIENTS}"]  # of all clients
 ADAPTERS = [
     *ROUNDS, "model.lora.rank=8", "model.lora.layers=[qkv,out,up,down,head]", "local.lr=0.005",
 ]  # fmt: skip
+UNCHANGED = "base, unchanged"  # a run whose steps are too small to change a weight
 METHODS: dict[str, list[str]] = {
+    UNCHANGED: [
+        "method=fedavg", *ROUNDS, "rounds=1", "evaluate.every=1", "local.steps=1", "local.lr=1e-30",
+    ],
     "FedAvg": ["method=fedavg", *ROUNDS],
     "DiLoCo": [
         "method=fedavgm", "method.fedavgm.server_lr=0.7", "method.fedavgm.nesterov=true",
@@ -60,7 +62,7 @@ METHODS: dict[str, list[str]] = {
     ],
     "asynchronous DiLoCo": [
         "method=delayed_nesterov", "schedule=immediate", f"schedule.concurrency={CLIENTS}",
-        "rounds=72", "evaluate.every=24",
+        f"rounds={9 * CLIENTS}", f"evaluate.every={3 * CLIENTS}",
     ],
     "FedIT": ["method=fedavg", *ADAPTERS],
     "FFA-LoRA": ["method=ffa_lora", *ADAPTERS],
@@ -185,8 +187,11 @@ def table(store: dict[str, Any]) -> str:
         has_central = all(one["central"] is not None for one in runs)
         central = mean([one["central"] for one in runs], "{:.2f}") if has_central else "—"
         cells += [central, mean([100 * one["accuracy"] for one in runs], "{:.1f}")]
-        cells += [mean([one["megabytes"] for one in runs], "{:.1f}")]
-        cells += [mean([one["seconds"] for one in runs], "{:.0f}")]
+        if method == UNCHANGED:
+            cells += ["—", "—"]
+        else:
+            cells += [mean([one["megabytes"] for one in runs], "{:.1f}")]
+            cells += [mean([one["seconds"] for one in runs], "{:.0f}")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -202,6 +207,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
             curves_of: dict[str, Sequence[np.ndarray]] = {
                 method: [np.array(one["curve"])[:, [place, -1]] for one in by_seed.values()]
                 for method, by_seed in store.items()
+                if method != UNCHANGED
             }
             draw_panel(ax, curves_of, title, "{x:g}")
 
@@ -213,11 +219,10 @@ virtual time.
 
 The text is the reference that ships with Python (`pydoc_data.topics`), as bytes. Every second topic
 trains a base model, a GPT of {parameters:,} parameters; the others belong to 8 clients, about five
-neighbouring topics each. All methods start from the base and train with AdamW, ten steps of 8 rows of
-64 tokens per job, twelve jobs of each client (asynchronously as many updates in all). Adapters have
-rank 8, also that of the output layer; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client. Clients have log-normal speeds and slow
-uplinks. {seeds}
-Scores are those of the clients' own tests, and of the ends of all texts (central). FedSA-LoRA has a
+neighbouring topics each. All methods start from the base and train with AdamW, eight steps of 4 rows
+of 128 tokens per job, nine jobs of each client (asynchronously as many updates in all). Adapters
+have rank 8, also that of the output layer; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client.
+Clients have log-normal speeds and send 1 MB per second. {seeds} Scores are those of the clients' own tests, and of the ends of all texts (central). FedSA-LoRA has a
 model for each client, so it has no central score.
 
 {conclusions}

@@ -38,7 +38,7 @@ from raysim.training.worker import Worker
 
 LIMIT = 1.05
 STEPS, BATCH, LENGTH, RATE = 20, 8, 64, 0.01
-BASES = ("float32", "bfloat16")
+BASES = ("float32", "bfloat16", "nf4")
 GPT = [
     "data=python_topics", "data.tokenizer=bytes", f"data.length={LENGTH}", "model=gpt",
     "model.width=256", "model.blocks=4", "model.lora.rank=8", "partition=iid", "partition.clients=2",

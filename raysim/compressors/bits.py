@@ -10,6 +10,9 @@ import numpy as np
 from raysim.api.compression import WORD_BITS
 from raysim.vectors.blocks import compile_function
 
+FOLDED = (1, 2, 4)  # widths of digits that are packed 8 at a time
+WHOLE = (8, 16, 32)  # widths of digits that need no packing
+
 
 def words_of_bits(bits: int) -> int:
     """Return the number of words of 32 bits that `bits` bits need."""
@@ -31,18 +34,22 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
         words[place] = np.uint32(pending & np.uint64(0xFFFFFFFF))
 
 
-def _pack_whole(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Write the same words as `_pack`, in less time; `width` must divide 32."""
-    room = 32 // width
-    for place in range(len(digits) // room):
-        word = np.uint32(0)
-        part = digits[place * room : (place + 1) * room]
-        for index in range(room):
-            word |= np.uint32(np.uint32(part[index]) << np.uint32(index * width))
-        words[place] = word
-    first = len(digits) // room * room
-    for index in range(first, len(digits)):
-        words[len(words) - 1] |= np.uint32(digits[index]) << np.uint32((index - first) * width)
+def _fold(eights: np.ndarray, width: int, parts: np.ndarray) -> None:
+    """Move the 8 digits of each number together, so that no bits are between them.
+
+    eights: uint64 [n], numbers of 8 digits, each in a byte.
+    width: the bits of a digit: 1, 2 or 4.
+    parts: unsigned integers of `width` bytes, [n], which are filled.
+    """
+    once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
+    thrice = np.uint64(32 - 4 * width)
+    pairs = np.uint64((1 << 2 * width) - 1) * np.uint64(0x0001000100010001)
+    fours = np.uint64((1 << 4 * width) - 1) * np.uint64(0x0000000100000001)
+    for place in range(len(eights)):
+        bits = eights[place]
+        bits = (bits | (bits >> once)) & pairs
+        bits = (bits | (bits >> twice)) & fours
+        parts[place] = bits | (bits >> thrice)
 
 
 def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
@@ -59,18 +66,25 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
         filled -= width
 
 
-def _unpack_whole(words: np.ndarray, width: int, digits: np.ndarray) -> None:
-    """Fill `digits` as `_unpack` does, in less time; `width` must divide 32."""
-    room = 32 // width
-    mask = np.uint32((1 << width) - 1)
-    for place in range(len(digits) // room):
-        word = words[place]
-        part = digits[place * room : (place + 1) * room]
-        for index in range(room):
-            part[index] = np.uint32(word >> np.uint32(index * width)) & mask
-    first = len(digits) // room * room
-    for index in range(first, len(digits)):
-        digits[index] = (words[len(words) - 1] >> np.uint32((index - first) * width)) & mask
+def _unfold(parts: np.ndarray, width: int, eights: np.ndarray) -> None:
+    """Fill `eights` with the numbers from which `_fold` made `parts`."""
+    once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
+    thrice = np.uint64(32 - 4 * width)
+    ones = np.uint64((1 << width) - 1) * np.uint64(0x0101010101010101)
+    pairs = np.uint64((1 << 2 * width) - 1) * np.uint64(0x0001000100010001)
+    fours = np.uint64((1 << 4 * width) - 1) * np.uint64(0x0000000100000001)
+    for place in range(len(eights)):
+        bits = np.uint64(parts[place])
+        bits = (bits | (bits << thrice)) & fours
+        bits = (bits | (bits << twice)) & pairs
+        eights[place] = (bits | (bits << once)) & ones
+
+
+def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
+    """Return digits of the type `dtype`, with zeros up to a multiple of `group`."""
+    digits = np.ascontiguousarray(digits, dtype)
+    missing = -len(digits) % group
+    return np.pad(digits, (0, missing)) if missing else digits
 
 
 def pack(digits: np.ndarray, width: int) -> np.ndarray:
@@ -79,19 +93,28 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
     digits: [n], each below 2^width.
     width: the bits of a digit.
     """
+    if width in WHOLE:
+        return _pad(digits, f"u{width // 8}", WORD_BITS // width).view(np.uint32)
     words = np.zeros(words_of_bits(len(digits) * width), np.uint32)
-    if len(words):
-        rule = _pack if WORD_BITS % width else _pack_whole
-        compile_function(rule)(digits, width, words)
+    if width in FOLDED:
+        eights = _pad(digits, "u1", 8).view(np.uint64)
+        compile_function(_fold)(eights, width, words.view(f"u{width}"))
+    elif len(words):
+        compile_function(_pack)(digits, width, words)
     return words
 
 
 def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
     """Return the digits that `pack` packed, [count], with the type `dtype`."""
+    if width in WHOLE:
+        return words.view(f"u{width // 8}")[:count].astype(dtype)
+    if width in FOLDED:
+        eights = np.empty(-(-count // 8), np.uint64)
+        compile_function(_unfold)(words.view(f"u{width}"), width, eights)
+        return eights.view(np.uint8)[:count].astype(dtype, copy=False)
     digits: np.ndarray = np.zeros(count, dtype)
     if count and width:
-        rule = _unpack if WORD_BITS % width else _unpack_whole
-        compile_function(rule)(words, width, digits)
+        compile_function(_unpack)(words, width, digits)
     return digits
 
 

@@ -91,39 +91,45 @@ def _restore(
 
 
 def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Write the sum, the sum of squares and the largest absolute value of each bucket into `sums`.
+    """Write the sum and the sum of squares of each bucket.
 
     Four partial sums are computed at the same time, because an addition must wait for the previous
     addition to the same sum.
     starts: see `_round_randomly`.
-    sums: float64 [buckets, 3].
+    sums: float64 [buckets, 2], which is filled.
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
-        total = np.zeros(4)
-        squares = np.zeros(4)
-        largest = np.float32(0)
-        for place in range(len(part) // 4):
-            for lane in range(4):
-                value = part[4 * place + lane]
-                total[lane] += value
-                squares[lane] += np.float64(value) * np.float64(value)
-                largest = max(largest, abs(value))
-        for place in range(len(part) // 4 * 4, len(part)):
-            total[0] += part[place]
-            squares[0] += np.float64(part[place]) * np.float64(part[place])
-            largest = max(largest, abs(part[place]))
-        sums[bucket, 0], sums[bucket, 1] = total.sum(), squares.sum()
-        sums[bucket, 2] = largest
+        whole = len(part) // 4
+        fours = part[: 4 * whole].reshape(whole, 4)
+        total_0, total_1, total_2, total_3 = 0.0, 0.0, 0.0, 0.0
+        squares_0, squares_1, squares_2, squares_3 = 0.0, 0.0, 0.0, 0.0
+        for place in range(whole):
+            four = fours[place]
+            value_0, value_1 = np.float64(four[0]), np.float64(four[1])
+            value_2, value_3 = np.float64(four[2]), np.float64(four[3])
+            total_0 += value_0
+            total_1 += value_1
+            total_2 += value_2
+            total_3 += value_3
+            squares_0 += value_0 * value_0
+            squares_1 += value_1 * value_1
+            squares_2 += value_2 * value_2
+            squares_3 += value_3 * value_3
+        for place in range(4 * whole, len(part)):
+            value = np.float64(part[place])
+            total_0 += value
+            squares_0 += value * value
+        sums[bucket, 0] = total_0 + total_1 + total_2 + total_3
+        sums[bucket, 1] = squares_0 + squares_1 + squares_2 + squares_3
 
 
 def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return sum, sum of squares and largest absolute value of each bucket.
+    """Return the sum and the sum of squares of each bucket: float64 [buckets, 2].
 
-    The result is float64 [buckets, 3].
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     """
-    sums = np.empty((len(starts) - 1, 3))
+    sums = np.empty((len(starts) - 1, 2))
     compile_function(_sum_powers)(values, starts, sums)
     return sums
 
@@ -235,7 +241,9 @@ class TernGrad(_Quantizer):
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the largest absolute value of each tensor, after clipping."""
-        totals, squares, largest = sum_powers(values, starts).T
+        pieces = np.split(values, starts[1:-1])
+        largest = [max(piece.max(initial=0), -piece.min(initial=0)) for piece in pieces]
+        totals, squares = sum_powers(values, starts).T
         if not self.clip:
             return np.asarray(largest, np.float32)
         sizes = np.diff(starts)

@@ -11,6 +11,8 @@ largest value of 448; blocks with a common scale as in Dettmers, Lewis, Shleifer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -66,10 +68,18 @@ class Float16(Compressor):
 
 
 def _scale_blocks(
-    values: np.ndarray, block: int, largest: float, scales: np.ndarray, scaled: np.ndarray
+    values: np.ndarray,
+    bits: np.ndarray,
+    block: int,
+    largest: float,
+    scales: np.ndarray,
+    scale_bits: np.ndarray,
+    scaled: np.ndarray,
 ) -> None:
     """Divide the values of each block by the block's scale; write scales and quotients.
 
+    bits, scale_bits: the memory of `values` and `scales` as int32. Without its sign, a float grows
+    with its bits, and the largest integer takes less time than the largest float.
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
     scales, scaled: the arrays to fill.
@@ -77,10 +87,11 @@ def _scale_blocks(
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
         to = scaled[place * block : (place + 1) * block]
-        longest = np.float32(0)
-        for index in range(len(part)):
-            longest = max(longest, abs(part[index]))
-        scale = longest / np.float32(largest)
+        longest = np.int32(0)
+        for number in bits[place * block : (place + 1) * block]:
+            longest = max(longest, np.int32(number & np.int32(0x7FFFFFFF)))
+        scale_bits[place] = longest
+        scale = scales[place] / np.float32(largest)
         scales[place] = scale
         divisor = scale if scale > 0 else np.float32(1)
         for index in range(len(part)):
@@ -88,21 +99,27 @@ def _scale_blocks(
 
 
 def _quantize_blocks(
-    values: np.ndarray, block: int, largest: float, scales: np.ndarray, numbers: np.ndarray
+    values: np.ndarray,
+    bits: np.ndarray,
+    block: int,
+    largest: float,
+    scales: np.ndarray,
+    scale_bits: np.ndarray,
+    numbers: np.ndarray,
 ) -> None:
     """Divide the values of each block by the block's scale, and round; write scales and integers.
 
-    block: the number of entries in a block.
-    largest: the largest absolute value after the division.
-    scales, numbers: the arrays to fill.
+    bits, scale_bits, block, largest: see `_scale_blocks`.
+    scales, numbers: are filled.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
         to = numbers[place * block : (place + 1) * block]
-        longest = np.float32(0)
-        for index in range(len(part)):
-            longest = max(longest, abs(part[index]))
-        scale = longest / np.float32(largest)
+        longest = np.int32(0)
+        for number in bits[place * block : (place + 1) * block]:
+            longest = max(longest, np.int32(number & np.int32(0x7FFFFFFF)))
+        scale_bits[place] = longest
+        scale = scales[place] / np.float32(largest)
         scales[place] = scale
         divisor = scale if scale > 0 else np.float32(1)
         for index in range(len(part)):
@@ -168,6 +185,13 @@ class Blocks(Compressor):
         """Fill `scales`, and return the values divided by them as numbers of 8 bits."""
         raise NotImplementedError
 
+    def _fill(
+        self, rule: Callable[..., None], values: np.ndarray, scales: np.ndarray, out: np.ndarray
+    ) -> None:
+        bits, scale_bits = values.view(np.int32), scales.view(np.int32)
+        run = compile_function(rule)
+        run(values, bits, self.block, self.largest, scales, scale_bits, out)
+
 
 class Int8(Blocks):
     """A compressor that sends integers of 8 bits, and a scale for each block of entries."""
@@ -179,7 +203,7 @@ class Int8(Blocks):
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Fill `scales`, and return the divided values, rounded to integers."""
         numbers = np.empty(len(values), np.int8)
-        compile_function(_quantize_blocks)(values, self.block, self.largest, scales, numbers)
+        self._fill(_quantize_blocks, values, scales, numbers)
         return torch.from_numpy(numbers)
 
 
@@ -194,5 +218,5 @@ class Fp8(Blocks):
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Fill `scales`, and return the divided values, rounded to floats of 8 bits."""
         scaled = np.empty_like(values)
-        compile_function(_scale_blocks)(values, self.block, self.largest, scales, scaled)
+        self._fill(_scale_blocks, values, scales, scaled)
         return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

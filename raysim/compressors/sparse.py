@@ -30,20 +30,29 @@ from raysim.vectors.layout import Layout
 
 SAMPLE = 1 << 14  # entries from which the threshold of a long vector is estimated
 SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
+GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a large entry
 
 
-def _collect(values: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of all entries v with |v| >= threshold; return the number of positions.
+def _collect(groups: np.ndarray, threshold: float, places: np.ndarray) -> int:
+    """Write the positions of entries v with |v| >= threshold; return their number.
 
-    If there are more positions than `places` can hold, return its length plus 1.
+    If there are more positions than `places` has room for, return that room plus 1.
+    groups: [n, GROUP], the entries, one row after another.
     """
     count, room = 0, len(places)
-    for place in range(len(values)):
-        if abs(values[place]) >= threshold:
-            if count == room:
-                return room + 1
-            places[count] = place
-            count += 1
+    for group in range(len(groups)):
+        entries = groups[group]
+        large = 0
+        for index in range(GROUP):
+            large += abs(entries[index]) >= threshold
+        if not large:
+            continue
+        if count + large > room:
+            return room + 1
+        for index in range(GROUP):
+            if abs(entries[index]) >= threshold:
+                places[count] = group * GROUP + index
+                count += 1
     return count
 
 
@@ -78,9 +87,14 @@ def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     places = np.empty(2 * count + length // 64, np.int64)
-    collected = compile_function(_collect)(values, threshold, places)
+    whole = length // GROUP * GROUP
+    groups = values[:whole].reshape(-1, GROUP)
+    collected = compile_function(_collect)(groups, threshold, places)
+    rest = whole + np.flatnonzero(np.abs(values[whole:]) >= threshold)
     # The sample was not typical: too many entries are that large, or too few.
-    return places[:collected] if count <= collected <= len(places) else None
+    if collected > len(places) or collected + len(rest) < count:
+        return None
+    return np.concatenate([places[:collected], rest])
 
 
 class _Sparse(Compressor):

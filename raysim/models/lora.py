@@ -35,20 +35,20 @@ class Lora:
     inputs or outputs than the rank are left out, and so is the output layer of a language model,
     which its function `get_output_embeddings` returns (the name is that of transformers).
     base: the type in which the frozen weights of linear layers, convolutions and embeddings are
-    stored; the computation is in the type of the run.
+    stored; the computation is in the type of the run. "nf4" is 4 bits, and 16 for embeddings.
     """
 
     rank: int = 0
     alpha: float = 16.0
     dropout: float = 0.0
     layers: list[str] | None = None
-    base: Literal["float32", "bfloat16"] = "float32"
+    base: Literal["float32", "bfloat16", "nf4"] = "float32"
 
     def __post_init__(self) -> None:
         at_least("model.lora.rank", self.rank, 0)
         above("model.lora.alpha", self.alpha, 0)
         in_range("model.lora.dropout", self.dropout, least=0, below=1)
-        one_of("model.lora.base", self.base, ("float32", "bfloat16"))
+        one_of("model.lora.base", self.base, ("float32", "bfloat16", "nf4"))
         if self.base != "float32" and not self.rank:
             raise ValueError(
                 f"model.lora.base={self.base} stores frozen weights, and no weight is frozen "

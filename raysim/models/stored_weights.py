@@ -1,23 +1,42 @@
-"""Store the frozen weights of a network in bfloat16; its layers compute as before.
+"""Store the frozen weights of a network in bfloat16 or in 4 bits; its layers compute as before.
 
 A stored weight is read when a layer needs it: in the forward pass, and again in the backward pass.
 So no more than one weight at a time exists in the type of the computation. The results are those of
 the same layers with rounded weights, bit by bit.
+
+Source of the 4 bits: Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning of
+Quantized LLMs" (NeurIPS 2023), the type NF4. A block of 64 entries has a scale, its largest
+absolute value; an entry is stored as the nearest of 16 levels times the scale. The levels are
+quantiles of the normal distribution.
+
+Departures from the paper
+- Scales are stored in float32. The paper stores them in 8 bits (double quantization).
+- Embeddings, and weights that a layer shares with an embedding, are stored in bfloat16.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
 from raysim.models.lora import Lora, find_adapters
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+NF4_BLOCK = 64  # entries that share a scale
+# The paper's Appendix E.
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 class _ViewOfWeight(NamedTuple):
@@ -28,18 +47,71 @@ class _ViewOfWeight(NamedTuple):
     offset: int
 
 
-class StoredLayer(nn.Module):
-    """A layer whose frozen weight is stored in bfloat16.
+class HalfWeight(nn.Module):
+    """A frozen weight that is stored in bfloat16.
 
-    layer: the layer, which loses its weight. bits: the weight's bits, int16 of its shape; as
-    integers they keep their type when the network gets another one. dtype: the type of the
-    computation.
+    Its parameter has the weight's bits, int16 of its shape: integers keep their type when the
+    network gets another one.
     """
 
-    def __init__(self, layer: nn.Module, bits: nn.Parameter, dtype: torch.dtype):
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        bits = weight.detach().to(torch.bfloat16).contiguous().view(torch.int16)
+        self.bits = nn.Parameter(bits, requires_grad=False)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in the type `dtype`; for bfloat16 it is the stored memory itself."""
+        return self.bits.view(torch.bfloat16).to(dtype)
+
+
+class FourBitWeight(nn.Module):
+    """A frozen weight that is stored in 4 bits for each entry, and a scale for each block.
+
+    Its parameters are `codes`, uint8 [blocks, NF4_BLOCK / 2], two entries in a byte, and `scales`,
+    int32 [blocks], the bits of floats.
+    """
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.shape = weight.shape
+        values = weight.detach().float().flatten()
+        blocks = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+        scales = blocks.abs().amax(1)
+        divisors = torch.where(scales > 0, scales, 1.0)
+        levels = torch.tensor(NF4_LEVELS, device=weight.device)
+        bounds = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / divisors[:, None], bounds, out_int32=True)
+        pairs = codes[:, ::2] + 16 * codes[:, 1::2]
+        self.codes = nn.Parameter(pairs.to(torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(scales.view(torch.int32), requires_grad=False)
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return a copy of the weight in the type `dtype`."""
+        levels = F.embedding(self.codes.int(), _nf4_pairs(self.codes.device))
+        blocks = levels.flatten(1) * self.scales.view(torch.float32)[:, None]
+        return blocks.flatten()[: self.shape.numel()].view(self.shape).to(dtype)
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """Return the levels of the two entries in each byte, float32 [256, 2]."""
+    levels = torch.tensor(NF4_LEVELS, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([levels[byte % 16], levels[byte // 16]], 1)
+
+
+class StoredLayer(nn.Module):
+    """A layer whose frozen weight is stored in fewer bits.
+
+    layer: the layer, which loses its weight.
+    stored: the weight; layers that share a weight share this module.
+    dtype: the type of the computation.
+    """
+
+    def __init__(self, layer: nn.Module, stored: HalfWeight | FourBitWeight, dtype: torch.dtype):
         super().__init__()
         del layer.weight
-        self.layer, self.bits, self.dtype = layer, bits, dtype
+        self.layer, self.stored, self.dtype = layer, stored, dtype
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the layer if this module has none of the name."""
@@ -49,31 +121,28 @@ class StoredLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     @property
-    def stored(self) -> Tensor:
-        """The weight as it is stored, bfloat16."""
-        return self.bits.view(torch.bfloat16)
-
-    @property
     def weight(self) -> Tensor:
         """A copy of the weight in the type of the computation."""
-        return self.stored.to(self.dtype)
+        weight: Tensor = self.stored.decode(self.dtype)
+        return weight
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Call the layer with its weight."""
         is_table = isinstance(self.layer, nn.Embedding)  # a few of its rows are read
         is_autocast = torch.is_autocast_enabled(inputs[0].device.type)
-        weight = self.stored if is_table or is_autocast else self.weight
+        dtype = torch.bfloat16 if is_table or is_autocast else self.dtype
+        weight = self.stored.decode(dtype)
         memory = weight.untyped_storage().data_ptr()
 
         def pack(saved: Tensor) -> Tensor | _ViewOfWeight:
-            if is_table or is_autocast or saved.untyped_storage().data_ptr() != memory:
+            if saved.untyped_storage().data_ptr() != memory:
                 return saved
             return _ViewOfWeight(saved.size(), saved.stride(), int(saved.storage_offset()))
 
         def unpack(packed: Tensor | _ViewOfWeight) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            return self.weight.as_strided(*packed)
+            return self.stored.decode(dtype).as_strided(*packed)
 
         self.layer.weight = weight
         try:
@@ -100,14 +169,16 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
                 f"'{adapter.layer}', which is therefore not frozen. Set model.lora.base=float32, "
                 "or leave the method out."
             )
-    stored: dict[int, nn.Parameter] = {}  # by the weight, which layers may share
+    frozen = list(_frozen_layers(model))
+    tables = {id(layer.weight) for layer in frozen if isinstance(layer, nn.Embedding)}
+    stored: dict[int, HalfWeight | FourBitWeight] = {}  # by the weight, which layers may share
     layers: dict[int, StoredLayer] = {}
-    for layer in list(_frozen_layers(model)):
-        weight = layer.weight
-        if id(weight) not in stored:
-            bits = weight.detach().to(torch.bfloat16).contiguous().view(torch.int16)
-            stored[id(weight)] = nn.Parameter(bits, requires_grad=False)
-        layers[id(layer)] = StoredLayer(layer, stored[id(weight)], dtype)
+    for layer in frozen:
+        key = id(layer.weight)
+        if key not in stored:
+            is_half = lora.base == "bfloat16" or key in tables
+            stored[key] = HalfWeight(layer.weight) if is_half else FourBitWeight(layer.weight)
+        layers[id(layer)] = StoredLayer(layer, stored[key], dtype)
     if not layers:
         raise ValueError(
             f"model.lora.base={lora.base}: the model has no linear layer, convolution or embedding "

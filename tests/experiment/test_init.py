@@ -22,6 +22,7 @@ from raysim.experiment.config_files import load_yaml
 from raysim.experiment.groups import find_groups
 from raysim.experiment.settings import Experiment
 from raysim.methods.lora_factors import LORA_METHODS
+from raysim.models.stored_weights import FourBitWeight, HalfWeight
 from raysim.primitives.errors import RefusedError
 from raysim.training.initial_weights import Init, read_initial_weights
 from raysim.training.run_spec import build_networks
@@ -113,19 +114,22 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
     build([*words, init, "seed=5", "init.only=head"])
 
 
-def test_lora_base_in_bfloat16_equals_rounded_weights(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
+def test_stored_lora_base_equals_rounded_weights(
+    base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
     weights = load_file(trained / "model.safetensors")
     frozen = {name for name in weights if "extractor" in name and name.endswith("weight")}
-    round_ = {name: value.bfloat16().float() for name, value in weights.items() if name in frozen}
+    round_ = {name: kind(weights[name]).decode(torch.float32) for name in frozen}
     assert any(not torch.equal(round_[name], weights[name]) for name in frozen)
     save_file({**weights, **round_}, tmp_path / "rounded.safetensors")
     checksums = []
-    for name, base, file in (
-        ("stored", "bfloat16", trained / "model.safetensors"),
+    for name, stored_as, file in (
+        ("stored", base, trained / "model.safetensors"),
         ("rounded", "float32", tmp_path / "rounded.safetensors"),
     ):
-        words = [*MLP, "model.lora.rank=2", f"model.lora.base={base}", f"init={file}"]
+        words = [*MLP, "model.lora.rank=2", f"model.lora.base={stored_as}", f"init={file}"]
         result = raysim.run([*words, f"out={tmp_path / name}"], quiet=True)
         checksums.append(result.summary["model_sha256"])
     assert checksums[0] == checksums[1]

@@ -1,10 +1,10 @@
-"""Frozen weights in bfloat16: layers compute as with rounded weights, and hold one copy."""
+"""Frozen weights in fewer bits: layers compute as with rounded weights, and hold one copy."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,20 +13,37 @@ from torch import Tensor, nn
 
 from raysim.methods.flora import FLoRA
 from raysim.models import Gpt, Lora, Mlp, SmallCnn, Transformer
-from raysim.models.stored_weights import StoredLayer, store_base
+from raysim.models.stored_weights import (
+    NF4_LEVELS,
+    FourBitWeight,
+    HalfWeight,
+    StoredLayer,
+    store_base,
+)
 from raysim.primitives.kinds import Tokens
 from raysim.training.run_spec import declare_run
 
 RANK = 2
 
 
-def stored(layer: Any) -> StoredLayer:
-    bits = layer.weight.detach().to(torch.bfloat16).view(torch.int16)
-    return StoredLayer(copy.deepcopy(layer), nn.Parameter(bits, requires_grad=False), torch.float32)
+def stored(layer: Any, kind: type[HalfWeight | FourBitWeight] = HalfWeight) -> StoredLayer:
+    return StoredLayer(copy.deepcopy(layer), kind(layer.weight), torch.float32)
 
 
-def rounded(layer: Any) -> Any:
-    layer.weight.data = layer.weight.detach().to(torch.bfloat16).float()
+def round_to_four_bits(weight: Tensor) -> Tensor:
+    """Return each entry as the nearest level times the largest entry of its block of 64."""
+    levels = torch.tensor(NF4_LEVELS)
+    blocks = []
+    for block in weight.detach().flatten().split(64):
+        distances = (block[:, None] - block.abs().max() * levels).abs()
+        blocks.append(levels[distances.argmin(1)] * block.abs().max())
+    return torch.cat(blocks).view(weight.shape)
+
+
+def rounded(layer: Any, kind: type[HalfWeight | FourBitWeight] = HalfWeight) -> Any:
+    weight = layer.weight.detach()
+    is_half = kind is HalfWeight
+    layer.weight.data = weight.bfloat16().float() if is_half else round_to_four_bits(weight)
     return layer
 
 
@@ -38,25 +55,46 @@ def outputs_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tens
     return outputs.detach(), start.grad
 
 
+@pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
         (nn.Linear(7, 5), (3, 7)),
+        (nn.Linear(70, 5), (3, 70)),
         (nn.Linear(7, 5, bias=False), (2, 3, 7)),
         (nn.Conv2d(3, 4, 3, padding=1), (2, 3, 6, 6)),
         (nn.Conv1d(2, 4, 3, groups=2), (2, 2, 9)),
     ],
     ids=str,
 )
-def test_stored_layer_equals_a_rounded_layer_exactly(layer: Any, shape: tuple[int, ...]) -> None:
+def test_stored_layer_equals_a_rounded_layer_exactly(
+    layer: Any, shape: tuple[int, ...], kind: type[HalfWeight | FourBitWeight]
+) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    layer.requires_grad_(False)
-    kept = stored(layer)
-    expected = outputs_and_gradient(rounded(layer), inputs)
+    layer = copy.deepcopy(layer).requires_grad_(False)
+    kept = stored(layer, kind)
+    expected = outputs_and_gradient(rounded(layer, kind), inputs)
     for value, other in zip(outputs_and_gradient(kept, inputs), expected, strict=True):
         assert torch.equal(value, other)
     assert torch.equal(kept.weight, layer.weight)
     assert "weight" not in vars(kept.layer)  # nothing is left of the decoded weight
+
+
+def test_four_bit_levels_are_quantiles_of_the_normal() -> None:
+    """The paper's Equation 4, with the offset of its code: (1/2)(1/32 + 1/30) below 1."""
+    most = 1 - (1 / 32 + 1 / 30) / 2
+    above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])
+    below = -torch.special.ndtri(torch.linspace(most, 0.5, 8, dtype=torch.float64)[:-1])
+    levels = torch.cat([below, torch.zeros(1), above]).sort().values / above.max()
+    torch.testing.assert_close(levels, torch.tensor(NF4_LEVELS).double(), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 129])
+def test_four_bit_weight_takes_nine_sixteenths_of_a_byte(size: int) -> None:
+    weight = FourBitWeight(torch.zeros(size))
+    blocks = -(-size // 64)
+    assert sum(p.numel() * p.element_size() for p in weight.parameters()) == 36 * blocks
+    assert torch.equal(weight.decode(torch.float64), torch.zeros(size, dtype=torch.float64))
 
 
 def test_stored_embedding_returns_rounded_rows() -> None:
@@ -67,64 +105,82 @@ def test_stored_embedding_returns_rounded_rows() -> None:
     assert kept(tokens).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
 def test_backward_pass_of_frozen_layer_reads_the_stored_weight(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[HalfWeight | FourBitWeight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    usual = StoredLayer.weight.fget
-    assert usual is not None
+    usual = kind.decode
 
-    def read(self: StoredLayer) -> Tensor:
-        reads.append(1)
-        weight: Tensor = usual(self)
-        return weight
+    def decode(self: Any, dtype: torch.dtype) -> Tensor:
+        reads.append(dtype)
+        return usual(self, dtype)
 
-    monkeypatch.setattr(StoredLayer, "weight", property(read))
-    outputs = stored(nn.Linear(7, 5))(torch.randn(3, 7, requires_grad=True))
+    monkeypatch.setattr(kind, "decode", decode)
+    outputs = stored(nn.Linear(7, 5), kind)(torch.randn(3, 7, requires_grad=True))
     assert len(reads) == 1
     outputs.sum().backward()
     assert len(reads) == 2
 
 
-def test_autocast_uses_the_stored_weight_itself() -> None:
+@pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
+def test_autocast_equals_a_rounded_layer(kind: type[HalfWeight | FourBitWeight]) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)
-    kept = stored(layer)
+    kept = stored(layer, kind)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(kept(inputs), rounded(layer)(inputs))
+        assert torch.equal(kept(inputs), rounded(layer, kind)(inputs))
 
 
+def test_bfloat16_weight_decodes_into_its_own_memory() -> None:
+    weight = HalfWeight(torch.randn(3, 4))
+    assert weight.decode(torch.bfloat16).data_ptr() == weight.bits.data_ptr()
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
 @pytest.mark.parametrize(
-    ("recipe", "shape", "tokens", "count"),
+    ("recipe", "shape", "tokens", "count", "tables"),
     [
-        (Mlp((6,)), (1, 8, 8), None, 1),
-        (SmallCnn(), (1, 8, 8), None, 3),
-        (Gpt(width=8, heads=2, blocks=1), (5,), Tokens(11), 5),
-        (Transformer(width=8, blocks=1), (5,), Tokens(11), 5),
+        (Mlp((6,)), (1, 8, 8), None, 1, 0),
+        (SmallCnn(), (1, 8, 8), None, 3, 0),
+        (Gpt(width=8, heads=2, blocks=1), (5,), Tokens(11), 5, 1),
+        (Transformer(width=8, blocks=1), (5,), Tokens(11), 5, 1),
     ],
     ids=str,
 )
 def test_models_with_adapters_store_rounded_base_weights(
-    recipe: Any, shape: tuple[int, ...], tokens: Tokens | None, count: int
+    recipe: Any,
+    shape: tuple[int, ...],
+    tokens: Tokens | None,
+    count: int,
+    tables: int,
+    base: Literal["bfloat16", "nf4"],
 ) -> None:
-    lora = Lora(RANK, base="bfloat16")
+    lora = Lora(RANK, base=base)
     model = replace(recipe, lora=lora).build(shape, 11, 0, tokens)
     inputs = torch.randn(2, *shape) if tokens is None else torch.randint(11, (2, *shape))
     expected = copy.deepcopy(model)
     for parameter in expected.parameters():
         if not parameter.requires_grad and parameter.ndim > 1:
-            parameter.data = parameter.data.to(torch.bfloat16).float()
+            is_half = base == "bfloat16"
+            data = parameter.data
+            parameter.data = data.bfloat16().float() if is_half else round_to_four_bits(data)
     store_base(model, lora, torch.float32)
-    weights = {id(p): p for p in model.parameters() if p.dtype == torch.int16}
-    assert len(weights) == count
+    kinds = [type(module) for module in model.modules()]  # names each module once
+    halves = kinds.count(HalfWeight)
+    assert (halves, halves + kinds.count(FourBitWeight)) == (
+        count if base == "bfloat16" else tables,
+        count,
+    )
     if not isinstance(recipe, (Gpt, Transformer)):  # their positions stay as they are
         for training in (True, False):
             assert torch.equal(model.train(training)(inputs), expected.train(training)(inputs))
     assert torch.isfinite(model.eval()(inputs)).all()
 
 
-def test_lora_base_is_refused_without_adapters() -> None:
-    with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
-        Lora(0, base="bfloat16")
+@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
+def test_lora_base_is_refused_without_adapters(base: Literal["bfloat16", "nf4"]) -> None:
+    with pytest.raises(ValueError, match=rf"model\.lora\.base={base}"):
+        Lora(0, base=base)
     with pytest.raises(ValueError, match=r"model\.lora\.base"):
         Lora(2, base="int3")  # type: ignore[arg-type]
 
