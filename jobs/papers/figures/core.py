@@ -194,7 +194,10 @@ def _draw_panel(ax: Axes, content: Panel) -> None:
     if content.get("log"):
         set_log_scale(ax, "x")
     ax.grid(True)
-    if len(content["series"]) > 1:
+    if len(content["series"]) > 1 and content["kind"] == "points":
+        # beside the axes, because points are everywhere inside
+        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), handletextpad=0.1)
+    elif len(content["series"]) > 1:
         ax.legend(fontsize=8, ncols=2 if len(content["series"]) > 5 else 1)
 
 
