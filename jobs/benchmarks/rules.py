@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
 
     def step() -> None:
         server.step(current, {}, [0] * COHORT, {})
-        current[:] = [replace(update, version=server.version) for update in current]
+        current[:] = [update._replace(version=server.version) for update in current]
 
     return _median_seconds(step)
 

@@ -97,14 +97,31 @@ class Job(NamedTuple):
         job = cls(*values)
         return job._replace(bases=tuple(job.bases))
 
+    def dispatched(
+        self,
+        weight: float,
+        probe: bool,
+        extras: Mapping[str, np.ndarray],
+        replica: int,
+        base: int,
+        bases: tuple[int, ...],
+    ) -> Job:
+        """Return the job with the values that are known when its base version exists."""
+        # By position, because `_replace` takes twice as long.
+        return Job(
+            self.number, self.client, self.participation, self.version, self.state,
+            weight, probe, extras,
+            self.pool, self.start, self.finish, self.arrives, self.work, self.down, self.up,
+            replica, base, bases,
+        )  # fmt: skip
+
     @property
     def received(self) -> tuple[int, ...]:
         """The numbers of the versions that its client receives."""
         return self.bases or (self.base,)
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """The result of a client's job: what the client sends, and what the simulator measured."""
 
     job: int
@@ -116,17 +133,16 @@ class Update:
     loss: float  # mean over the rows of the steps with the task loss; nan if there are none
     seconds: float  # wall time on its worker; for reports only
     counters: np.ndarray  # [layout.shared_counters]
-    extras: Arrays = field(default_factory=dict)
+    extras: Arrays = {}
     # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
     moves: tuple[tuple[int, int, float], ...] = ()
     # Measurements of the simulator, which a client would not send:
-    report: Mapping[str, float] = field(default_factory=dict)
+    report: Mapping[str, float] = {}
     probe: Probe | None = None
     loss_rows: int = 0  # the number of rows over which `loss` is the mean, in all epochs
     norm: float = math.nan  # norm of the delta of the trained parameters
     replica: int = 0  # the replica from which the job started
-    # [layout.shared] trained minus received; None: it is in a sum.
-    delta: np.ndarray | None = field(default=None, kw_only=True)
+    delta: np.ndarray | None = None  # [layout.shared] trained minus received; None: it is in a sum
 
     @property
     def floats(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from raysim.api.messages import Job
@@ -20,6 +21,8 @@ from raysim.vectors.tree_sum import halves
 # because groups are kept whole for sums, and clients stay on the worker that has their state.
 MAX_SLOWDOWN = 1.1
 MAX_SPLITS = 16  # splits of groups per worker; after these, jobs are assigned one by one
+
+_work_of = attrgetter("work")
 
 
 class StateHome(NamedTuple):
@@ -34,7 +37,7 @@ class StateHome(NamedTuple):
 
 def total_work(unit: Sequence[Job]) -> float:
     """Return the work of a unit: the number of samples of all its jobs."""
-    return sum(job.work for job in unit)
+    return sum(map(_work_of, unit))
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -105,14 +108,28 @@ def assign_groups(
     if len(loads) == 1:
         return [_jobs_of(units)]
     capacities = [1] * len(loads)
-    singles = [_Unit(job.work, (job,)) for group in groups for job in group]
-    balanced = _distribute(singles, loads, capacities)
-    limit = MAX_SLOWDOWN * max(balanced.loads)
+    jobs = [job for group in groups for job in group]
+    limit = MAX_SLOWDOWN * _longest_load(jobs, loads)
     shares = None
     if keeps_nodes:
         shares = _split_among_nodes(units, loads, nodes, limit)
-    shares = shares or _split_until_balanced(units, loads, capacities, limit) or balanced.units
+    shares = shares or _split_until_balanced(units, loads, capacities, limit)
+    if shares is None:
+        shares = _distribute([_Unit(job.work, (job,)) for job in jobs], loads, capacities).units
     return [_jobs_of(share) for share in shares]
+
+
+def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:
+    """Return the load of the busiest worker if jobs are assigned one by one.
+
+    The longest job comes first, and each job goes to the least loaded worker.
+    loads: the initial load of each worker.
+    """
+    queue = list(loads)
+    heapq.heapify(queue)
+    for work in sorted(map(_work_of, jobs), reverse=True):
+        heapq.heapreplace(queue, queue[0] + work)
+    return max(queue)
 
 
 class _Unit(NamedTuple):
@@ -126,10 +143,10 @@ class _Unit(NamedTuple):
 
     def halves(self) -> tuple[_Unit, _Unit]:
         """Return the two halves of this part of the summation tree."""
-        first, second = (
-            self.jobs[half.start : half.stop] for half in halves(range(len(self.jobs)))
-        )
-        return _Unit(total_work(first), first), _Unit(total_work(second), second)
+        middle = halves(range(len(self.jobs)))[0].stop
+        first, second = self.jobs[:middle], self.jobs[middle:]
+        first_work = total_work(first)
+        return _Unit(first_work, first), _Unit(self.work - first_work, second)
 
 
 class _Shares(NamedTuple):
@@ -171,7 +188,8 @@ def _split_until_balanced(
     Return None if the load stays above the limit.
     loads, capacities: see `_distribute`.
     """
-    remaining = list(units)
+    longest = (limit - min(loads)) * max(capacities)
+    remaining = _split_long_units(units, longest)
     for _ in range(MAX_SPLITS * len(loads)):
         shares = _distribute(remaining, loads, capacities)
         busiest = max(range(len(loads)), key=shares.loads.__getitem__)
@@ -184,6 +202,22 @@ def _split_until_balanced(
         remaining.remove(unit)
         remaining += unit.halves()
     return None
+
+
+def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
+    """Split units in half repeatedly, until their work is at most `longest`.
+
+    Such units fit nowhere. A unit of one job is not split.
+    """
+    remaining = list(units)
+    short: list[_Unit] = []
+    while remaining:
+        unit = remaining.pop()
+        if unit.work > longest and len(unit.jobs) > 1:
+            remaining += unit.halves()
+        else:
+            short.append(unit)
+    return short
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:

@@ -180,8 +180,8 @@ class WorkerCalls:
         if self._leave_lost_nodes():
             return True
         first_calls = [calls[0] for calls in self._unanswered if calls]
-        deadline, slowest = min((self._deadline(call.worker), call.worker) for call in first_calls)
-        left_s = max(0.0, deadline - time.monotonic())
+        slowest = min([call.worker for call in first_calls], key=self._deadline)
+        left_s = max(0.0, self._deadline(slowest) - time.monotonic())
         index = self._runtime.ready(
             [call.ref for call in first_calls], min(left_s, SILENCE_WARNING_S)
         )

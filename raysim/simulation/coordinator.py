@@ -233,7 +233,6 @@ class Coordinator:
         """Collect the updates of these jobs, and aggregate them into the next version."""
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
-        self.jobs.finish(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
         jobs = self.replicas.place(jobs, results)
         results = self.replicas.receive(jobs, results)

@@ -3,8 +3,9 @@
 Training speed, in floating-point operations per second of a whole training step:
 - Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a medium and a slow phone. These
   are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
-  Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST. Derived: a batch is
-  10 samples of 103 MFLOP (LEAF's CNN has 17.2 M multiplications in the forward pass; the backward
+  Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST
+  (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py; its
+  default batch size is 10). Derived: a batch is 10 samples of 103 MFLOP (LEAF's CNN has 17.2 M multiplications in the forward pass; the backward
   pass counts twice as much), hence 5.8, 1.8 and 0.63 GFLOP/s. A library that is tuned for phones is
   faster: Das et al., "Enabling On-Device Smartphone GPU based Training" (2022), measured 15 to 30
   GFLOP/s in the kernels of a fast phone's CPU.
@@ -27,12 +28,14 @@ rounded.
 The spread within a class (sigma, bandwidth_sigma) is assumed.
 
 Power, in watts:
-- Computing. Published: 3.6, 5.6 and 5.5 W at most of the CPUs of a slow, a medium and a fast
-  phone (Kim and Wu, "AutoFL: Enabling Heterogeneity-Aware Energy Efficient Federated Learning",
-  MICRO 2021), and a budget of 10 W of NVIDIA's Jetson Nano. Assumed: tablets as medium phones.
+- Computing. Published: 2.98, 5.44 and 6.33 W of a slow, a medium and a fast phone under the load of
+  GFXBench Manhattan 3.1, which the code of Arouj and Abdelmoniem, "Towards Energy-Aware Federated
+  Learning on Battery-Powered Clients" (FedEdge 2022), takes for training
+  (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py), and a budget of 10 W of
+  NVIDIA's Jetson Nano. Assumed: tablets as medium phones.
 - Receiving and sending. Measured: 1.288 W, and 0.05197 W for each Mbit/s received or 0.43839 W for
-  each Mbit/s sent, of a phone in an LTE network (Huang et al., "A Close Examination of Performance
-  and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their values at the
+  each Mbit/s sent, of a phone in an LTE network (Table 4 of Huang et al., "A Close Examination of
+  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their values at the
   bandwidths above for slow and medium phones. Assumed: fast phones as medium ones; 2 W for
   tablets and edge boxes.
 - Idle. Measured: 0.0686 W of a suspended phone (Carroll and Heiser, "An Analysis of Power
@@ -80,16 +83,16 @@ class DeviceClass:
 def _default_classes() -> dict[str, DeviceClass]:
     return {
         "phone_low": DeviceClass(
-            0.37, 0.63e9, 2.535e6, 1.081e6, Cost(3.6, 2.34, 5.08, 0.0686, 5.09, 52.3)
+            0.37, 0.63e9, 2.535e6, 1.081e6, Cost(2.98, 2.34, 5.08, 0.0686, 5.09, 52.3)
         ),
         "phone_mid": DeviceClass(
-            0.32, 1.8e9, 4.495e6, 1.402e6, Cost(5.6, 3.16, 6.21, 0.0686, 5.09, 52.3)
+            0.32, 1.8e9, 4.495e6, 1.402e6, Cost(5.44, 3.16, 6.21, 0.0686, 5.09, 52.3)
         ),
         "phone_high": DeviceClass(
-            0.22, 5.8e9, 20.77e6, 2.635e6, Cost(5.5, 3.16, 6.21, 0.0686, 5.09, 52.3)
+            0.22, 5.8e9, 20.77e6, 2.635e6, Cost(6.33, 3.16, 6.21, 0.0686, 5.09, 52.3)
         ),
         "tablet": DeviceClass(
-            0.07, 1.8e9, 10.72e6, 5.717e6, Cost(5.6, 2.0, 2.0, 0.0686, 0.0, 21.8)
+            0.07, 1.8e9, 10.72e6, 5.717e6, Cost(5.44, 2.0, 2.0, 0.0686, 0.0, 21.8)
         ),
         "edge_box": DeviceClass(
             0.02, 59.0e9, 10.72e6, 5.717e6, Cost(10.0, 2.0, 2.0, 2.0, 0.0, 21.8)

@@ -144,7 +144,8 @@ class Dispatcher:
 
     def _active_nodes(self) -> list[int]:
         """Return the node of each active worker."""
-        return [self._runtime.nodes[worker] for worker in self._calls.active]
+        nodes = self._runtime.nodes
+        return [nodes[worker] for worker in self._calls.active]
 
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
         """Return True if at least one of these nodes adds up the sums of its workers.
@@ -155,7 +156,7 @@ class Dispatcher:
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
-        """Assign jobs to workers; return the jobs of each worker.
+        """Assign jobs to workers; return the jobs of each worker that gets any.
 
         The jobs are in the order in which they are aggregated. If clients have states, the jobs of
         one client are in the order of their dispatch.
@@ -166,7 +167,7 @@ class Dispatcher:
             job_of = {job.number: job for job in jobs}
             whole = [[job_of[number] for number in group] for group in groups]
             shares = assign_groups(whole, loads, nodes, keeps_nodes=self._adds_on_nodes(nodes))
-            return dict(zip(workers, shares, strict=True))
+            return {worker: share for worker, share in zip(workers, shares, strict=True) if share}
         units = units_by_client(jobs)
         assigned: dict[int, list[Job]] = {}
         places = assign_units(units, loads, nodes, self._home)
@@ -176,6 +177,9 @@ class Dispatcher:
 
     def _chunks(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
         """Divide a worker's jobs into calls, each of which returns a limited number of vectors."""
+        if len(jobs) <= self._max_vectors:
+            yield jobs
+            return
         units = [[job] for job in jobs]
         groups = self._trees.groups(job.number for job in jobs)
         if groups and not self._client_states.stateful:
@@ -237,7 +241,8 @@ class Dispatcher:
         If the worker is on another node than the coordinator, the sums of updates may stay on its
         node.
         """
-        groups = self._trees.summed_groups(job.number for job in jobs)
+        numbers = [job.number for job in jobs]
+        groups = self._trees.summed_groups(numbers)
         uses: list[StateUse] = []
         if self._client_states.stateful:
             states = [self._client_states.dispatch(job.client, job.number) for job in jobs]
@@ -247,8 +252,7 @@ class Dispatcher:
         is_apart = bool(groups) and not uses and self._adds_on_nodes([self._runtime.nodes[worker]])
         method = "train_apart" if is_apart else "train"
         call = self._start(worker, method, jobs, groups, uses)
-        for job in jobs:
-            self._call_of[job.number] = call
+        self._call_of.update(dict.fromkeys(numbers, call))
 
     def _start(
         self,

@@ -24,6 +24,14 @@ from raysim.vectors.tree_sum import covered_ranges, halves
 Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order in which they are aggregated
 
 
+class _SumTree:
+    """A summation tree over jobs, which are given in the order in which they are aggregated."""
+
+    def __init__(self, jobs: Group):
+        self.jobs = jobs
+        self.position_of = {number: position for position, number in enumerate(jobs)}
+
+
 class SumTrees:
     """The summation trees of planned aggregations, one for each replica that aggregates.
 
@@ -31,36 +39,34 @@ class SumTrees:
     """
 
     def __init__(self) -> None:
-        # By job: its tree, as the numbers of all jobs in order, and its position there.
-        self._places: dict[int, tuple[Group, int]] = {}
+        self._trees: dict[int, _SumTree] = {}  # by job
 
-    def plan(self, tree: Group) -> None:
+    def plan(self, jobs: Group) -> None:
         """Add the summation tree of a planned aggregation.
 
-        tree: the numbers of its jobs, in the order in which they are aggregated.
+        jobs: the numbers of its jobs, in the order in which they are aggregated.
         """
-        for position, number in enumerate(tree):
-            self._places[number] = tree, position
+        self._trees.update(dict.fromkeys(jobs, _SumTree(jobs)))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove the jobs with these numbers, because their aggregation was made."""
         for number in numbers:
-            self._places.pop(number, None)
+            self._trees.pop(number, None)
 
     def groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the largest groups that consist of these jobs only.
 
         Jobs that are in no tree are left out.
         """
-        positions: dict[Group, list[int]] = {}
+        positions: dict[_SumTree, list[int]] = {}
         for number in numbers:
-            place = self._places.get(number)
-            if place is not None:
-                positions.setdefault(place[0], []).append(place[1])
+            tree = self._trees.get(number)
+            if tree is not None:
+                positions.setdefault(tree, []).append(tree.position_of[number])
         groups: list[Group] = []
         for tree, covered in positions.items():
-            ranges = covered_ranges(covered, len(tree))
-            groups += [tree[part.start : part.stop] for part in ranges]
+            ranges = covered_ranges(covered, len(tree.jobs))
+            groups += [tree.jobs[part.start : part.stop] for part in ranges]
         return groups
 
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
@@ -69,7 +75,7 @@ class SumTrees:
         These are the groups of `groups`, except a single job that is the only one of its tree. The
         update of such a job is as long as its sum, and contains more.
         """
-        return [group for group in self.groups(numbers) if len(self._places[group[0]][0]) > 1]
+        return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 
 
 class RemoteSum(NamedTuple):

@@ -143,8 +143,8 @@ class RowWriter:
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
         shares: list[float] = []
-        left = {f"worker-{worker}" for worker in range(self.calls.workers)}
-        left -= {f"worker-{worker}" for worker in self.calls.active}
+        left_workers = set(range(self.calls.workers)).difference(self.calls.active)
+        left = {f"worker-{worker}" for worker in left_workers}
         for worker, total in worked.items():
             if worker in left:
                 continue

@@ -28,9 +28,8 @@ class JobState(enum.StrEnum):
     PLANNED = "planned"  # its base version does not exist yet
     # Its base version exists. It is not known yet whether its update will be aggregated.
     DISPATCHED = "dispatched"
-    # Its update will be aggregated. It waits for a worker, or a worker trains it.
+    # Its update will be aggregated. It waits for a worker, a worker trains it, or it is finished.
     IN_FLIGHT = "in flight"
-    FINISHED = "finished"  # its update has arrived
     AGGREGATED = "aggregated"
     FAILED = "failed"  # it raised an error, or its result is not finite
     LOST = "lost"  # its client dropped out
@@ -38,7 +37,7 @@ class JobState(enum.StrEnum):
 
 
 # States in which a job holds its base version: a worker may still have to start from it.
-_HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
+_HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 
 
 @dataclass(slots=True)
@@ -105,10 +104,7 @@ class JobTable:
         if not self._aggregations:
             self.plan()
         aggregation = self._aggregations[0]
-        for job in aggregation.dispatched:
-            row = self._rows[job.number]
-            if row.state is JobState.PLANNED:
-                self._dispatch(row)
+        self._dispatch(aggregation)
         end = min(self._settings.rounds, self._replicas.version + MAX_PLANNED_AGGREGATIONS)
         while self._planner.plans_ahead and self._dispatched and self._planner.version < end:
             if not self._try_to_plan():
@@ -173,32 +169,32 @@ class JobTable:
             for version in row.job.received:
                 self._versions.release(version)
 
-    def _dispatch(self, row: JobRow) -> None:
-        """Give a planned job the values of its base version, which exists from now on."""
-        client = row.job.client
-        replica = self._replicas.replica_of(client)
-        server = self._replicas.servers[replica]
-        clients_choose = self._replicas.network.chosen_by_loss
-        row.job = row.job._replace(
-            weight=server.weight(client),
-            probe=self._settings.evaluate.probes(self._replicas.version + 1),
-            extras=server.sent_to(client),
-            replica=replica,
-            base=self._replicas.numbers[replica],
-            bases=tuple(self._replicas.numbers) if clients_choose else (),
-        )
-        self._set_state(row, JobState.DISPATCHED)
-        if row.aggregation >= 0:
-            self._put_in_flight(row)
+    def _dispatch(self, aggregation: PlannedAggregation) -> None:
+        """Give planned jobs the values of their base versions, which exist from now on.
+
+        aggregation: the aggregation before which the jobs are dispatched.
+        """
+        replicas = self._replicas
+        probe = self._settings.evaluate.probes(replicas.version + 1)
+        bases = tuple(replicas.numbers) if replicas.network.chosen_by_loss else ()
+        for planned in aggregation.dispatched:
+            row = self._rows[planned.number]
+            if row.state is not JobState.PLANNED:
+                continue
+            client = planned.client
+            replica = replicas.replica_of(client)
+            server, base = replicas.servers[replica], replicas.numbers[replica]
+            row.job = planned.dispatched(
+                server.weight(client), probe, server.sent_to(client), replica, base, bases
+            )
+            if row.aggregation >= 0:
+                self._put_in_flight(row)
+            else:
+                self._set_state(row, JobState.DISPATCHED)
 
     def _put_in_flight(self, row: JobRow) -> None:
         self._set_state(row, JobState.IN_FLIGHT)
         self._dispatcher.enqueue(row.job, row.aggregation)
-
-    def finish(self, jobs: Iterable[Job]) -> None:
-        """Record that the updates of these jobs have arrived."""
-        for job in jobs:
-            self._set_state(self._rows[job.number], JobState.FINISHED)
 
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
@@ -242,8 +238,7 @@ class JobTable:
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
         """Continue from a checkpoint; the planner must already be restored.
 
-        Jobs that were in flight or finished get the state "dispatched". `resume` lets workers train
-        them again.
+        Jobs that were in flight get the state "dispatched". `resume` lets workers train them again.
         """
         self._aggregations.extend(aggregations)
         for row in rows:

@@ -76,15 +76,16 @@ class CountingRuntime:
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
         """Start a method of a worker; see `Runtime`."""
-        node = self.runtime.nodes[worker]
-        if any(self.runtime.nodes):
+        nodes = self.runtime.nodes
+        node, has_several = nodes[worker], any(nodes)
+        if has_several:
             for arg in args:
                 self._count_argument(arg, node)
         refs = self.runtime.call(worker, method, *args, returns=returns)
         result, *state_refs = refs
         if method == "train_apart":
             self._homes.update({hash(ref): node for ref in refs})
-        elif any(self.runtime.nodes):
+        elif has_several:
             self._homes[hash(result)] = node
             self._states[hash(result)] = [hash(ref) for ref in state_refs]
         return refs

@@ -49,6 +49,7 @@ MAX_CONSECUTIVE_LOST_JOBS = 10_000  # jobs lost in a row after which the run sto
 
 
 _NO_EXTRAS: Arrays = {}
+_NO_COST = JobCost()
 
 
 class NoClientsLeftError(RunStoppedError):
@@ -249,7 +250,7 @@ class Planner:
 
     def cost_of(self, job: Job) -> JobCost:
         """Return the cost of a job; zeros if nothing costs anything."""
-        return JobCost() if self._costs is None else self._costs.of(job)
+        return _NO_COST if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
         """Give the selection a function that measures clients' losses of the current version."""

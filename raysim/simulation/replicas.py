@@ -31,6 +31,7 @@ class Replicas:
     """The replicas of a run: their servers, their exchanges and their mean.
 
     Attributes:
+    - is_single: True if there is one replica.
     - version: the number of aggregations of the run so far, of all replicas together.
     - report: columns for the history's row of the last aggregation.
     - numbers: for each replica the number of its published version. A replica gets the next number
@@ -56,6 +57,7 @@ class Replicas:
         folder: str = "",
     ):
         self.network, self.servers = network, servers
+        self.is_single = len(servers) == 1
         self._memory = ReplicaMemory(servers, budget, folder, not network.on_clients)
         self.version = 0
         self.report: dict[str, float] = {}
@@ -81,11 +83,6 @@ class Replicas:
     def first(self) -> Server:
         """The server of the first replica."""
         return self.servers[0]
-
-    @property
-    def is_single(self) -> bool:
-        """True if there is one replica."""
-        return len(self.servers) == 1
 
     @property
     def summable(self) -> bool:

@@ -95,6 +95,11 @@ class Server:
         self._views = {
             declared.method: ServerView(self, declared.method) for declared in declarations.methods
         }
+        # By receivers ("all", "once", "client"): what methods send to them.
+        self._sends: dict[str, list[tuple[MethodDeclaration, Send]]] = {}
+        for declared in declarations.methods:
+            for send in declared.sends:
+                self._sends.setdefault(send.to, []).append((declared, send))
         self._weighers = declarations.hooks_of("weigh")
         self._absorbers = declarations.hooks_of("absorb")
         self._combiner = declarations.single_hook("combine")
@@ -158,7 +163,7 @@ class Server:
 
     def weight(self, client: int) -> float:
         """Return the weight of a client's updates, before methods change it."""
-        return float(self.counts[client]) if self.weighting == "samples" else 1.0
+        return float(self.counts.item(client)) if self.weighting == "samples" else 1.0
 
     def scored(self) -> Tensor:
         """Return the vector [layout.shared] with which this model is scored."""
@@ -204,13 +209,10 @@ class Server:
         client: the client, if `to` is "client".
         """
         arrays: dict[str, np.ndarray] = {}
-        for declared in self.declarations.methods:
-            for send in declared.sends:
-                if send.to != to:
-                    continue
-                tensor = self._tensor_to_send(declared, send, *client)
-                if tensor is not None:
-                    arrays[f"{declared.method}.{send.name}"] = tensor.numpy()
+        for declared, send in self._sends.get(to, ()):
+            tensor = self._tensor_to_send(declared, send, *client)
+            if tensor is not None:
+                arrays[f"{declared.method}.{send.name}"] = tensor.numpy()
         return arrays
 
     def _tensor_to_send(

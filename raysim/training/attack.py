@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 from typing import Literal
@@ -245,7 +245,7 @@ class Attackers(Method):
         except ValueError as error:
             text = f"{self.label(update.client)}: {error}"
             return Failure(update.job, update.client, update.version, "server", "", text)
-        return replace(update, delta=delta)
+        return update._replace(delta=delta)
 
 
 def check_norm(norm: float, max_norm: float | None) -> None:

@@ -310,7 +310,7 @@ class _TrainingCall:
         worker, job = self.worker, self.jobs[place]
         begun, state, broadcast = self._begun[place]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes
-        is_summed = job.number in self.sums.places
+        is_summed = self.sums.has(job)
         probe = None
         if job.probe:
             score_batch = worker.spec.score_batch

@@ -22,20 +22,23 @@ class WorkerSums:
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]]):
-        # By the number of a job: its group, and its position in the group.
-        self.places: dict[int, tuple[tuple[int, ...], int]] = {}
-        for group in groups:
-            for position, number in enumerate(group):
-                self.places[number] = group, position
         self._sums = {group: GroupSum(len(group)) for group in groups}
+        # By the number of a job: the sum of its group, and its position in the group.
+        self._places: dict[int, tuple[GroupSum, int]] = {}
+        for group, group_sum in self._sums.items():
+            for position, number in enumerate(group):
+                self._places[number] = group_sum, position
+
+    def has(self, job: Job) -> bool:
+        """Return True if the job is in a group."""
+        return job.number in self._places
 
     def add(self, job: Job, delta: Tensor | None) -> None:
         """Add the delta of a job; None if the job failed. A job that is in no group is ignored."""
-        place = self.places.get(job.number)
-        if place is None:
-            return
-        group, position = place
-        self._sums[group].add(position, delta, job.weight)
+        place = self._places.get(job.number)
+        if place is not None:
+            group_sum, position = place
+            group_sum.add(position, delta, job.weight)
 
     @property
     def totals(self) -> dict[tuple[int, ...], Tensor]:

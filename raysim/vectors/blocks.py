@@ -22,6 +22,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK = 1 << 18  # entries of each vector in a block
+LARGE_PAGES_BYTES = 1 << 22  # for arrays from this size on, NumPy asks for large pages
 _COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 _MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
 
@@ -88,10 +89,15 @@ def is_finite(values: Tensor) -> bool:
 def new_like(values: Tensor) -> Tensor:
     """Return a tensor like `values` [d] whose entries are not set.
 
-    On the CPU NumPy makes it, which asks for large pages: the first write to 38 MB then takes 9 ms
-    of one core, and 26 ms with the pages of `torch.empty_like`.
+    On the CPU NumPy makes it if it is long, because NumPy asks for large pages: the first write to
+    38 MB then takes 9 ms of one core, and 26 ms with the pages of `torch.empty_like`.
     """
-    if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
+    is_short = values.nbytes < LARGE_PAGES_BYTES
+    if (
+        is_short
+        or values.device.type != "cpu"
+        or values.dtype not in (torch.float32, torch.float64)
+    ):
         return torch.empty_like(values)
     return torch.from_numpy(np.empty(values.shape, values.detach().numpy().dtype))
 

@@ -44,29 +44,34 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
     there.
     """
     ranges: list[range] = []
-    nodes = set(positions)
-    for level in range(num_levels(count)):
-        parents: set[int] = set()
-        for index in nodes:
-            sibling = index ^ 1
-            if sibling in nodes or sibling << level >= count:
-                parents.add(index >> 1)
-            else:
-                ranges.append(_positions(level, index, count))
-        nodes = parents
-    ranges += [_positions(num_levels(count), root, count) for root in nodes]
-    return sorted(ranges, key=lambda part: part.start)
+    start = stop = -1  # consecutive positions, from start to stop - 1
+    for position in sorted(set(positions)):
+        if position != stop:
+            ranges += _parts_of(start, stop, count)
+            start = position
+        stop = position + 1
+    ranges += _parts_of(start, stop, count)
+    return ranges
+
+
+def _parts_of(start: int, stop: int, count: int) -> list[range]:
+    """Return the fewest parts of a tree that together have the positions [start, stop)."""
+    parts: list[range] = []
+    while start < stop:
+        # A part of 2**level positions starts at a multiple of 2**level.
+        level = num_levels(count) if start == 0 else (start & -start).bit_length() - 1
+        while min(start + (1 << level), count) > stop:
+            level -= 1
+        part = range(start, min(start + (1 << level), count))
+        parts.append(part)
+        start = part.stop
+    return parts
 
 
 def halves(part: range) -> tuple[range, range]:
     """Return both halves of a part of a tree; the part must have at least two positions."""
     middle = part.start + (1 << (num_levels(len(part)) - 1))
     return range(part.start, middle), range(middle, part.stop)
-
-
-def _positions(level: int, index: int, count: int) -> range:
-    start = index << level
-    return range(start, min(start + (1 << level), count))
 
 
 def sum_in_tree(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from tiny_runs import untrained_run
 
+from raysim.api.messages import Job
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.jobs import JobRow, JobState, JobTable
@@ -30,10 +32,14 @@ SCHEDULES: dict[str, Schedule] = {
     "immediate": Immediate(4),
 }
 NEXT = {
-    JobState.PLANNED: {JobState.DISPATCHED, JobState.LOST, JobState.DISCARDED},
+    JobState.PLANNED: {
+        JobState.DISPATCHED,
+        JobState.IN_FLIGHT,
+        JobState.LOST,
+        JobState.DISCARDED,
+    },
     JobState.DISPATCHED: {JobState.IN_FLIGHT, JobState.LOST, JobState.DISCARDED},
-    JobState.IN_FLIGHT: {JobState.FINISHED},
-    JobState.FINISHED: {JobState.AGGREGATED, JobState.FAILED},
+    JobState.IN_FLIGHT: {JobState.AGGREGATED, JobState.FAILED},
 }
 ENDS = {JobState.AGGREGATED, JobState.FAILED, JobState.LOST, JobState.DISCARDED}
 
@@ -63,7 +69,7 @@ def test_jobs_have_their_states_in_order(name: str, seed: int, dropout: float) -
     for event in coordinator.run():
         if isinstance(event, Round):
             records += event.jobs
-        holding = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
+        holding = (JobState.DISPATCHED, JobState.IN_FLIGHT)
         held = {row.job.version for row in coordinator.jobs.rows if row.state in holding}
         assert set(coordinator.versions.held_versions) == held
         assert held <= set(coordinator.versions) | {coordinator.server.version}
@@ -98,3 +104,10 @@ def test_workers_get_every_job_once(name: str) -> None:
     sent = [job.number for job in runtime.jobs]
     assert len(set(queued)) == len(queued) and len(set(sent)) == len(sent)
     assert set(sent) <= set(queued)
+
+
+def test_dispatched_job_gets_the_given_values_only() -> None:
+    job = Job(1, 2, 3, 4, 5, 6.0, False, {}, 7, 8.0, 9.0, False, 10.0, 11, 12, 13, 14, (15,))
+    extras = {"method.tensor": np.ones(1)}
+    expected = job._replace(weight=2.5, probe=True, extras=extras, replica=3, base=4, bases=(4, 5))
+    assert job.dispatched(2.5, True, extras, 3, 4, (4, 5)) == expected
