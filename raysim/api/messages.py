@@ -133,7 +133,7 @@ class Update(NamedTuple):
     loss: float  # mean over the rows of the steps with the task loss; nan if there are none
     seconds: float  # wall time on its worker; for reports only
     counters: np.ndarray  # [layout.shared_counters]
-    extras: Arrays = {}
+    extras: Mapping[str, np.ndarray] = {}
     # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
     moves: tuple[tuple[int, int, float], ...] = ()
     # Measurements of the simulator, which a client would not send:

@@ -375,10 +375,7 @@ class _FinalState:
         state = self.worker.states.get(
             client, client_states.accepted_job(client), client_states.state(client)
         )
-        versions = [
-            replace(server.published(), number=number)
-            for number, server in enumerate(replicas.servers)
-        ]
+        versions = [server.published(number) for number, server in enumerate(replicas.servers)]
         return replicas.servers[self.worker.scorer.best_version(client, versions, state)]
 
 

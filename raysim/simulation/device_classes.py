@@ -5,10 +5,11 @@ Training speed, in floating-point operations per second of a whole training step
   are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
   Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST
   (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py; its
-  default batch size is 10). Derived: a batch is 10 samples of 103 MFLOP (LEAF's CNN has 17.2 M multiplications in the forward pass; the backward
-  pass counts twice as much), hence 5.8, 1.8 and 0.63 GFLOP/s. A library that is tuned for phones is
-  faster: Das et al., "Enabling On-Device Smartphone GPU based Training" (2022), measured 15 to 30
-  GFLOP/s in the kernels of a fast phone's CPU.
+  default batch size is 10). Derived: a batch is 10 samples of 103 MFLOP (LEAF's CNN has 17.2 M
+  multiplications in the forward pass; the backward pass counts twice as much), hence 5.8, 1.8 and
+  0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al., "Enabling On-Device
+  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
+  CPU.
 - Tablets. Assumed: the same as medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that in training.
@@ -35,9 +36,9 @@ Power, in watts:
   NVIDIA's Jetson Nano. Assumed: tablets as medium phones.
 - Receiving and sending. Measured: 1.288 W, and 0.05197 W for each Mbit/s received or 0.43839 W for
   each Mbit/s sent, of a phone in an LTE network (Table 4 of Huang et al., "A Close Examination of
-  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their values at the
-  bandwidths above for slow and medium phones. Assumed: fast phones as medium ones; 2 W for
-  tablets and edge boxes.
+  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their
+  values at the bandwidths above for slow and medium phones. Assumed: fast phones as medium ones;
+  2 W for tablets and edge boxes.
 - Idle. Measured: 0.0686 W of a suspended phone (Carroll and Heiser, "An Analysis of Power
   Consumption in a Smartphone", USENIX ATC 2010). Assumed: the same for tablets; 2 W for edge boxes.
 

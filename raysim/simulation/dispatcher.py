@@ -361,6 +361,8 @@ class Dispatcher:
                     sums[group] = call.sums.pop(group)
                 elif group in call.remote_sums:
                     remote.append(call.remote_sums.pop(group))
+        if not remote:
+            return sums
         fetched, lost = fetch_sums(remote, self._trees, self._runtime)
         if lost:
             fetched |= self._train_again(calls, lost)

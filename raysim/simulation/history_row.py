@@ -99,7 +99,7 @@ class RowWriter:
             "store_bytes": store_bytes,
             "spilled_bytes": self.client_states.spilled_bytes + replicas.bytes_on_disk,
             **self._network_columns(),
-            "staleness": _mean(staleness),
+            "staleness": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "lost": len(aggregation.lost),
             "discarded": len(aggregation.discarded),
@@ -152,7 +152,7 @@ class RowWriter:
             shares.append(min(1.0, since_last_row / span))
         shares += [0.0] * (len(self.calls.active) - len(shares))
         self._worked, self._row_at = dict(worked), now
-        row: Row = {"worker_busy": _mean(shares), "worker_busy_least": min(shares)}
+        row: Row = {"worker_busy": sum(shares) / len(shares), "worker_busy_least": min(shares)}
         device_use = list(self.dispatcher.device_use.values())
         if device_use:
             row["device_busy"] = _mean(device_use)

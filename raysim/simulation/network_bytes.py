@@ -38,8 +38,17 @@ class CountingRuntime:
         # By result: the client states that are returned with it.
         self._states: dict[int, list[int]] = {}
 
+        # Functions that are called for each aggregation, which `__getattr__` would make slower.
+        self.ready, self.find_lost_workers = runtime.ready, runtime.find_lost_workers
+        self.take_new_workers, self.take_notices = runtime.take_new_workers, runtime.take_notices
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The node of each worker; see `Runtime`."""
+        return self.runtime.nodes
 
     def columns(self) -> Row:
         """Return columns of the bytes that each node received and sent since the last call.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -146,7 +145,7 @@ class Replicas:
         self._changed = []
 
     def _published(self, replica: int) -> PublishedVersion:
-        return replace(self.read(replica).published(), number=self.numbers[replica])
+        return self.read(replica).published(self.numbers[replica])
 
     # --- clients that move ------------------------------------------------------------------------
     def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:

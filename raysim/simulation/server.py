@@ -111,6 +111,8 @@ class Server:
         compression = declarations.compressor
         if compression is not None and compression[1].compresses_down:
             self._compression = compression
+        # Workers may sum updates if no method needs single updates or changes their weights.
+        self.summable = not declarations.uses_of_single_updates
         # The sizes that hooks may return, by name.
         self._trained = {"layout.trained": layout.trained}
         self._shared = {"layout.shared": layout.shared}
@@ -147,14 +149,6 @@ class Server:
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
-    @property
-    def summable(self) -> bool:
-        """True if workers may sum updates.
-
-        This is so if no method needs single updates or changes their weights.
-        """
-        return not self.declarations.uses_of_single_updates
-
     def stream(self, purpose: str) -> np.random.Generator:
         """Return a random generator that depends on purpose, replica and version."""
         if self.replica:
@@ -189,10 +183,13 @@ class Server:
         declared.assemble(arrays, self._views[declared.method])
 
     # --- what clients receive ---------------------------------------------------------------------
-    def published(self) -> PublishedVersion:
-        """Return what all clients that start from this version receive."""
-        extras = self._sent("all")
-        return PublishedVersion(self.version, self.vector.numpy(), self.counters.numpy(), extras)
+    def published(self, number: int = 0) -> PublishedVersion:
+        """Return what all clients that start from this version receive.
+
+        number: the number of the version among those of all replicas.
+        """
+        vector, counters, extras = self.vector.numpy(), self.counters.numpy(), self._sent("all")
+        return PublishedVersion(self.version, vector, counters, extras, number=number)
 
     def sent_once(self) -> Arrays:
         """Return the tensors that every client receives with its first job, by full name."""
