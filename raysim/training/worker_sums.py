@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,53 +62,64 @@ class GroupSum:
     def __init__(self, count: int):
         self._count = count
         self._waiting: dict[tuple[int, int], Tensor | None] = {}  # by level and index
+        # Vectors that are not needed any more. New memory costs as much as a sum, because the
+        # system clears its pages.
+        self._free: list[Tensor] = []
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
         """Add the leaf weight * delta [d]; a delta of None is a missing leaf."""
-        unscaled, value = delta, None
+        siblings: list[Tensor] = []  # the sums to which the leaf is added, in this order
         index = position
         for level in range(num_levels(self._count)):
             sibling = index ^ 1
             if sibling << level < self._count:
                 if (level, sibling) not in self._waiting:
-                    self._waiting[level, index] = _scaled(unscaled, weight, value)
+                    self._waiting[level, index] = self._sum(delta, weight, siblings)
                     return
                 other = self._waiting.pop((level, sibling))
-                if unscaled is not None and other is not None:
-                    value, unscaled = _add_product(other, unscaled, weight), None
-                elif unscaled is None:
-                    value = _add(value, other)
+                if other is not None:
+                    siblings.append(other)
             index >>= 1
-        self.total = _scaled(unscaled, weight, value)
+        self.total = self._sum(delta, weight, siblings)
+        self._free.clear()
+
+    def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
+        """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
+
+        A delta of None is left out; None if nothing is left. The siblings are overwritten.
+        """
+        if delta is None:
+            return functools.reduce(Tensor.add_, siblings) if siblings else None
+        if not siblings:
+            out = self._free.pop() if self._free else new_like(delta)
+            return torch.mul(delta, weight, out=out)
+        *others, total = siblings
+        _add_product(delta, weight, others, total)
+        self._free += others
+        return total
 
 
-def _scaled(delta: Tensor | None, weight: float, value: Tensor | None) -> Tensor | None:
-    """Return weight * delta as a new tensor; if there is no delta, return `value`."""
-    return value if delta is None else torch.mul(delta, weight, out=new_like(delta))
+def _add_product(delta: Tensor, weight: float, others: Sequence[Tensor], total: Tensor) -> None:
+    """Add weight * delta + others[0] + others[1] + ... to `total` [d], in place.
 
-
-def _add_product(total: Tensor, delta: Tensor, weight: float) -> Tensor:
-    """Add weight * delta to `total` [d], in place, after rounding each product.
-
-    For a long vector on the CPU, the products of one block at a time stay in the cache. This saves
-    two passes over the memory.
+    Each product and each sum is rounded. For a long vector on the CPU, the sums of one block at a time stay in the cache. This saves
+    passes over the memory.
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
-        return total.add_(delta * weight)
-    product = torch.empty(BLOCK, dtype=delta.dtype)
+        _add_all(delta * weight, others, total)
+        return
+    products = torch.empty(BLOCK, dtype=delta.dtype)
     for part in split_range(0, len(delta), BLOCK):
-        block = product[: part.stop - part.start]
-        torch.mul(delta[part], weight, out=block)
-        total[part].add_(block)
-    return total
+        block = torch.mul(delta[part], weight, out=products[: part.stop - part.start])
+        _add_all(block, [other[part] for other in others], total[part])
 
 
-def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two vectors, either of which may be None; both may be overwritten."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one.add_(other)
+def _add_all(value: Tensor, others: Sequence[Tensor], total: Tensor) -> None:
+    """Add value + others[0] + others[1] + ... to `total`; `value` is overwritten."""
+    for other in others:
+        value.add_(other)
+    total.add_(value)
 
 
 class SeparateSums:
