@@ -220,6 +220,10 @@ the seeds {seeds} ± sample deviation.
 
 {conclusions}
 
+[Another study](selection.md) compares the rules that choose the clients of a round (random,
+power-of-choice, Oort and FedCS) on Fashion-MNIST with the same split and the same distribution of
+speeds.
+
 ## Labels
 ![Accuracy of clients with other labels against virtual time, traffic and energy](topology-labels.png)
 
