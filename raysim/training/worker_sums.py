@@ -103,8 +103,8 @@ class GroupSum:
 def _add_product(delta: Tensor, weight: float, others: Sequence[Tensor], total: Tensor) -> None:
     """Add weight * delta + others[0] + others[1] + ... to `total` [d], in place.
 
-    Each product and each sum is rounded. For a long vector on the CPU, the sums of one block at a time stay in the cache. This saves
-    passes over the memory.
+    Each product and each sum is rounded. For a long vector on the CPU, the sums of one block at a
+    time stay in the cache. This saves passes over the memory.
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
         _add_all(delta * weight, others, total)
