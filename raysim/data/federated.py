@@ -143,8 +143,8 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
             "partition=iid, quantity, domain, natural or listed"
         )
     raise ValueError(
-        f"the partition {type(partitioner).__name__} assigns classes to clients, but this data "
-        f"(for {clean.kind}) has no classes. {action}."
+        f"partition: {type(partitioner).__name__} assigns classes to clients, but a sample of this "
+        f"data (data.kind={clean.kind}) has no class. {action}."
     )
 
 

@@ -18,17 +18,27 @@ from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import FLOAT_BYTES, LOWER_IS_BETTER, SHARES
 from raysim.results.history import Row, column, metric_of, metrics_of
 from raysim.results.significance import MIN_PAIRS, mean_deviation
-from raysim.results.theme import DASHES, LIGHT, draw_svg, page_theme, set_log_scale, time_unit
+from raysim.results.theme import (
+    DASHES,
+    LIGHT,
+    draw_svg,
+    fix_label_places,
+    page_theme,
+    set_log_scale,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 PERCENT = " (%)"  # at the end of a label
 VISIBLE_SHARE = 0.01  # of an axis: smaller differences cannot be seen
 OVERLAP_SHARE = 1 / 3  # a line that covers so much of another line gets gaps
 MAX_POINTS = 400  # of a mean curve; more would make the page large, and cannot be seen
 PNG_COMPRESSION = 1  # the usual 6 makes files a fifth smaller and takes a fifth of the drawing
+MAX_INTERVALS = 5  # between the numbers of an axis; drawing a number takes as long as a line
 MAX_MARKED_POINTS = 12  # a curve with no more points gets a marker at each point
 
 
@@ -149,10 +159,10 @@ USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have t
 
 def _bounds(ylabel: str) -> tuple[float, float]:
     """Return the lowest and the highest possible value of a metric; infinite if not known."""
-    metric = ylabel.partition(" ")[0]
-    lowest = 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf
+    words = set(ylabel.split())
+    lowest = 0.0 if words & (SHARES | LOWER_IS_BETTER) else -math.inf
     highest = math.inf
-    if metric in SHARES:
+    if words & SHARES:
         highest = 100.0 if ylabel.endswith(PERCENT) else 1.0
     return lowest, highest
 
@@ -189,7 +199,10 @@ def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> No
     _draw_lines(ax, moving, axis, unit_size, _bounds(ylabel))
     if axis.unit in ("bytes", "Wh", "g"):
         ax.xaxis.set_major_formatter(EngFormatter("B" if axis.unit == "bytes" else axis.unit))
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=axis.title == "round"))
+    ax.xaxis.set_major_locator(
+        MaxNLocator(MAX_INTERVALS, steps=[1, 2, 5, 10], integer=axis.title == "round")
+    )
+    ax.yaxis.set_major_locator(MaxNLocator(MAX_INTERVALS, steps=[1, 2, 2.5, 5, 10]))
 
     lowest, highest = _bounds(ylabel)
     bottom, top = ax.get_ylim()
@@ -203,6 +216,15 @@ def _draw_note(ax: Axes, text: str) -> None:
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", alpha=0.7)
     ax.tick_params(labelbottom=False, bottom=False)
     ax.grid(False)
+
+
+def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
+    """Draw the lines of a legend without the gaps that show the lines below.
+
+    curves: one for each line of the legend.
+    """
+    for line, curve in zip(legend.get_lines(), curves, strict=True):
+        line.set_linestyle(DASHES[curve.dash])
 
 
 def is_used(axis: Axis, curves: Sequence[Curve]) -> bool:
@@ -334,12 +356,13 @@ def _draw_png(
     rows = math.ceil(len(shown) / 2)
     columns = min(2, len(shown))
     with matplotlib.rc_context(page_theme(False) | {"axes.grid": True}):
-        size = (10, 3.6 * rows + 0.24 * legend_rows)
+        size = (10.0, 3.6 * rows + 0.24 * legend_rows)
         lines = textwrap.wrap(title, 90)
         figure = Figure(figsize=size, dpi=130)
         _leave_margins(figure, rows, len(lines), legend_rows)
         axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
         for ax, axis in zip(axes, shown, strict=False):
+            fix_label_places(ax, size)
             draw_panel(ax, curves, axis, ylabel)
         for ax in axes[len(shown) :]:
             ax.set_visible(False)
@@ -350,7 +373,8 @@ def _draw_png(
         figure.suptitle("\n".join(lines), fontsize=13, y=0.99, va="top")
         handles = axes[0].get_legend_handles_labels()[0]
         if handles:
-            figure.legend(handles, names, loc="lower center", ncols=legend_columns)
+            legend = figure.legend(handles, names, loc="lower center", ncols=legend_columns)
+            show_dashes(legend, curves)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", pil_kwargs={"compress_level": PNG_COMPRESSION})
     return buffer.getvalue()

@@ -66,13 +66,13 @@ if TYPE_CHECKING:
 # Columns of a history with their titles and the labels of their axes.
 METRIC_CURVES = {
     "{metric}": ("{metric}, mean of the clients", "{metric}"),
-    "{metric}_worst": ("{metric} of the worst client", "{metric} worst"),
-    "{metric}_global": ("{metric} on the central test set", "{metric} central"),
-    "{metric}_unseen": ("{metric} of clients that are never trained", "{metric} unseen"),
+    "{metric}_worst": ("{metric} of the worst client", "worst {metric}"),
+    "{metric}_global": ("{metric} on the central test set", "central {metric}"),
+    "{metric}_unseen": ("{metric} of clients that are never trained", "unseen {metric}"),
 }
 LOSS_CURVES = {
-    "train_loss": ("training loss", "train loss"),
-    "loss_global": ("loss on the central test set", "loss central"),
+    "train_loss": ("training loss", "training loss"),
+    "loss_global": ("loss on the central test set", "central loss"),
 }
 MAX_COST_SCORES = 2  # in the table of costs
 MAX_TIMELINES, MAX_SPLITS, MAX_ERRORS = 6, 4, 20  # on one page

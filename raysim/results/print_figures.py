@@ -12,7 +12,7 @@ import numpy as np
 
 from raysim.primitives.checks import one_of
 from raysim.primitives.files import replace_file
-from raysim.results.curves import Axis, Curve, draw_panel, needs_log_scale
+from raysim.results.curves import Axis, Curve, draw_panel, is_used, needs_log_scale, show_dashes
 from raysim.results.theme import print_theme, set_log_scale
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def draw_figure(
             set_log_scale(ax)
         if len(curves) > 1 and not _label_ends(figure, ax):
             columns = max(1, min(len(curves), int(width / 1.05)))
-            figure.legend(loc="outside upper center", ncols=columns)
+            legend = figure.legend(loc="outside upper center", ncols=columns)
+            drawn = [curve for curve in curves if is_used(axis, [curve])]
+            show_dashes(legend, drawn)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # or the places would move a little with each drawing
     return figure

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -104,14 +105,14 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
     return 100.0
 
 
-def _best_first(runs: Sequence[Run]) -> list[Run]:
-    def key(run: Run) -> float:
-        score = _number(run, "best5_mean")
-        if score is None:
-            return math.inf
-        return score if metric_of(run.rows) in lower_metrics(run.config) else -score
-
-    return sorted(runs, key=key)
+def _rank(runs: Sequence[Run]) -> float:
+    """Return a number that is lower for better runs: from the mean of their best five rounds."""
+    scores = finite_values([_number(run, "best5_mean") for run in runs])
+    if not scores:
+        return math.inf
+    mean, _ = mean_deviation(scores)
+    assert mean is not None
+    return mean if metric_of(runs[0].rows) in lower_metrics(runs[0].config) else -mean
 
 
 def _number(run: Run, key: str) -> float | None:
@@ -196,6 +197,9 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
                 valid |= dict.fromkeys(key for key, value in numbers.items() if value is not None)
             advice = suggest(name, valid)
             raise ValueError(f"--columns {name}: no run has such a column; {advice}")
+        if name in known and column.key.startswith(ROUNDS_TO):
+            # The title is short, because the usual table has many columns.
+            column = replace(column, title=f"rounds {column.title}")
         chosen.append(column)
     return chosen
 
@@ -408,10 +412,11 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs by their settings, and return the groups with the best setting first.
 
-    An unfinished run, or a second run with the same seed, is a group by itself.
+    The best setting has the best mean over its seeds. Settings with the same data and split follow
+    each other. An unfinished run, or a second run with the same seed, is a group by itself.
     """
     groups: list[list[Run]] = []
-    for run in _best_first(runs):
+    for run in sorted(runs, key=lambda run: _rank([run])):
         for group in groups:
             if _belongs(run, group):
                 group.append(run)
@@ -419,9 +424,18 @@ def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
         else:
             groups.append([run])
     groups = [sorted(group, key=lambda run: (len(_seed(run)), _seed(run))) for group in groups]
+    groups = _neighbours_by_data(sorted(groups, key=_rank))
     firsts = [group[0] for group in groups]
     names = run_labels(firsts) if len(groups) == len(runs) else _setting_labels(firsts)
     return [RunGroup(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _neighbours_by_data(groups: Sequence[list[Run]]) -> list[list[Run]]:
+    """Order groups so that those with the same data and split follow each other."""
+    by_data: dict[str, list[list[Run]]] = {}
+    for group in groups:
+        by_data.setdefault(str(_data_settings(group[0])), []).append(group)
+    return list(itertools.chain.from_iterable(by_data.values()))
 
 
 def _belongs(run: Run, group: Sequence[Run]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -185,18 +187,46 @@ _LATEX = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values are bold. A dagger marks significant differences from the reference.
+    The best values are bold. A dagger marks significant differences from the reference. A rule
+    separates groups of rows, if the rows of each group are neighbours.
 
     note: a comment above the table.
     """
-    import pandas as pd
-
-    rows = zip(*(_latex_cells(column) for column in columns), strict=True)
-    frame = pd.DataFrame(rows, columns=[_escape(column.title) for column in columns])
     sides = "".join("r" if column.scores else "l" for column in columns)
-    text = frame.to_latex(index=False, escape=False, column_format=sides)
-    comments = [f"% {line}" for line in ["needs \\usepackage{booktabs}", *note.splitlines()]]
-    return "\n".join([*comments, text.removesuffix("\n")])
+    lines = [f"% {line}" for line in ["needs \\usepackage{booktabs}", *note.splitlines()]]
+    lines += [rf"\begin{{tabular}}{{{sides}}}", r"\toprule"]
+    lines += [_latex_row([_escape(column.title) for column in columns]), r"\midrule"]
+    starts = _group_starts(columns)
+    cells_by_column = [_latex_cells(column) for column in columns]
+    has_two_labels = len(columns) > 1 and not columns[1].scores
+    if has_two_labels:
+        cells_by_column[0] = _without_repeats(cells_by_column[0])
+    for row, cells in enumerate(zip(*cells_by_column, strict=True)):
+        if row in starts:
+            lines.append(r"\midrule")
+        lines.append(_latex_row(cells))
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _without_repeats(cells: Sequence[str]) -> list[str]:
+    """Return the cells, with "" for each cell that is equal to the one above."""
+    above = [None, *cells[:-1]]
+    return ["" if cell == upper else cell for cell, upper in zip(cells, above, strict=True)]
+
+
+def _group_starts(columns: Sequence[Column]) -> set[int]:
+    """Return the rows at which a new group of rows starts, without the first row.
+
+    Return none if the rows of some group are not neighbours.
+    """
+    groups = next((column.groups for column in columns if column.groups), [])
+    starts = {row for row in range(1, len(groups)) if groups[row] != groups[row - 1]}
+    is_sorted = len(starts) + 1 == len(set(groups))
+    return starts if is_sorted else set()
 
 
 def _latex_cells(column: Column) -> list[str]:
@@ -245,8 +275,17 @@ def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
 def to_csv(rows: Sequence[Mapping[str, object]]) -> str:
     """Return CSV: a head with all keys, and a line for each row.
 
-    A missing value or None is empty.
+    A missing value, None or nan is empty.
     """
-    import pandas as pd
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(keys)
+    for row in rows:
+        writer.writerow([_csv_value(row.get(key)) for key in keys])
+    return text.getvalue()
 
-    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))
+
+def _csv_value(value: object) -> object:
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return None if is_nan else value

@@ -17,6 +17,8 @@ DARK = ("#5ab4f0", "#ff9558", "#3ddbab", "#eda3d3", "#f6c453", "#a3dcff", "#d2a7
 INK = "#22262a"
 MANY_COLOURS = (*LIGHT, "#a9b800", INK)  # for pictures without a dark version
 DASHES = ("-", "--", ":", "-.")
+# From the axes to their labels; between them are the numbers, of up to six digits.
+LABEL_BELOW_IN, LABEL_LEFT_IN = 0.33, 0.66
 
 
 def line_style(index: int) -> dict[str, Any]:
@@ -103,6 +105,18 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
     axis.set_minor_formatter(lambda _, place: "")
 
 
+def fix_label_places(ax: Axes, size: tuple[float, float]) -> None:
+    """Put the labels of both axes at fixed distances from the axes.
+
+    Otherwise matplotlib measures all numbers at the ticks once more to find their places.
+
+    size: width and height of the figure in inches.
+    """
+    width, height = ax.get_position().size * size
+    ax.xaxis.set_label_coords(0.5, -LABEL_BELOW_IN / height)
+    ax.yaxis.set_label_coords(-LABEL_LEFT_IN / width, 0.5)
+
+
 def draw_svg(
     draw: Callable[[Axes], object],
     about: str,
@@ -138,7 +152,10 @@ def draw_svg(
                 bottom=0.52 / height,
                 top=1 - 0.12 / height,
             )
-        draw(figure.subplots())
+        ax = figure.subplots()
+        if has_plain_labels:
+            fix_label_places(ax, size)
+        draw(ax)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
 

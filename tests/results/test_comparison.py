@@ -14,7 +14,7 @@ from scipy import stats
 import raysim
 from raysim.primitives.errors import RefusedError
 from raysim.results import comparison, print_figures
-from raysim.results.curves import AXES
+from raysim.results.curves import AXES, mean_curve
 from raysim.results.history import read_history, summarise, write_history, write_json
 from raysim.results.report import TableView
 
@@ -98,7 +98,27 @@ def test_settings_of_other_data_are_not_compared(tmp_path: Path) -> None:
         for row in rows[["compared", "reference"]].values
     ]
     assert all(len(set(pair)) == 1 for pair in alphas)
-    assert report.latex().count(r"\textbf") == 2  # the best of each
+    text = report.latex()
+    assert text.count(r"\textbf") == 2  # the best of each
+    # The rows of one split are neighbours, with a rule between the two splits.
+    assert re.findall(r"alpha=([\d.]+)|(midrule)", text)[1:] == [
+        *[("0.1", ""), ("0.1", ""), ("", "midrule"), ("1.0", ""), ("1.0", "")]
+    ]
+
+
+def test_settings_are_ordered_by_the_mean_of_their_seeds(tmp_path: Path) -> None:
+    for method, finals in {"fedavgm": [0.9, 0.3], "fedprox": [0.7, 0.7]}.items():
+        for seed, final in enumerate(finals):
+            save(tmp_path / f"{method}-{seed}", method, seed, final)
+    report = raysim.report(sorted(tmp_path.iterdir()))
+    assert [group.label for group in report.groups] == ["fedprox", "fedavgm"]
+
+
+def test_latex_costs_show_each_score_once(study: Path) -> None:
+    text = raysim.report(study, thresholds=[0.3, 0.4]).latex_thresholds()
+    scores = re.findall(r"^([\d.]*) & (?:fedavgm|fedprox|moon)", text, re.MULTILINE)
+    assert scores == ["0.30", "", "", "0.40", "", ""]
+    assert text.count(r"\midrule") == 2
 
 
 def test_two_seeds_are_not_tested(tmp_path: Path) -> None:
@@ -129,7 +149,7 @@ def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
     columns = ["accuracy_global_best", "accuracy_worst", "rounds_to.0.50"]
     plain, percent = (raysim.report(study, percent=f, columns=columns[1:]) for f in (False, True))
     assert "accuracy_worst" in plain.results
-    assert "to 50 %" in percent.text()
+    assert "rounds to 50 %" in percent.text()
     with pytest.raises(RefusedError, match="--columns"):
         raysim.report(study, percent=True, columns=columns)
 
@@ -250,6 +270,17 @@ def test_figure_of_lines_with_different_ends_has_a_legend(study: Path) -> None:
     ]
     figure = print_figures.draw_figure(curves, AXES[1], "accuracy")
     assert len(figure.legends) == 1 and not figure.axes[0].texts
+    # Lines on other lines have gaps, and their legends do not.
+    assert {line.get_linestyle() for line in figure.legends[0].get_lines()} == {"-"}
+    assert "--" in {line.get_linestyle() for line in figure.axes[0].get_lines()}
+
+
+def test_axis_of_rounds_has_multiples_of_ten() -> None:
+    rows = [{"round": number, "accuracy": number / 30} for number in range(1, 31)]
+    curves = [mean_curve("fedavg", [rows], "accuracy", 0)]
+    axes = print_figures.draw_figure(curves, AXES[0], "accuracy").axes[0]
+    left, right = axes.get_xlim()
+    assert [x for x in axes.get_xticks() if left <= x <= right] == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize(

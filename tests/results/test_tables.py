@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -69,7 +70,7 @@ def test_best_value_is_marked_if_the_difference_is_clear(
 def test_csv_keeps_every_digit_and_whole_numbers() -> None:
     rows = [
         {"run": "a, b", "rounds": 5, "score": 2 / 3},
-        {"run": "c", "rounds": None, "seed": 1, "done": True},
+        {"run": "c", "rounds": None, "seed": 1, "done": True, "score": math.nan},
     ]
     head, *lines = to_csv(rows).splitlines()
     assert head == "run,rounds,score,seed,done"
