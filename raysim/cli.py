@@ -8,11 +8,13 @@ Exit status: 0 done, 1 the run failed, 2 refused (one sentence on stderr), 130 i
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -742,6 +744,20 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 
 
 # --- commands -----------------------------------------------------------------------------------
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import without garbage collections, and exempt the imported objects from later ones.
+
+    Each full collection would visit the 300,000 objects of torch.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict, to_yaml
@@ -760,7 +776,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if isinstance(config["out"], str):
         with errors_as_refusals():
             _check_folder(config["out"], config["resume"], arguments)
-    from raysim.experiment.execute import run
+    with _without_collections():
+        from raysim.experiment.execute import run
 
     run(config, quiet=arguments.quiet, allow=arguments.allow)
     return 0
@@ -806,7 +823,8 @@ def _study(arguments: argparse.Namespace) -> int:
     from raysim.commands.study.plan import plan
 
     planned = plan(arguments.overrides, arguments.conf)  # before torch is imported
-    from raysim.commands.study.session import study
+    with _without_collections():
+        from raysim.commands.study.session import study
 
     result = study(
         planned, parallel=arguments.parallel, metrics=arguments.metric, allow=arguments.allow

@@ -144,7 +144,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
         )
     raise ValueError(
         f"partition: {type(partitioner).__name__} assigns classes to clients, but a sample of this "
-        f"data (data.kind={clean.kind}) has no class. {action}."
+        f"data (for {clean.kind}) has no class. {action}."
     )
 
 
