@@ -112,7 +112,7 @@ class Hierarchical(Topology):
         when = f"every {self.every} aggregations of an edge" if self.every > 1 else "after each one"
         if self.seconds is not None:
             when = f"every {self.seconds:g} s"
-        return f"they meet {when}, for {seconds:.3g} s of virtual time"
+        return f"they exchange {when}, for {seconds:.3g} s of virtual time"
 
     def _edge_of(self, federation: Federation) -> np.ndarray:
         """Return the edge server of each client, int64 [clients]."""

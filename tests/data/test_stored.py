@@ -255,7 +255,7 @@ def test_parquet_broken_picture_names_its_row(tmp_path: Path) -> None:
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_test_fraction_of_each_class_and_domain(
+def test_parquet_test_fraction_holds_for_each_class_and_domain(
     tmp_path: Path,
 ) -> None:
     pixels = [picture() for _ in range(16)]
@@ -466,7 +466,7 @@ def test_values_may_be_integers_in_one_file(tmp_path: Path) -> None:
 
 
 # ---- folders of pictures -------------------------------------------------------------------------
-def test_image_folder_test_fraction_of_each_class(tmp_path: Path) -> None:
+def test_image_folder_test_fraction_holds_for_each_class(tmp_path: Path) -> None:
     for domain in ("photo", "sketch"):
         for name in ("dog", "cat"):
             for number in range(5):

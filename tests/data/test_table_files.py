@@ -235,7 +235,7 @@ def test_table_test_file_holds_the_test_rows(write: Writer, tmp_path: Path) -> N
         source.build()
 
 
-def test_table_test_fraction_of_each_class_and_user(
+def test_table_test_fraction_holds_for_each_class_and_user(
     tmp_path: Path,
 ) -> None:
     source = replace(write_csv(tmp_path, COLUMNS), test_fraction=0.5)  # type: ignore[type-var]
@@ -392,7 +392,7 @@ def test_npz_test_archive_has_the_clients_test_samples(tmp_path: Path) -> None:
         assert len(data.partition.test.rows(client)) == 2
 
 
-def test_npz_test_fraction_of_each_client(tmp_path: Path) -> None:
+def test_npz_test_fraction_holds_for_each_client(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 0, 8])
     dataset = Npz(str(tmp_path), test_fraction=0.5).build()
     assert dataset.train_rows == 6 and np.bincount(dataset.domains[6:]).tolist() == [2, 4]

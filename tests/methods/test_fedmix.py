@@ -132,7 +132,7 @@ def test_fedmix_step_equals_the_published_trace(number: int, shared: Path) -> No
 # --- the expansion ----------------------------------------------------------------------------
 
 
-def test_fedmix_mean_targets_of_added_outputs_are_zero() -> None:
+def test_fedmix_mean_labels_are_zero_for_outputs_without_class() -> None:
     logits, labels = (
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
         torch.arange(4) % 3,

@@ -169,7 +169,7 @@ def test_clients_are_available_in_their_intervals_only(
             assert presence_of(devices).available(client, now) == there
 
 
-def test_trace_with_other_availability_gives_only_speeds(tmp_path: Path) -> None:
+def test_availability_setting_replaces_that_of_a_trace(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(
         0, 1, lambda: 1.0
