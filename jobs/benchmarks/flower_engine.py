@@ -1,4 +1,4 @@
-"""Compare the time of a Flower app on raysim and on Flower's own simulation engine.
+"""Compare raysim with Flower's own simulation engine, on a workload or a program of Flower's.
 
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
@@ -6,9 +6,17 @@
 Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
 That version of Ray needs NumPy below 2, which later versions of pyarrow refuse.
 
-Both run the app `jobs/benchmarks/flower_app`, in turn, with two processes of one thread. Each turn
-gives the median of its seconds per round. The first round, in which processes start, is left out.
-The result is the median of the ratios.
+For W1 and W2 both run the app `jobs/benchmarks/flower_app`, in turn, with two processes of one
+thread. Each turn gives the median of its seconds per round. The first round, in which processes
+start, is left out. The result is the median of the ratios.
+
+    git clone https://github.com/adap/flower checkout
+    uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\
+        --checkout checkout quickstart-sklearn fedprox
+
+Other names are those of programs in Flower's repository (`flower_programs.py`). PACKAGES are what
+their pyproject.toml names, apart from flwr; Flower's environment needs them too. Each program runs
+once for each seed on both sides. The result is a table of accuracies and times.
 """
 
 from __future__ import annotations
@@ -20,10 +28,18 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from jobs.benchmarks.flower_programs import (
+    PROCESSES,
+    PROGRAMS,
+    Measured,
+    compare_program,
+    programs_table,
+)
 from jobs.command import run
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
@@ -32,7 +48,6 @@ from raysim.results.history import write_json
 APP = Path(__file__).parent / "flower_app"
 CLIENTS = {"W1": 100, "W2": 1000}
 LIMITS = {"W1": 1.0, "W2": 0.2}  # of raysim's time, as a share of the engine's time
-PROCESSES = 2
 TIMEOUT_S = 900
 # What `--engine` executes in the app's folder.
 ENGINE = """
@@ -93,20 +108,42 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
 
 def main() -> None:
-    """Compare both on the workloads of the command line, and write the results."""
+    """Compare both on the workloads and programs of the command line, and write the results."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("workloads", nargs="*", choices=["W1", "W2"], default=["W2", "W1"])
+    names = [*CLIENTS, *PROGRAMS]
+    parser.add_argument("names", nargs="*", choices=names, default=["W2", "W1"], metavar="NAME")
     parser.add_argument(
         "--engine", required=True, help="Python with the packages flwr[simulation] and torch"
     )
     parser.add_argument("--rounds", type=int, default=6, help="number of rounds in a turn (6)")
     parser.add_argument("--blocks", type=int, default=3, help="number of turns of each side (3)")
+    parser.add_argument("--checkout", default=".", help="a copy of Flower's repository (.)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of a program on each side (3)")
+    parser.add_argument(
+        "--data",
+        help="folder of data sets, such as uoft-cs/cifar10/train.parquet and MNIST/raw; without it "
+        "the programs load theirs from the internet",
+    )
+    parser.add_argument("--share", type=float, default=1.0, help="of the rows in --data (1)")
     parser.add_argument("--out", default="bench.json", help="file for the results (bench.json)")
     options = parser.parse_args()
     engine = str(user_path(options.engine).absolute())
-    names = options.workloads
-    results = {name: compare(name, engine, options.rounds, options.blocks) for name in names}
+    checkout = user_path(options.checkout).absolute()
+    data = user_path(options.data).absolute() if options.data else None
+    results: dict[str, object] = {}
+    programs: dict[str, dict[str, list[Measured]]] = {}
+    for name in options.names:
+        if name in CLIENTS:
+            results[name] = compare(name, engine, options.rounds, options.blocks)
+            continue
+        seeds, share = options.seeds, options.share
+        programs[name] = compare_program(name, checkout, data, engine, seeds, share)
+        results[name] = {
+            side: [asdict(measured) for measured in runs] for side, runs in programs[name].items()
+        }
+    if programs:
+        print(programs_table(programs))
     write_json(results, user_path(options.out))
 
 

@@ -209,7 +209,7 @@ def _seeds_table(summaries: Sequence[Mapping[str, Any]]) -> str:
     names = [
         name
         for name, value in summaries[0].items()
-        if name.startswith(("train.", "evaluate.")) and isinstance(value, float)
+        if name.startswith(("train.", "evaluate.", "server.")) and isinstance(value, float)
     ]
     names.append("virtual_seconds")
     values = np.array([[summary.get(name, np.nan) for name in names] for summary in summaries])

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp import ServerApp
 
 from raysim.experiment.settings import RuntimeOptions
+from raysim.flower.central_scores import AppScores, calling_scores, last_scores
 from raysim.flower.clock import VirtualClock
 from raysim.flower.grid import MessageRecord, VirtualGrid
 from raysim.flower.identity import set_identity
@@ -112,7 +113,8 @@ class AppResult:
     messages: a row for each delivered reply.
     rounds: a row for each group of messages that were sent at the same time. It has the weighted
     means of the numbers in their replies.
-    summary: the results of the whole run, by name.
+    summary: the results of the whole run, by name. Metrics of the last round have the prefixes
+    "train." and "evaluate." if clients computed them, and "server." if the ServerApp did.
     out: the run's folder; None if nothing is stored.
     """
 
@@ -130,16 +132,15 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     Raises RunStoppedError if the ServerApp fails.
     """
     records: list[MessageRecord] = []
-    digest = _ModelDigest()
     with contextlib.ExitStack() as stack:
         replies = stack.enter_context(_open_folder(run, say))
         stack.enter_context(preserve_torch_settings())
         runtime = stack.enter_context(_workers(run, say))
         clock = VirtualClock(run.fleet, run.seed, run.clients, run.samples)
-        grid = _DigestingGrid(runtime, clock, replies, records.append, digest)
+        grid = _WatchingGrid(runtime, clock, replies, records.append)
         make_deterministic(run.runtime.threads)
         _call_server_app(run, grid)
-    result = _summarise(run, records, clock, digest, replies)
+    result = _summarise(run, records, grid)
     if run.out is not None:
         _store(run.out, result)
     return result
@@ -242,42 +243,44 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 
 
 # --- results --------------------------------------------------------------------------------------
-class _ModelDigest:
-    """The SHA-256 of the last parameters that the ServerApp sent."""
+class _WatchingGrid(OrderedGrid):
+    """A Grid that keeps what a run's summary needs.
 
-    def __init__(self) -> None:
-        self.record: ArrayRecord | None = None
-
-    def hexdigest(self) -> str:
-        """Return the SHA-256 in hexadecimal; "" if no parameters were sent."""
-        if self.record is None:
-            return ""
-        digest = hashlib.sha256()
-        for name, array in self.record.items():
-            digest.update(name.encode() + b"\0" + array.data)
-        return digest.hexdigest()
-
-
-class _DigestingGrid(OrderedGrid):
-    """A Grid that keeps the last parameters that were sent, to compute their SHA-256."""
+    model: the last parameters that the ServerApp sent; None if it sent none.
+    scores: where the ServerApp's strategy or server keeps its scores; None if it has none.
+    """
 
     def __init__(self, *arguments: Any):
-        *usual, self._digest = arguments
-        super().__init__(*usual)
+        super().__init__(*arguments)
+        self.model: ArrayRecord | None = None
+        self.scores: AppScores | None = None
+        self._other_scores = calling_scores()  # of a run that the caller made before
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the available nodes, and look for scores among the callers."""
+        if self.is_owner():
+            scores = calling_scores()
+            if scores is not self._other_scores:
+                self.scores = scores or self.scores
+        return super().get_node_ids()
 
     def on_content(self, content: RecordDict) -> None:
         """Keep the arrays of a message that is sent."""
         for record in content.array_records.values():
-            self._digest.record = record
+            self.model = record
 
 
-def _summarise(
-    run: AppRun,
-    records: list[MessageRecord],
-    clock: VirtualClock,
-    digest: _ModelDigest,
-    replies: StoredReplies,
-) -> AppResult:
+def _digest(model: ArrayRecord | None) -> str:
+    """Return the SHA-256 of parameters in hexadecimal; "" for None."""
+    if model is None:
+        return ""
+    digest = hashlib.sha256()
+    for name, array in model.items():
+        digest.update(name.encode() + b"\0" + array.data)
+    return digest.hexdigest()
+
+
+def _summarise(run: AppRun, records: list[MessageRecord], grid: _WatchingGrid) -> AppResult:
     rows = []
     for record in records:
         row = {name: value for name, value in vars(record).items() if name != "numbers"}
@@ -292,15 +295,18 @@ def _summarise(
         "answered": fates["answered"],
         "failed": fates["failed"],
         "lost": fates["lost"],
-        "replayed": replies.replayed,
-        "virtual_seconds": clock.now,
-        "model_sha256": digest.hexdigest(),
+        "replayed": grid.replies.replayed,
+        "virtual_seconds": grid.clock.now,
+        "model_sha256": _digest(grid.model),
     }
     for kind in ("train", "evaluate"):
         of_kind = [row for row in rows_of_rounds if row["type"] == kind]
         if of_kind:
             numbers = {name: of_kind[-1][name] for name in of_kind[-1] if name not in ROUND_COLUMNS}
             summary.update({f"{kind}.{name}": value for name, value in numbers.items()})
+    if grid.scores is not None:
+        for name, value in last_scores(grid.scores).items():
+            summary[f"server.{name}"] = value
     return AppResult(pd.DataFrame(rows), rounds, summary, run.out)
 
 

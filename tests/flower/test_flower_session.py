@@ -7,9 +7,9 @@ pytest.importorskip("flwr")
 
 import flwr.server.strategy as older
 import flwr.serverapp.strategy as newer
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server import History, ServerApp, ServerAppComponents, ServerConfig
 
 from raysim.experiment.settings import RuntimeOptions
 from raysim.flower import session
@@ -143,6 +143,37 @@ def test_session_refuses_folder_of_another_run(run, tmp_path):
         run_app(replace(stored, seed=1), no_text)
     with pytest.raises(RefusedError, match="out="):
         run_app(replace(stored, resumes=False), no_text)
+
+
+def test_summary_has_the_scores_of_a_strategy(run):
+    def score(server_round, arrays):
+        return MetricRecord({"accuracy": 0.1 * server_round, "list": [1.0]})
+
+    main = newer_app(lambda grid: newer.FedAvg().start(grid, start_record(), 2, evaluate_fn=score))
+    summary = run_app(replace(run, server_app=main), no_text).summary
+    assert summary["server.accuracy"] == 0.2
+    assert "server.list" not in summary
+
+
+def test_summary_has_the_scores_of_an_older_server(run):
+    def score(server_round, parameters, config):
+        return 10.0 - server_round, {"accuracy": 0.1 * server_round}
+
+    def strategy():
+        initial = ndarrays_to_parameters([np.zeros((2, 2), np.float32), np.zeros(2)])
+        return older.FedAvg(initial_parameters=initial, evaluate_fn=score)
+
+    summary = run_app(numpy_run(run, strategy), no_text).summary
+    assert summary["server.accuracy"] == 0.2
+    assert summary["server.loss"] == 8.0
+
+
+def test_summary_has_no_scores_of_an_earlier_run(run):
+    earlier = History()
+    earlier.add_metrics_centralized(1, {"accuracy": 0.9})
+    main = newer_app(lambda grid: list(grid.get_node_ids()))
+    summary = run_app(replace(run, server_app=main), no_text).summary
+    assert not any(name.startswith("server.") for name in summary)
 
 
 def test_error_of_failing_server_app_names_its_line(run):

@@ -1,0 +1,390 @@
+"""Compare the accuracy and time of Flower's own programs on raysim and on Flower's engine.
+
+`jobs.benchmarks.flower_engine` runs this comparison. The programs are examples and baselines of
+Flower's repository. Their files are not changed. An app runs with `raysim flower run` and with
+Flower's `run_simulation`. An older program calls `start_simulation`. On raysim this name stands for
+`raysim.flower.start_simulation`, as if the program imported it from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from pyarrow import parquet
+
+from raysim.commands.flower import read_request
+from raysim.primitives.errors import RefusedError
+from raysim.results.tables import format_table, text_columns
+
+PROCESSES = 2
+TIMEOUT_S = 1800
+END_TIMEOUT_S = 60.0  # for the processes that a program has started, after its own end
+ADOPT_ORPHANS = 36  # Linux: PR_SET_CHILD_SUBREAPER
+LAST_ROUNDS = 5  # the accuracy of a run is the mean over so many
+SMALL_ROWS = 1000  # a table with fewer rows is copied whole
+IDX_COUNT = slice(4, 8)  # the bytes of an idx file that contain its number of items
+# Where the older programs expect torchvision's folder MNIST.
+MNIST_PARENTS = ("data", "data/mnist", "flanders/datasets_files/mnist/data")
+TABLE_WIDTH = 100
+# Flower's Python executes this for an app, with the settings of the run as JSON.
+# `run_simulation` passes no run config to an app, and it refuses a changed context.
+APP_ON_ENGINE = """
+import json, sys
+from importlib import import_module
+from flwr.app import Context
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+
+settings = json.loads(sys.argv[1])
+
+def load(reference):
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+def configured(context):
+    facts = (context.run_id, context.node_id, context.node_config, context.state)
+    return Context(*facts, settings["run_config"])
+
+client_app, server_app = load(settings["clientapp"]), load(settings["serverapp"])
+server = ServerApp()
+
+@server.main()
+def main(grid, context):
+    server_app(grid, configured(context))
+
+def answer(message, context):
+    return client_app(message, configured(context))
+
+resources = {"num_cpus": 1, "num_gpus": 0.0}
+started = {"num_cpus": settings["processes"], "include_dashboard": False, "address": "local"}
+config = {"client_resources": resources, "init_args": started}
+run_simulation(server, answer, num_supernodes=settings["clients"], backend_config=config)
+"""
+# Both sides execute this for an older program, with the seed ("" on Flower's engine), the number of
+# processes, the program's module and the program's arguments.
+# Programs for Flower 1.5 import names such as Dict from flwr.common.typing.
+OLDER_PROGRAM = """
+import functools, runpy, sys, typing
+import flwr.common.typing, flwr.simulation
+
+seed, processes, module, *arguments = sys.argv[1:]
+for name in ("Dict", "List", "Optional", "Tuple", "Union"):
+    setattr(flwr.common.typing, name, getattr(typing, name))
+if seed:
+    from raysim.flower import start_simulation
+    settings = {"seed": int(seed), "workers": int(processes)}
+    flwr.simulation.start_simulation = functools.partial(start_simulation, **settings)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An example or a baseline of Flower's repository.
+
+    folder: its path in the repository.
+    clients: the number of clients.
+    settings: of an app, the texts of --run-config; of an older program, its arguments. {seed}
+    stands for the seed.
+    module: the module that starts an older program; "" for an app.
+    """
+
+    folder: str
+    clients: int
+    settings: tuple[str, ...] = ()
+    module: str = ""
+
+
+PROGRAMS = {
+    "quickstart-sklearn": Program("examples/quickstart-sklearn", 10),
+    "quickstart-pytorch": Program(
+        "examples/quickstart-pytorch", 10, ("num-server-rounds=10 learning-rate=0.02",)
+    ),
+    "advanced-pytorch": Program(
+        "examples/advanced-pytorch", 50, ("num-server-rounds=10 fraction-train=0.2",)
+    ),
+    "fedprox": Program(
+        "baselines/fedprox",
+        100,
+        (
+            "algorithm.num-server-rounds=15 algorithm.local-epochs=4",
+            "algorithm.fraction-fit=0.1 algorithm.min-available-clients=100",
+        ),
+    ),
+    "fedpara": Program(
+        "baselines/fedpara",
+        100,
+        (
+            "--config-name=mnist_fedavg",
+            "dataset_config.shard_size=60",
+            "seed={seed}",
+            "num_rounds=15",
+            "server_device=cpu",
+            "client_resources.num_cpus=1",
+            "client_resources.num_gpus=0",
+        ),
+        "fedpara.main",
+    ),
+    "niid_bench": Program(
+        "baselines/niid_bench",
+        10,
+        ("dataset_name=mnist", "num_epochs=1", "num_rounds=15", "client_resources.num_cpus=1"),
+        "niid_bench.main",
+    ),
+    "flanders": Program(
+        "baselines/flanders",
+        10,
+        (
+            "seed={seed}",
+            "strategy=flanders",
+            "aggregate_fn=fedavg",
+            "server.pool_size=10",
+            "server.num_malicious=2",
+            "server.num_rounds=10",
+            "client_resources.num_cpus=1",
+        ),
+        "flanders.main",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a run.
+
+    accuracy: the mean over the last rounds, between 0 and 1.
+    seconds: wall time, with the start of all processes.
+    cpu_seconds: user and system time of all processes, also of those that Ray starts.
+    """
+
+    accuracy: float
+    seconds: float
+    cpu_seconds: float
+
+
+def copy_data(source: Path, target: Path, share: float) -> None:
+    """Copy the first rows of data sets: of Parquet files, and of torchvision's idx files.
+
+    share: how many of the rows, between 0 and 1. Small Parquet files are copied whole.
+    """
+    for file in sorted(source.rglob("*.parquet")):
+        table = parquet.read_table(file)
+        rows = table.num_rows
+        if rows >= SMALL_ROWS:
+            rows = int(share * rows)
+        parquet.write_table(table.slice(0, rows), _place(file, source, target))
+    for file in sorted(source.rglob("*-ubyte")):
+        _place(file, source, target).write_bytes(cut_idx(file.read_bytes(), share))
+    if (target / "MNIST").exists():
+        for folder in MNIST_PARENTS:
+            (target / folder).mkdir(parents=True, exist_ok=True)
+            (target / folder / "MNIST").symlink_to(target / "MNIST")
+
+
+def _place(file: Path, source: Path, target: Path) -> Path:
+    """Return the path of a file's copy; make its folder."""
+    copy = target / file.relative_to(source)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    return copy
+
+
+def cut_idx(content: bytes, share: float) -> bytes:
+    """Return an idx file of bytes with the first share of its items."""
+    dimensions = content[3]
+    shape = np.frombuffer(content, ">i4", dimensions, offset=4)
+    items = int(share * int(shape[0]))
+    item_bytes = int(np.prod(shape[1:], dtype=np.int64))
+    start = 4 + 4 * dimensions
+    head = bytearray(content[:start])
+    head[IDX_COUNT] = items.to_bytes(4, "big")
+    return bytes(head) + content[start : start + items * item_bytes]
+
+
+def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict[str, list[str]]:
+    """Return the commands that run an app on raysim and on Flower's engine.
+
+    folder: the app's folder.
+    engine: the Python of Flower's environment.
+    """
+    ours = ["raysim", "flower", "run", str(folder), f"clients={program.clients}", f"seed={seed}"]
+    ours += ["runtime=local", f"runtime.workers={PROCESSES}"]
+    for text in program.settings:
+        ours += ["--run-config", text]
+    request = read_request([str(folder)], program.settings)
+    settings = {
+        "clientapp": request.project.client_app,
+        "serverapp": request.project.server_app,
+        "run_config": request.project.run_config(request.run_config, "--run-config"),
+        "clients": program.clients,
+        "processes": PROCESSES,
+    }
+    return {"raysim": ours, "flower": [engine, "-c", APP_ON_ENGINE, json.dumps(settings)]}
+
+
+def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[str]]:
+    """Return the commands that run an older program on raysim and on Flower's engine.
+
+    engine: the Python of Flower's environment.
+    """
+    words = [str(PROCESSES), program.module]
+    words += [word.format(seed=seed) for word in program.settings]
+    ours = [sys.executable, "-c", OLDER_PROGRAM, str(seed), *words]
+    return {"raysim": ours, "flower": [engine, "-c", OLDER_PROGRAM, "", *words]}
+
+
+def read_accuracy(log: str) -> float:
+    """Return the mean accuracy over the last rounds in a program's log.
+
+    A strategy for messages logs {'accuracy': VALUE} in each round. A program with an older History
+    prints 'accuracy': [(ROUND, VALUE), ...] at its end.
+    Raise RefusedError if the log has neither.
+    """
+    values = re.findall(r"'accuracy': ([-+.\de]+)", log)
+    if not values:
+        history = log.rpartition("'accuracy': [")[2].partition("]")[0]
+        values = re.findall(r"\(\d+,\s*([-+.\de]+)\)", history)
+    if not values:
+        raise RefusedError("the program's log has no 'accuracy'. See above.")
+    return statistics.fmean(float(value) for value in values[-LAST_ROUNDS:])
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parent ends, such as Ray's (only on Linux).
+
+    Raise RefusedError on another system.
+    """
+    if sys.platform != "linux":
+        raise RefusedError(f"{sys.platform}: the CPU time of Ray's processes needs Linux.")
+    ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
+
+
+def children_cpu_seconds() -> float:
+    """Return the user and system time of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def wait_for_children() -> None:
+    """Wait until all children of this process have ended.
+
+    Raise RefusedError if one does not end.
+    """
+    end = time.monotonic() + END_TIMEOUT_S
+    while time.monotonic() < end:
+        try:
+            child, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if child == 0:
+            time.sleep(0.1)
+    raise RefusedError(f"processes of the program still run after {END_TIMEOUT_S:g} s. End them.")
+
+
+def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measured:
+    """Run a program; return its accuracy and its time.
+
+    folder: the program's folder.
+    work: the folder in which the program runs and looks for its data sets.
+    Raise RefusedError if the program fails.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local",  # Flower's engine would use a cluster that runs on this machine
+        "WANDB_MODE": "offline",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # flanders loads NumPy arrays with torch.load
+    }
+    limited = ["timeout", str(TIMEOUT_S), *command]
+    adopt_orphans()
+    cpu_start = children_cpu_seconds()
+    start = time.monotonic()
+    ended = subprocess.run(
+        limited,
+        cwd=work,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    seconds = time.monotonic() - start
+    wait_for_children()
+    cpu_seconds = children_cpu_seconds() - cpu_start
+    try:
+        if ended.returncode != 0:
+            raise RefusedError(
+                f"{command[0]}: status {ended.returncode} (124: not done in {TIMEOUT_S} s). "
+                "See above."
+            )
+        return Measured(read_accuracy(ended.stdout), seconds, cpu_seconds)
+    except RefusedError:
+        print(ended.stdout[-8000:], file=sys.stderr)
+        raise
+
+
+def compare_program(
+    name: str, checkout: Path, data: Path | None, engine: str, seeds: int, share: float
+) -> dict[str, list[Measured]]:
+    """Run a program on raysim and on Flower's engine in turn; return the results of each side.
+
+    checkout: a copy of Flower's repository.
+    data: the folder of the data sets; None if the programs load them from the internet.
+    engine: the Python of Flower's environment.
+    seeds: the number of runs of each side.
+    share: the share of the rows of the data sets in `data`, between 0 and 1.
+    """
+    program = PROGRAMS[name]
+    folder = checkout / program.folder
+    results: dict[str, list[Measured]] = {"raysim": [], "flower": []}
+    for seed in range(seeds):
+        if program.module:
+            commands = older_commands(program, engine, seed)
+        else:
+            commands = app_commands(program, folder, engine, seed)
+        for side, command in commands.items():
+            with TemporaryDirectory() as work:
+                if data is not None:
+                    copy_data(data, Path(work), share)
+                measured = measure_program(command, folder, Path(work))
+            results[side].append(measured)
+            print(f"{name}, seed {seed}, {side}: accuracy {measured.accuracy:.4f}, ", end="")
+            print(f"{measured.seconds:.1f} s, CPU {measured.cpu_seconds:.1f} s", flush=True)
+    return results
+
+
+def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
+    """Return a row for each program: both sides' accuracies and times.
+
+    An accuracy is the mean over the runs, with the smallest and the largest. The last columns are
+    medians of raysim's wall time and CPU time as a share of Flower's.
+    """
+    rows = []
+    for name, sides in results.items():
+        row = [name]
+        for side in ("raysim", "flower"):
+            accuracies = [measured.accuracy for measured in sides[side]]
+            row.append(f"{statistics.fmean(accuracies):.3f}")
+            row.append(f"{min(accuracies):.3f} to {max(accuracies):.3f}")
+        pairs = list(zip(sides["raysim"], sides["flower"], strict=True))
+        time_ratio = statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+        cpu_ratio = statistics.median(
+            ours.cpu_seconds / theirs.cpu_seconds for ours, theirs in pairs
+        )
+        rows.append([*row, f"{time_ratio:.2f}", f"{cpu_ratio:.2f}"])
+    head = ["program", "raysim", "range", "flower", "range", "time ratio", "CPU ratio"]
+    return format_table(text_columns(head, rows), TABLE_WIDTH)
