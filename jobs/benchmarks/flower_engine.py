@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="number of rounds in a turn (6)")
     parser.add_argument("--blocks", type=int, default=3, help="number of turns of each side (3)")
     parser.add_argument("--checkout", default=".", help="a copy of Flower's repository (.)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of a program on each side (3)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of a program's runs (0 1 2)"
+    )
     parser.add_argument(
         "--data",
         help="folder of data sets, such as uoft-cs/cifar10/train.parquet and MNIST/raw; without it "

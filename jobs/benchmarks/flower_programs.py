@@ -75,14 +75,21 @@ run_simulation(server, answer, num_supernodes=settings["clients"], backend_confi
 """
 # Both sides execute this for an older program, with the seed ("" on Flower's engine), the number of
 # processes, the program's module and the program's arguments.
-# Programs for Flower 1.5 import names such as Dict from flwr.common.typing.
+# Programs for Flower 1.5 import names such as Dict from flwr.common.typing, and Flower's engine
+# refuses a client_fn with more than one argument.
 OLDER_PROGRAM = """
 import functools, runpy, sys, typing
 import flwr.common.typing, flwr.simulation
 
+engine = flwr.simulation.start_simulation
+
+def start_simulation(client_fn, **settings):
+    return engine(client_fn=lambda cid: client_fn(cid), **settings)
+
 seed, processes, module, *arguments = sys.argv[1:]
 for name in ("Dict", "List", "Optional", "Tuple", "Union"):
     setattr(flwr.common.typing, name, getattr(typing, name))
+flwr.simulation.start_simulation = start_simulation
 if seed:
     from raysim.flower import start_simulation
     settings = {"seed": int(seed), "workers": int(processes)}
@@ -114,8 +121,10 @@ PROGRAMS = {
     "quickstart-pytorch": Program(
         "examples/quickstart-pytorch", 10, ("num-server-rounds=10 learning-rate=0.02",)
     ),
-    "advanced-pytorch": Program(
-        "examples/advanced-pytorch", 50, ("num-server-rounds=10 fraction-train=0.2",)
+    "my-awesome-app": Program(
+        "examples/flower-simulation-step-by-step-pytorch/my-awesome-app",
+        10,
+        ("num-server-rounds=10",),
     ),
     "fedprox": Program(
         "baselines/fedprox",
@@ -249,11 +258,13 @@ def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[s
 def read_accuracy(log: str) -> float:
     """Return the mean accuracy over the last rounds in a program's log.
 
-    A strategy for messages logs {'accuracy': VALUE} in each round. A program with an older History
-    prints 'accuracy': [(ROUND, VALUE), ...] at its end.
-    Raise RefusedError if the log has neither.
+    A strategy for messages logs {'accuracy': VALUE} or {'eval_acc': VALUE} in each round; the first
+    one counts if there are both. A program with an older History prints
+    'accuracy': [(ROUND, VALUE), ...] at its end.
+    Raise RefusedError if the log has none of them.
     """
     values = re.findall(r"'accuracy': ([-+.\de]+)", log)
+    values = values or re.findall(r"'eval_acc': ([-+.\de]+)", log)
     if not values:
         history = log.rpartition("'accuracy': [")[2].partition("]")[0]
         values = re.findall(r"\(\d+,\s*([-+.\de]+)\)", history)
@@ -338,20 +349,25 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
 
 
 def compare_program(
-    name: str, checkout: Path, data: Path | None, engine: str, seeds: int, share: float
+    name: str,
+    checkout: Path,
+    data: Path | None,
+    engine: str,
+    seeds: Sequence[int],
+    share: float,
 ) -> dict[str, list[Measured]]:
     """Run a program on raysim and on Flower's engine in turn; return the results of each side.
 
     checkout: a copy of Flower's repository.
     data: the folder of the data sets; None if the programs load them from the internet.
     engine: the Python of Flower's environment.
-    seeds: the number of runs of each side.
+    seeds: each side runs once for each of them.
     share: the share of the rows of the data sets in `data`, between 0 and 1.
     """
     program = PROGRAMS[name]
     folder = checkout / program.folder
     results: dict[str, list[Measured]] = {"raysim": [], "flower": []}
-    for seed in range(seeds):
+    for seed in seeds:
         if program.module:
             commands = older_commands(program, engine, seed)
         else:

@@ -324,7 +324,13 @@ class _TrainingCall:
         self._settle(place, update, worker.vector.shared if is_summed else None, left)
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Record that a job has failed. The client's state stays as the job received it."""
+        """Record that a job has failed. The client's state stays as the job received it.
+
+        If the job has no state, because the client's initial state has an error, raise the error:
+        no client can be trained.
+        """
+        if place not in self._begun:
+            raise error
         failure = self.worker.updates.failure(self.jobs[place], error)
         self._settle(place, failure, None, self._begun[place][1])
 

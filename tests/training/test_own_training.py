@@ -17,6 +17,7 @@ from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
+from raysim.api.state_values import UnstorableValueError
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.fedprox import FedProx
@@ -190,6 +191,19 @@ def test_own_training_error_is_one_failed_client(how: str, text: str) -> None:
     assert result.rows[0]["failures"] > 0
     assert all(failure.method == "replacing" for failure in result.failures)
     assert all(text in failure.error for failure in result.failures)
+
+
+class Forgetful(PlainSgd):
+    """Declare a client state whose initial value is nothing."""
+
+    def setup(self, run: Setup) -> None:
+        super().setup(run)
+        run.client_state("jobs", lambda samples: None)
+
+
+def test_initial_state_of_a_wrong_type_is_named() -> None:
+    with pytest.raises(UnstorableValueError, match=r"plain_sgd\.jobs"):
+        run(run_spec(Forgetful()), rounds=1)
 
 
 @pytest.mark.parametrize("metrics", [{"score": float("nan")}])

@@ -32,6 +32,12 @@ def test_accuracy_is_the_mean_of_the_last_rounds():
     assert read_accuracy("\n".join(lines)) == 4.0
 
 
+def test_accuracy_of_the_server_counts_first():
+    log = "{'eval_acc': 0.5}\n{'accuracy': 0.25}"
+    assert read_accuracy(log) == 0.25
+    assert read_accuracy("{'eval_acc': 0.5}") == 0.5
+
+
 def test_accuracy_of_a_history_is_read():
     log = "{'accuracy': [(0, 0.25),\n INFO:  (1, 5e-01)],\n 'auc': [(0, 0.9)]}"
     assert read_accuracy(log) == 0.375
