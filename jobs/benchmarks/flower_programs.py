@@ -36,8 +36,7 @@ ADOPT_ORPHANS = 36  # Linux: PR_SET_CHILD_SUBREAPER
 LAST_ROUNDS = 5  # the accuracy of a run is the mean over so many
 SMALL_ROWS = 1000  # a table with fewer rows is copied whole
 IDX_COUNT = slice(4, 8)  # the bytes of an idx file that contain its number of items
-# Where the older programs expect torchvision's folder MNIST.
-MNIST_PARENTS = ("data", "data/mnist", "flanders/datasets_files/mnist/data")
+MNIST_PARENT = "data/mnist"  # where fedpara expects torchvision's folder MNIST
 TABLE_WIDTH = 100
 # Flower's Python executes this for an app, with the settings of the run as JSON.
 # `run_simulation` passes no run config to an app, and it refuses a changed context.
@@ -75,21 +74,11 @@ run_simulation(server, answer, num_supernodes=settings["clients"], backend_confi
 """
 # Both sides execute this for an older program, with the seed ("" on Flower's engine), the number of
 # processes, the program's module and the program's arguments.
-# Programs for Flower 1.5 import names such as Dict from flwr.common.typing, and Flower's engine
-# refuses a client_fn with more than one argument.
 OLDER_PROGRAM = """
-import functools, runpy, sys, typing
-import flwr.common.typing, flwr.simulation
-
-engine = flwr.simulation.start_simulation
-
-def start_simulation(client_fn, **settings):
-    return engine(client_fn=lambda cid: client_fn(cid), **settings)
+import functools, runpy, sys
+import flwr.simulation
 
 seed, processes, module, *arguments = sys.argv[1:]
-for name in ("Dict", "List", "Optional", "Tuple", "Union"):
-    setattr(flwr.common.typing, name, getattr(typing, name))
-flwr.simulation.start_simulation = start_simulation
 if seed:
     from raysim.flower import start_simulation
     settings = {"seed": int(seed), "workers": int(processes)}
@@ -121,11 +110,6 @@ PROGRAMS = {
     "quickstart-pytorch": Program(
         "examples/quickstart-pytorch", 10, ("num-server-rounds=10 learning-rate=0.02",)
     ),
-    "my-awesome-app": Program(
-        "examples/flower-simulation-step-by-step-pytorch/my-awesome-app",
-        10,
-        ("num-server-rounds=10",),
-    ),
     "fedprox": Program(
         "baselines/fedprox",
         100,
@@ -147,26 +131,6 @@ PROGRAMS = {
             "client_resources.num_gpus=0",
         ),
         "fedpara.main",
-    ),
-    "niid_bench": Program(
-        "baselines/niid_bench",
-        10,
-        ("dataset_name=mnist", "num_epochs=1", "num_rounds=15", "client_resources.num_cpus=1"),
-        "niid_bench.main",
-    ),
-    "flanders": Program(
-        "baselines/flanders",
-        10,
-        (
-            "seed={seed}",
-            "strategy=flanders",
-            "aggregate_fn=fedavg",
-            "server.pool_size=10",
-            "server.num_malicious=2",
-            "server.num_rounds=10",
-            "client_resources.num_cpus=1",
-        ),
-        "flanders.main",
     ),
 }
 
@@ -199,9 +163,8 @@ def copy_data(source: Path, target: Path, share: float) -> None:
     for file in sorted(source.rglob("*-ubyte")):
         _place(file, source, target).write_bytes(cut_idx(file.read_bytes(), share))
     if (target / "MNIST").exists():
-        for folder in MNIST_PARENTS:
-            (target / folder).mkdir(parents=True, exist_ok=True)
-            (target / folder / "MNIST").symlink_to(target / "MNIST")
+        (target / MNIST_PARENT).mkdir(parents=True, exist_ok=True)
+        (target / MNIST_PARENT / "MNIST").symlink_to(target / "MNIST")
 
 
 def _place(file: Path, source: Path, target: Path) -> Path:
@@ -317,8 +280,6 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",
         "RAY_ADDRESS": "local",  # Flower's engine would use a cluster that runs on this machine
-        "WANDB_MODE": "offline",
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # flanders loads NumPy arrays with torch.load
     }
     limited = ["timeout", str(TIMEOUT_S), *command]
     adopt_orphans()

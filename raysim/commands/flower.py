@@ -162,11 +162,13 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
             out = out / f"seed-{seed}"
         with errors_as_refusals():
             results.append(run_app(replace(run, seed=seed, out=out), warn_on_stderr))
-        if len(request.seeds) == 1:
-            print(_rounds_table(results[0].rounds))
-    print(_summary_text(results[-1].summary, results[-1].out))
-    if len(request.seeds) > 1:
-        print(_seeds_table([result.summary for result in results]))
+    if len(results) == 1:
+        print(_rounds_table(results[0].rounds))
+        print(_summary_text(results[0].summary, run.out))
+        return 0
+    print(_seeds_table([result.summary for result in results]))
+    if run.out is not None:
+        print(f"results are in {run.out}, in a folder for each seed")
     return 0
 
 

@@ -39,6 +39,8 @@ def test_flower_command_prints_a_table_of_seeds(app, tmp_path, capsys, monkeypat
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines() if line[:1].isdigit()].count("2") == 1
     assert "deviation" in table
+    assert str(tmp_path / "runs") in table.splitlines()[-1]
+    assert "seed-" not in table
     assert (tmp_path / "runs" / "seed-1" / "summary.json").is_file()
 
 

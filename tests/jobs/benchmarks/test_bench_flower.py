@@ -66,7 +66,7 @@ def test_data_sets_are_cut(tmp_path):
     copy_data(source, target, 0.1)
     assert len(pd.read_parquet(target / "large" / "train.parquet")) == 200
     assert len(pd.read_parquet(target / "test.parquet")) == 20
-    stored = (target / "data" / "MNIST" / "raw" / "labels-ubyte").read_bytes()
+    stored = (target / "data" / "mnist" / "MNIST" / "raw" / "labels-ubyte").read_bytes()
     assert stored == idx_file(labels[:1])
 
 
@@ -80,7 +80,7 @@ def test_both_sides_of_an_app_get_the_same_settings():
 
 
 def test_both_sides_of_an_older_program_get_the_seed():
-    commands = older_commands(PROGRAMS["flanders"], "python", 2)
+    commands = older_commands(PROGRAMS["fedpara"], "python", 2)
     assert all("seed=2" in command for command in commands.values())
 
 
