@@ -205,6 +205,9 @@ def _unknown_option(group: str, name: object, options: Mapping[str, Path]) -> st
         return f"{group}={text} does not exist any more. Set {_MOVED[group, text]}"
     valid = [*([NONE[group]] if group in NONE else []), *options]
     hint = suggest(str(name), valid)
+    words = text.split()
+    if group in LISTS and len(words) > 1 and all(word in options for word in words):
+        hint = f"did you mean {group}={'+'.join(words)}?"
     if _is_torchvision_model(group, text, valid):
         hint = f"did you mean model=torchvision model.name={text}?"
     return f"{group}={text} does not exist: {hint}"

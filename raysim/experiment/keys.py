@@ -125,6 +125,9 @@ def _suggest_top_key(config: DictConfig, key: str) -> str:
     for word, advice in _HYDRA_ADVICE.items():
         if f"{key}.".startswith((f"{word}.", f"{word}/")):
             return advice
+    group, _, name = key.partition("_")
+    if name and isinstance(config.get(group), DictConfig) and name in config[group]:
+        return f"did you mean {group}.{name}?"
     head, _, rest = key.partition(".")
     top_keys = [str(name) for name in config if name != "choices"] + ["experiment"]
     near = nearest(head, top_keys)

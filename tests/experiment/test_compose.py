@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -659,3 +660,12 @@ def test_resume_with_a_runtime_keeps_its_settings(tmp_path: Path) -> None:
 def test_renamed_key_error_names_new_key(key: str) -> None:
     with pytest.raises(RefusedError, match=key.replace("hosts", "workers")):
         compose([f"{key}=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [("method=fedprox fedbn", "method=fedprox+fedbn"), ("local_epochs=5", "local.epochs")],
+)
+def test_nearly_right_override_is_answered(override: str, advice: str) -> None:
+    with pytest.raises(RefusedError, match=re.escape(advice)):
+        compose([override])
