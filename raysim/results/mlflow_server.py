@@ -384,6 +384,7 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
     example: two inputs [2, ...]. Raises the error of PyTorch if it cannot trace the model.
     """
+    set_mlflow_environment()
     import mlflow.pyfunc
     import torch
     from mlflow.models import Model, ModelSignature
