@@ -224,7 +224,7 @@ def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
     curves: one for each line of the legend.
     """
     for line, curve in zip(legend.get_lines(), curves, strict=True):
-        line.set_linestyle(DASHES[curve.dash])
+        line.set(linestyle=DASHES[curve.dash])
 
 
 def is_used(axis: Axis, curves: Sequence[Curve]) -> bool:

@@ -112,7 +112,8 @@ def fix_label_places(ax: Axes, size: tuple[float, float]) -> None:
 
     size: width and height of the figure in inches.
     """
-    width, height = ax.get_position().size * size
+    share_of_width, share_of_height = ax.get_position().size
+    width, height = share_of_width * size[0], share_of_height * size[1]
     ax.xaxis.set_label_coords(0.5, -LABEL_BELOW_IN / height)
     ax.yaxis.set_label_coords(-LABEL_LEFT_IN / width, 0.5)
 

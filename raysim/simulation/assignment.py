@@ -37,7 +37,8 @@ class StateHome(NamedTuple):
 
 def total_work(unit: Sequence[Job]) -> float:
     """Return the work of a unit: the number of samples of all its jobs."""
-    return sum(map(_work_of, unit))
+    samples: float = sum(map(_work_of, unit))
+    return samples
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
