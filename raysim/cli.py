@@ -87,7 +87,7 @@ examples:
   raysim methods --allow mine     with those of your own package"""
 PARTITION = """\
 examples:
-  raysim partition                                             the default split
+  raysim partition                                             the default partition
   raysim partition partition=dirichlet partition.alpha=0.1     a more uneven one
   raysim partition data=mnist data.root=DIR partition=shards --out shards.png"""
 FLEET = """\
@@ -188,7 +188,7 @@ examples:
   raysim study method=fedavg,fedprox seed=0,1,2
                                       methods x seeds as one job with one report
   raysim methods                      the methods that can be in such a list
-  raysim partition partition.alpha=1  look at a split before training
+  raysim partition partition.alpha=1  look at a partition before training
   raysim report runs/*                compare runs
   raysim ui                           the charts of all runs, in MLflow
   raysim help study                   explain a command by examples"""
@@ -538,7 +538,7 @@ def _add_methods(commands: Commands) -> None:
 
 
 def _add_partition(commands: Commands) -> None:
-    partition = commands.add("partition", "print statistics of a split, and draw it", PARTITION)
+    partition = commands.add("partition", "print statistics of a partition, and draw it", PARTITION)
     _add_overrides(partition)
     partition.add_argument(
         "--out", default="partition.png", metavar="FILE", help="the picture (partition.png)"
@@ -921,7 +921,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     with errors_as_refusals():
         make_folder(picture.parent)
         draw_partition(data, picture)
-    print(f"the picture of the split is {picture}")
+    print(f"the picture of the partition is in {picture}")
     return 0
 
 

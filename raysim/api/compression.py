@@ -86,7 +86,10 @@ class Compressor(Method):
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the tensor that the sender keeps of a message for its next message."""
+        """Return what the sender keeps from this message; empty by default.
+
+        `encode` receives it as `kept` for the sender's next message.
+        """
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:

@@ -274,7 +274,7 @@ def _check_state_names(declarations: Declarations) -> None:
         for name in values:
             if name in taken:
                 raise ValueError(
-                    f"method '{declared.method}' keeps '{name}', the name of {taken[name]}. "
-                    "Rename it."
+                    f"method '{declared.method}' keeps client state under the name '{name}', "
+                    f"which is already the name of {taken[name]}. Choose another name."
                 )
             taken[name] = f"an entry of method '{declared.method}'"

@@ -66,7 +66,7 @@ class Send:
     floats: the tensor's size.
     to: "all" clients with each version, each client "once", or one "client" at a time.
     when: decides at dispatch whether a job receives the tensor and whether it counts.
-    varies: True if the size may change from version to version; `floats` is that of version 0.
+    varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
     name: str
@@ -385,14 +385,15 @@ class Setup:
         the shared parameters.
         once: True sends it with a client's first job only. when(job): decides at dispatch whether a
         job receives it.
-        varies: True allows another size in each version, and `floats` is that of version 0. Virtual
-        time and traffic count the size of the version that is sent, so that jobs are planned only
-        when it exists.
+        varies: True allows the size to differ between versions; `floats` is then the size in
+        version 0. Virtual time and traffic count the real size, so a job is planned only after its
+        base version exists. It cannot be used with `once` or `when`.
         """
         if varies and (once or when is not always):
             raise ValueError(
                 f"method '{self.method}': run.send('{name}', varies=True) goes to every job, with "
-                "every version. Leave out once and when."
+                "every version, so the arguments `once` and `when` cannot be used with it. Leave "
+                "them out."
             )
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when, varies))

@@ -176,11 +176,12 @@ def read_input_rows(
 def read_inputs(
     table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return the values of the columns, a row for each sample, and the set of tokens or None.
+    """Return the values of the columns, a row for each sample, and their tokens.
 
-    Several columns of numbers become one row. A single column contains numbers, vectors of one
-    length, token numbers (lists of integers) or text. Raise ValueError with the place and the
-    column.
+    The second value is the number of tokens with the padding token (`Tokens`), or None if the
+    inputs are not tokens. Several columns of numbers become one row. A single column contains
+    numbers, vectors of one length, token numbers (lists of integers) or text. Raise ValueError with
+    the place and the column.
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():

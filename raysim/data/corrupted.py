@@ -126,7 +126,7 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return some rows of inputs, of which images are rotated and then pooled."""
+    """Return the inputs of `rows`: images are rotated and then pooled, others stay as they are."""
     if not clean.is_images:
         return clean.inputs[rows]
     channels, height, width = clean.shape

@@ -255,7 +255,10 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the training row of every client that has only one; scores do not change."""
+    """Take clients with exactly one training row out of training by removing that row.
+
+    The rows that are held out for tests and validation stay.
+    """
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
     is_kept = np.repeat(train.counts != 1, train.counts)

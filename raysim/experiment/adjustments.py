@@ -37,7 +37,7 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
             if not isinstance(values, Mapping) or name not in values:
                 raise RefusedError(
                     f"method '{method.name}' requires {key}={format_value(value)}, but this key "
-                    "does not exist. Correct the result of its function settings."
+                    "does not exist. Correct what the method's `settings()` returns."
                 )
             if values[name] == value or is_set(key, node):
                 continue

@@ -209,7 +209,10 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _no_effect(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override that would change nothing, because an object is finished."""
+    """Return the error for an override that would change nothing.
+
+    part: the part from Python: a finished object, a function, or the class of a network.
+    """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
     argument = key.split(".")[0]

@@ -214,9 +214,9 @@ class SteppedRun:
 
 
 def _close_events(events: Iterator[Event]) -> None:
-    """End a run before its last event, and stop its workers.
+    """Close the generator of a run's events, if it has `close`.
 
-    The events come from a generator, which closes them.
+    If the run has not ended, this ends it and stops its workers.
     """
     close = getattr(events, "close", None)
     if close is not None:

@@ -55,7 +55,7 @@ def make_initial(
     runner's seed.
     function: "module:function" that returns the parameters, or "".
     server_app: "module:object" of a ServerApp, or "".
-    client_app: "module:object" of the ClientApp, for errors.
+    client_app: "module:object" of the ClientApp, named in errors.
     Raises `RefusedError` if nothing provides the parameters.
     """
     folder = runner.folder or Path.cwd()

@@ -177,7 +177,11 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Return a negative cost: a discriminator step needs no backward pass of the model."""
+        """Return a cost of 0 or less.
+
+        With mode=alternate, discriminator steps save the model's backward pass, which plain
+        training counts. With mode=grl nothing is saved.
+        """
         if self.mode == "grl":
             return 0.0
         share = self.discriminator_steps / (1 + self.discriminator_steps)

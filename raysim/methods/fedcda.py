@@ -138,11 +138,12 @@ def greedy_selection(
 
 
 class _Selection:
-    """The set of models chosen so far, as sums in float64.
+    """The models chosen so far, summarised in float64.
 
-    The sums are the number of models, their losses, their differences to a centre, and the squares
-    of these. The objective is the same for any centre, and rounding errors are small if the centre
-    is near the models. Norms use only the first `trained` entries of a model [D].
+    The summary is their number, and the sums of their losses, of their differences to a centre, and
+    of the squared norms of these differences. The objective is the same for any centre, and
+    rounding errors are small if the centre is near the models. Norms use only the first `trained`
+    entries of a model [D].
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -331,7 +332,7 @@ class FedCDA(Method):
         """Upload the mean loss of the last epoch.
 
         It is the mean over the last 1 / epochs of the steps, even if epochs differ in length
-        (FedBSS).
+        (FedBSS). Without local.epochs it is the mean over the last tenth of the steps.
         """
         losses = job.losses
         if not len(losses):
@@ -366,9 +367,10 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Select a client's new model; return the memory into which it must be copied.
+        """Record a client's new model as its selected one; return the memory for the model.
 
-        This is the memory of the client's oldest model: [layout.shared].
+        The caller must write the model into this memory, [layout.shared], which is that of the
+        client's oldest model.
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory

@@ -74,7 +74,7 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 
 
 class FedNova(Method):
-    """A server rule that divides each update by its number of local steps.
+    """A server rule that normalises each update by its number of effective steps.
 
     mu: the weight of a proximal term in the local loss (`method.fedprox.mu`); 0 without one.
     """

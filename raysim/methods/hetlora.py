@@ -159,7 +159,10 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by the norm of its products; the mean factor is 1."""
+        """Multiply each update's weight by the norm of the products B A of the client's adapters.
+
+        These are the adapters after training. The norms are divided by their mean.
+        """
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
             norms.append(product_norm(server.layout, aggregation.base(update) + delta))

@@ -117,7 +117,7 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
     """Return the images, padded with zeros, cropped to the old size, and some of them flipped.
 
     images: [B, c, h, w].
-    down, right: int64 [B], the crop's corner, from 0 to 2 padding.
+    down, right: int64 [B], the crop's top left corner in the padded image, from 0 to 2 * padding.
     flip: int64 [B], 1 mirrors the image.
     """
     batch, channels, height, width = images.shape
@@ -264,7 +264,10 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images to the batch, unless a second forward pass has them."""
+        """Add the step's virtual images to the batch, unless another method changes the inputs.
+
+        In that case the virtual images get a forward pass of their own.
+        """
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))
         return batch

@@ -117,9 +117,9 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def _shown_rows(labels: Ints) -> Ints:
-    """Return the positions of the rows to draw: equally many of each of up to 10 classes.
+    """Return the positions of the rows to plot: the first rows of each of up to 10 classes.
 
-    They are about `_FEATURE_ROWS` positions.
+    Each class gets equally many rows, if it has enough; all together are about `_FEATURE_ROWS`.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))

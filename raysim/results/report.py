@@ -610,7 +610,10 @@ def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str
 def difference_rows(
     columns: Sequence[Column], groups: Sequence[RunGroup]
 ) -> list[dict[str, object]]:
-    """Return a row for each comparison with the first setting: numbers, interval and p-values."""
+    """Return a row for each comparison of a setting with the first setting on the same data.
+
+    A row has the numbers, the interval and the p-values.
+    """
     rows: list[dict[str, object]] = []
     for tested in columns:
         blocks = list(tested.groups or [])
@@ -633,12 +636,13 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the costs until each setting reaches a score: a row for each score and setting.
+    """Return the columns of a table of what each setting costs until it reaches a score.
 
+    The table has a row for each score and setting.
     Rounds, bytes, virtual and wall seconds are those until the first round that reaches the score:
     means ± sample deviations over the seeds that reach the score. Returns [] if no score was
     reached.
-    limit: the number of scores if the view chooses none.
+    limit: the most scores if the view chooses none; the highest reached ones are taken.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

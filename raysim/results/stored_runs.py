@@ -19,7 +19,7 @@ SAMPLES = "samples.txt"  # in a run's folder: text that a language model wrote
 CHECKPOINTS = "checkpoints"  # in a run's folder
 REPORT_SUFFIXES = (".yaml", ".parquet", ".json", ".jsonl", ".txt")  # of files that reports read
 # Keys that do not distinguish the runs of a study.
-UNTOLD_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
+OMITTED_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,14 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 
 
 def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return every value of a config by its dotted key, without the keys in `UNTOLD_KEYS`."""
+    """Return every value of a config, as text, by its dotted key.
+
+    Leave out the keys in `OMITTED_KEYS` at every level: paths, tracking and others that are no
+    settings.
+    """
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if key in UNTOLD_KEYS:
+        if key in OMITTED_KEYS:
             continue
         if isinstance(value, Mapping):
             flat.update(flat_settings(value, f"{prefix}{key}."))

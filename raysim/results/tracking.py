@@ -305,7 +305,7 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row like `StoredTracker.log`; the thread sends it."""
+        """Add a row, as `StoredTracker.log` does, but store nothing here: the thread sends it."""
         with self._wake:
             if round_of(row) > self._last_round:
                 self._last_round, self._has_news = round_of(row), True

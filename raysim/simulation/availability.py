@@ -271,7 +271,10 @@ class MarkovAvailability(Availability):
         return False if place >= draw.goes else None
 
     def available(self, client: int, now: float) -> bool:
-        """Return the client's state after the last step that decided it."""
+        """Return True if the client is available.
+
+        The last step up to `now` that sets the client's availability decides.
+        """
         return self._state(client, _interval(now, self._step_s))
 
     def _state(self, client: int, step: int) -> bool:

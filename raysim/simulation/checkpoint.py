@@ -266,8 +266,8 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} also writes its checkpoints to {place}, and began "
-                "later"
+                f"{writer.partition(' (')[0]} began later to write its checkpoints to {place}, so "
+                "this run writes none there; one of the two runs needs another place"
             )
 
     def _continue_log(self, place: Store) -> None:

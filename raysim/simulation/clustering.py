@@ -57,7 +57,9 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
             return part_of != part_of[0], float(similarities[first, second])
         part_of[part_of == part_of[second]] = part_of[first]
         parts -= 1
-    raise AssertionError("every pair is in one part, although two parts are left")
+    raise AssertionError(
+        "two parts are left, but no pair of clients lies across them; this is a bug"
+    )
 
 
 def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:

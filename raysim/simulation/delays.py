@@ -69,7 +69,7 @@ class Delays(Fleet):
         return Labels(tuple(self.kinds), parts.argmax(axis=1).astype(np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return devices with the bounds of each client's kind.
+        """Return devices whose job durations are drawn between the bounds of each client's kind.
 
         sample_flops: is not used.
         """

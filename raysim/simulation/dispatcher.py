@@ -116,13 +116,14 @@ class Dispatcher:
         """
         self._queue.put(job, aggregation)
 
-    def plan_sums(self, tree: Group) -> None:
+    def plan_sums(self, group: Group) -> None:
         """Allow workers to sum the updates of some jobs.
 
         All of these jobs belong to one aggregation of one replica.
-        tree: the numbers of the jobs, in the order in which they are aggregated.
+        group: the numbers of the jobs, in the order of aggregation (the leaves of the tree of
+        sums).
         """
-        self._trees.plan(tree)
+        self._trees.plan(group)
 
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
         """Send the jobs of the next aggregation that are still in the queue to workers.

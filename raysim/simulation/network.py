@@ -156,7 +156,7 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return the name of a hook or declaration that needs updates of several clients.
+    """Return the name of the first hook or declaration that needs a server of several clients.
 
     Return "" if the method has none.
     """

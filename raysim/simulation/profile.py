@@ -32,7 +32,7 @@ class WatchedRuntime:
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of a worker; see `Runtime`."""
+        """Start a Python method of a worker; see `Runtime`."""
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"
         with self.spans.span(method, kind):

@@ -70,9 +70,9 @@ class Runtime(Protocol):
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of a worker; return a reference to each value that it returns.
+        """Start a Python method of a worker; return a reference to each value that it returns.
 
-        method: the name of a method of `Worker`.
+        method: the name of a Python method of `Worker`.
         returns: the number of values that the method returns.
         """
         ...

@@ -458,7 +458,10 @@ def _deal(order: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _cut(order: np.ndarray, groups: int) -> np.ndarray:
-    """Cut the order of clients into groups of equal size; return the group of each client."""
+    """Cut the order of clients into groups of equal size, up to one client.
+
+    Return the group of each client.
+    """
     group_of = np.empty(len(order), np.int64)
     for group, clients in enumerate(np.array_split(order, groups)):
         group_of[clients] = group

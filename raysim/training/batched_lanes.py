@@ -90,10 +90,11 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """A linear layer for all lanes at once: x w^T + b.
+    """A linear layer for all lanes at once, x w^T + b, with its own backward.
 
-    x is [K, B, n], w [K, m, n], b [K, m] or None. Autograd would compute the gradient of w^T in the
-    memory layout of w^T, and adding it to w would take longer than the products.
+    x is [K, B, n], w [K, m, n], b [K, m] or None. `backward` returns the gradient of w in the
+    memory layout of w. Autograd would return it in that of w^T, and adding it to w would take
+    longer than the products.
     """
 
     @staticmethod
@@ -137,9 +138,10 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the lanes' parameters, [K, ...], and the tensors that the optimizer changes.
+        """Return the lanes' parameters, and the list of tensors that the optimizer changes.
 
-        The parameters are listed by the ids of the network's parameters.
+        The parameters are a dict from the id of a network's parameter to its values in all lanes,
+        [K, ...].
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

@@ -72,7 +72,10 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 
 
 class RecordedLanes(LaneLoop[RecordedLane]):
-    """A loop that replays the recorded steps of K clients."""
+    """A loop that trains K clients at once by replaying recorded steps (CUDA graphs on a GPU).
+
+    The first step of each kind is computed without a recording.
+    """
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector

@@ -27,9 +27,9 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 class OptimizedPart:
     """The parameters of a group that one optimizer moves.
 
-    name: the end of the optimizer's name; "" if a group has only one part.
+    name: the suffix of the optimizer's name, such as "muon*1"; "" without Muon and factors.
     places: the positions of the part's parameters in the group.
-    shared: the slices of the shared parameters that they cover.
+    shared: the slices of the vector that the part covers and that hold shared parameters.
     factor: the factor on the learning rate.
     """
 

@@ -380,7 +380,7 @@ def test_resume_refuses_changed_file_of_initial_weights(trained: Path, tmp_path:
         )
 
 
-def test_resume_refuses_other_redrawn_parts(trained: Path, tmp_path: Path) -> None:
+def test_resume_refuses_changed_init_redraw(trained: Path, tmp_path: Path) -> None:
     words = [
         *MLP,
         f"init={trained / 'model.safetensors'}",

@@ -21,7 +21,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_facts_read_from_source_equal_facts_of_the_class(name: str) -> None:
+def test_description_read_from_source_equals_that_of_the_class(name: str) -> None:
     source = read_method(NODES[name]["_target_"])
     assert source == methods._import_method(name, NODES[name], [])
 

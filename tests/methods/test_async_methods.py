@@ -415,7 +415,7 @@ def test_fast_clients_bias_only_fedasync_and_fadas() -> None:
 # --- with others ------------------------------------------------------------------------------
 
 
-def test_asynchronous_methods_report_columns_for_stale_updates() -> None:
+def test_asynchronous_methods_add_their_columns_to_the_history() -> None:
     for method, columns in (
         (FedAsync(), {"fedasync.rate"}),
         (CA2FL(0.3), {"ca2fl.seen"}),

@@ -124,7 +124,9 @@ def test_backward_pass_of_frozen_layer_reads_the_stored_weight(
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_autocast_equals_a_rounded_layer(kind: type[HalfWeight | FourBitWeight]) -> None:
+def test_stored_layer_under_autocast_equals_a_rounded_layer(
+    kind: type[HalfWeight | FourBitWeight],
+) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)
     kept = stored(layer, kind)
     with torch.autocast("cpu", torch.bfloat16):

@@ -164,7 +164,7 @@ def test_costs_of_a_score_are_those_of_its_first_round(study: Path) -> None:
     assert table.loc["fedavgm", "rounds"] == 3
 
 
-def test_partial_costs_are_never_best(study: Path) -> None:
+def test_cost_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
     save(study / "runs" / "fedprox-4", "fedprox", 4, 0.4)
     text = raysim.report(study, thresholds=[0.5]).latex_thresholds()
     assert "4 of 5" in text and "textbf" not in text

@@ -207,7 +207,7 @@ def test_trial_has_a_worker_for_each_bundle() -> None:
         size_in_group(RayOptions(workers=3), bundles, "cpu")
     with pytest.raises(ValueError, match=r"^runtime\.cpus=4 .* 2 CPU"):
         size_in_group(RayOptions(cpus=4), bundles, "cpu")
-    with pytest.raises(ValueError, match=r"^device=cuda "):
+    with pytest.raises(ValueError, match=r"^device=cuda: "):
         size_in_group(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
 
 

@@ -276,7 +276,7 @@ class Keeps(Method):
 )
 def test_client_state_named_like_personal_tensor_is_refused(name: str, saved: str) -> None:
     methods = [FedBN(), Keeps(name, saved)]
-    with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{saved}'"):
+    with pytest.raises(ValueError, match=rf"method '{name}' keeps .* '{name}\.{saved}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
 
 
@@ -295,7 +295,7 @@ def test_client_state_declared_twice_is_refused(kind: str) -> None:
 
 def test_client_state_of_two_methods_with_one_name_is_refused() -> None:
     methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
-    with pytest.raises(ValueError, match=r"method 'mine\.own' keeps 'mine\.own\.state', .*'mine'"):
+    with pytest.raises(ValueError, match=r"method 'mine\.own' .* 'mine\.own\.state', .*'mine'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
     fine = [Keeps("mine", "state"), FedBN(), Keeps("yours", "state")]
     declare_run(run_spec(*fine, model=NORMED_MLP))

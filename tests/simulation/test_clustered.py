@@ -73,7 +73,7 @@ def test_resumed_run_keeps_its_clusters() -> None:
     assert len({*result.coordinator.replicas.clients_of.tolist()}) == 4
 
 
-def test_clients_choose_the_same_cluster_in_lanes() -> None:
+def test_lanes_do_not_change_a_clients_choice_of_cluster() -> None:
     one, several = (run(spec(CHOICE, lanes=lanes), ALL, rounds=3) for lanes in (1, 3))
     choices = [found.coordinator.replicas.clients_of.tolist() for found in (one, several)]
     assert choices[0] == choices[1] and len({*choices[0]}) > 1

@@ -28,7 +28,7 @@ from raysim.training.run_spec import build_networks
     [([], Synchronous(4)), ([FedBN()], Buffered(concurrency=4, size=2))],
     ids=["fedavg", "fedbn"],
 )
-def test_workers_on_ray_give_equal_rows_states_and_bits(
+def test_ray_gives_the_history_bits_and_best_model_of_inprocess(
     methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)

@@ -220,7 +220,7 @@ def test_selection_knows_reports_of_earlier_aggregations() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_only_selection_with_reports_plans_one_at_a_time(name: str) -> None:
+def test_selection_with_reports_plans_one_aggregation_ahead(name: str) -> None:
     coordinator = coordinate(run_spec(selection=RULES[name]), Buffered(4, 1), rounds=8)
     ahead = [coordinator.planner.version - coordinator.server.version for _ in coordinator.run()]
     assert (max(ahead) > 1) == (name not in SEEING)

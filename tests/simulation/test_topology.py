@@ -175,7 +175,7 @@ class TestHierarchical:
             assert row["replica_floats_up"] == 2 * rounds[edge] * size
             assert row["replica_floats_down"] == row["replica_floats_up"]
 
-    def test_edges_exchange_at_multiples_of_seconds(self) -> None:
+    def test_edges_exchange_at_most_once_per_interval(self) -> None:
         result = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
         meetings = [step.now for step in result.aggregations[:24] if step.meets]
         assert len(meetings) > 2

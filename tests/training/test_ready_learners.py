@@ -88,7 +88,7 @@ def test_ready_learner_resumes_to_the_same_bits(name: str, tmp_path: Path) -> No
         ),
     ],
 )
-def test_ready_learner_learns_digits(words: str, least: float, tmp_path: Path) -> None:
+def test_built_in_learner_learns_digits(words: str, least: float, tmp_path: Path) -> None:
     result = _run(words, tmp_path / "run")
     assert result.summary["failures_total"] == 0
     assert result.summary["accuracy_global"] > least

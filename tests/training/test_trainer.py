@@ -77,7 +77,7 @@ class TestChunks:
         sizes = log.train(JOBS[0])
         assert sizes[:2] == [8, 8] and sum(sizes) == log.samples
 
-    def test_prepared_samples_of_clients_are_in_order(
+    def test_chunks_of_client_samples_keep_the_partitions_order(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients())

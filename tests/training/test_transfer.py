@@ -93,7 +93,7 @@ class TestCopiesAndWaits:
     @pytest.mark.parametrize(
         "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
     )
-    def test_device_with_separate_memory_has_the_same_bits(
+    def test_device_with_separate_memory_has_the_bits_of_a_cpu(
         self, methods: tuple[Method, ...], request: pytest.FixtureRequest
     ) -> None:
         local = replace(LOCAL, epochs=2)

@@ -402,9 +402,9 @@ class UtilizationMonitor(threading.Thread):
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Ask the GPU's driver for the use of the GPU again and again, until `mean` is called.
+        """Sample the GPU's utilization from its driver at a fixed interval until `mean` is called.
 
-        End at once if the driver does not answer.
+        Stop at once if the driver gives no value.
         """
         while not self._end.wait(UTILIZATION_INTERVAL_S):
             share = gpu_utilization(self.device)
@@ -415,7 +415,7 @@ class UtilizationMonitor(threading.Thread):
     def mean(self) -> float | None:
         """Stop the thread; return the share of time in which the GPU worked, 0 to 1.
 
-        Return None if the driver gave no answers.
+        Return None if the driver gave no values.
         """
         self._end.set()
         self.join()

@@ -76,7 +76,9 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
         elif not first_error:
             first_error = f"client {client}: {error}"
     if not rows:
-        raise ValueError(f"{behaviour}: no client fits into a trace. The first: {first_error}")
+        raise ValueError(
+            f"{behaviour}: no client has a valid row for a trace. The first error: {first_error}"
+        )
     make_folder(out.parent)
     write(out, rows)
     text = f"{len(rows):,} clients in {out}"

@@ -163,7 +163,10 @@ class RunDatabase:
                 self._say(f"{folder} was removed: MLflow has its numbers, but not its model")
                 return
             outcome = save_problem(error)
-            self._say(f"MLflow gets only the weights of {folder}: {outcome}")
+            self._say(
+                f"the model of {folder} could not be saved for MLflow, which gets only its "
+                f"weights: {outcome}"
+            )
         if folder.is_dir():
             write_json({**record, "model": outcome}, folder / RECORD)
 
