@@ -100,6 +100,10 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 
 
 
 # --- run ----------------------------------------------------------------------------------------
+# An unfinished file of a process that was killed.
+DRAFT = ".config.yaml." + "0f" * 16
+
+
 class TestRun:
     @pytest.mark.pictures
     def test_run_leaves_its_results_in_its_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,9 +272,7 @@ class TestRefusals:
         run("out=a", "resume=latest", status=2)
         assert "a/summary.json" in one_sentence(capsys.readouterr().err)
 
-    @pytest.mark.parametrize(
-        "names", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]]
-    )
+    @pytest.mark.parametrize("names", [[], [".held"], [DRAFT], [".held", DRAFT]])
     def test_run_killed_before_its_first_file_starts_again(self, names: list[str]) -> None:
         Path("a").mkdir()
         for name in names:
@@ -331,8 +333,7 @@ class TestResume:
 
     def test_resume_removes_unfinished_files_of_a_killed_process(self) -> None:
         run("out=a", "rounds=1")
-        name = ".history.parquet." + "0f" * 16
-        drafts = [Path("a", name), Path("a", "checkpoints", name)]
+        drafts = [Path("a", DRAFT), Path("a", "checkpoints", DRAFT)]
         for draft in drafts:
             draft.write_bytes(b"half of a file")
         run("out=a", "resume=latest")

@@ -179,7 +179,8 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the part of a training result that contains one of the secrets."""
-    for part in (*map(vars, result.updates), {"sums": result.sums}):
+    updates = [update._asdict() for update in result.updates]
+    for part in (*updates, {"sums": result.sums}):
         for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
                 return f"`{name}`"
