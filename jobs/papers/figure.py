@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jobs.command import run as run_program
 from jobs.papers.figures import FIGURES, find_figure
-from jobs.papers.figures.core import STORED, Runs, draw, write_numbers
+from jobs.papers.figures.core import DEFAULT_FOLDER, STORED, Runs, draw, write_numbers
 from raysim.primitives.files import user_path
 
 PICTURES = Path("docs/papers/figures")
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of all runs")
     parser.add_argument(
-        "--out", default="figures", help="folder of the runs and the figures (figures)"
+        "--out",
+        default=DEFAULT_FOLDER,
+        help=f"folder of the runs and the figures ({DEFAULT_FOLDER})",
     )
     parser.add_argument(
         "--store", action="store_true", help="store the numbers and the picture for the pages"

@@ -11,8 +11,6 @@ largest value of 448; blocks with a common scale as in Dettmers, Lewis, Shleifer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -74,7 +72,8 @@ def _scale_blocks(
     largest: float,
     scales: np.ndarray,
     scale_bits: np.ndarray,
-    scaled: np.ndarray,
+    out: np.ndarray,
+    is_rounded: bool,
 ) -> None:
     """Divide the values of each block by the block's scale; write scales and quotients.
 
@@ -82,11 +81,12 @@ def _scale_blocks(
     with its bits, and the largest integer takes less time than the largest float.
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
-    scales, scaled: the arrays to fill.
+    scales, out: the arrays to fill; `out` may have integers if the quotients are rounded.
+    is_rounded: True rounds each quotient to the nearest integer.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
-        to = scaled[place * block : (place + 1) * block]
+        to = out[place * block : (place + 1) * block]
         longest = np.int32(0)
         for number in bits[place * block : (place + 1) * block]:
             longest = max(longest, np.int32(number & np.int32(0x7FFFFFFF)))
@@ -95,35 +95,8 @@ def _scale_blocks(
         scales[place] = scale
         divisor = scale if scale > 0 else np.float32(1)
         for index in range(len(part)):
-            to[index] = part[index] / divisor
-
-
-def _quantize_blocks(
-    values: np.ndarray,
-    bits: np.ndarray,
-    block: int,
-    largest: float,
-    scales: np.ndarray,
-    scale_bits: np.ndarray,
-    numbers: np.ndarray,
-) -> None:
-    """Divide the values of each block by the block's scale, and round; write scales and integers.
-
-    bits, scale_bits, block, largest: see `_scale_blocks`.
-    scales, numbers: are filled.
-    """
-    for place in range(len(scales)):
-        part = values[place * block : (place + 1) * block]
-        to = numbers[place * block : (place + 1) * block]
-        longest = np.int32(0)
-        for number in bits[place * block : (place + 1) * block]:
-            longest = max(longest, np.int32(number & np.int32(0x7FFFFFFF)))
-        scale_bits[place] = longest
-        scale = scales[place] / np.float32(largest)
-        scales[place] = scale
-        divisor = scale if scale > 0 else np.float32(1)
-        for index in range(len(part)):
-            to[index] = np.int32(np.rint(part[index] / divisor))
+            quotient = part[index] / divisor
+            to[index] = np.rint(quotient) if is_rounded else quotient
 
 
 def _restore_blocks(
@@ -186,11 +159,11 @@ class Blocks(Compressor):
         raise NotImplementedError
 
     def _fill(
-        self, rule: Callable[..., None], values: np.ndarray, scales: np.ndarray, out: np.ndarray
+        self, values: np.ndarray, scales: np.ndarray, out: np.ndarray, is_rounded: bool
     ) -> None:
         bits, scale_bits = values.view(np.int32), scales.view(np.int32)
-        run = compile_function(rule)
-        run(values, bits, self.block, self.largest, scales, scale_bits, out)
+        run = compile_function(_scale_blocks)
+        run(values, bits, self.block, self.largest, scales, scale_bits, out, is_rounded)
 
 
 class Int8(Blocks):
@@ -203,7 +176,7 @@ class Int8(Blocks):
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Fill `scales`, and return the divided values, rounded to integers."""
         numbers = np.empty(len(values), np.int8)
-        self._fill(_quantize_blocks, values, scales, numbers)
+        self._fill(values, scales, numbers, is_rounded=True)
         return torch.from_numpy(numbers)
 
 
@@ -218,5 +191,5 @@ class Fp8(Blocks):
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Fill `scales`, and return the divided values, rounded to floats of 8 bits."""
         scaled = np.empty_like(values)
-        self._fill(_scale_blocks, values, scales, scaled)
+        self._fill(values, scales, scaled, is_rounded=False)
         return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

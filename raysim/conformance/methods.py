@@ -14,7 +14,7 @@ import torch
 from raysim.api.client_state import to_flat_arrays
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
 from raysim.api.declarations import Participation, RunFacts
-from raysim.api.messages import Job, TrainingResult
+from raysim.api.messages import Failure, Job, TrainingResult
 from raysim.api.method import Method, parameters
 from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
@@ -179,8 +179,11 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the part of a training result that contains one of the secrets."""
-    updates = [update._asdict() for update in result.updates]
-    for part in (*updates, {"sums": result.sums}):
+    parts = [
+        vars(answer) if isinstance(answer, Failure) else answer._asdict()
+        for answer in result.updates
+    ]
+    for part in (*parts, {"sums": result.sums}):
         for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
                 return f"`{name}`"

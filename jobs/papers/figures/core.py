@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # axes), series (each with label, x, y), log (True: a logarithmic x axis), images (rows of pixels).
 Panel: TypeAlias = dict[str, Any]
 STORED = Path(__file__).parent.parent / "results" / "figures"
+DEFAULT_FOLDER = "figures"  # of the runs, in commands
 COLUMNS = 3  # panels next to each other
 IMAGE_COLUMNS = 8
 DIGITS = 4
@@ -79,6 +80,8 @@ class Runs:
         words = [*overrides, *self.overrides]
         places = ["runtime=inprocess", "tracking=none"]
         text = " ".join(word for word in words if not word.startswith("data.root="))
+        # a run may start from the model of another run in the folder, wherever the folder is
+        text = text.replace(str(self.folder), DEFAULT_FOLDER)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         out = self.folder / "runs" / digest
         self.commands.append(f"raysim run {text}")

@@ -109,6 +109,14 @@ def test_figure_does_not_repeat_a_finished_run(tmp_path: Path) -> None:
     assert Runs(tmp_path).run(*words).folder != first.folder
 
 
+def test_command_of_a_run_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    first = runs.run("method=loss_half", *DIGITS)
+    runs.run("method=loss_half", *DIGITS, f"init={first.folder}/model.safetensors")
+    assert str(tmp_path) not in runs.commands[-1]
+    assert f"init=figures/runs/{first.folder.name}/model.safetensors" in runs.commands[-1]
+
+
 def test_loss_half_trains_half_of_the_samples(tmp_path: Path) -> None:
     runs = Runs(tmp_path, DIGITS)
     low = runs.run("method=loss_half")
