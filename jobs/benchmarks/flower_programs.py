@@ -110,6 +110,11 @@ PROGRAMS = {
     "quickstart-pytorch": Program(
         "examples/quickstart-pytorch", 10, ("num-server-rounds=10 learning-rate=0.02",)
     ),
+    "my-awesome-app": Program(
+        "examples/flower-simulation-step-by-step-pytorch/my-awesome-app",
+        10,
+        ("num-server-rounds=10",),
+    ),
     "fedprox": Program(
         "baselines/fedprox",
         100,
@@ -117,6 +122,11 @@ PROGRAMS = {
             "algorithm.num-server-rounds=15 algorithm.local-epochs=4",
             "algorithm.fraction-fit=0.1 algorithm.min-available-clients=100",
         ),
+    ),
+    "fedrep": Program(
+        "baselines/fedrep",
+        20,
+        ("num-server-rounds=15 fraction-fit=0.5 fraction-evaluate=1.0",),
     ),
     "fedpara": Program(
         "baselines/fedpara",
@@ -152,6 +162,7 @@ class Measured:
 def copy_data(source: Path, target: Path, share: float) -> None:
     """Copy the first rows of data sets: of Parquet files, and of torchvision's idx files.
 
+    A data set "owner/name" is also found as "name", as older programs call it.
     share: how many of the rows, between 0 and 1. Small Parquet files are copied whole.
     """
     for file in sorted(source.rglob("*.parquet")):
@@ -159,7 +170,11 @@ def copy_data(source: Path, target: Path, share: float) -> None:
         rows = table.num_rows
         if rows >= SMALL_ROWS:
             rows = int(share * rows)
-        parquet.write_table(table.slice(0, rows), _place(file, source, target))
+        copy = _place(file, source, target)
+        parquet.write_table(table.slice(0, rows), copy)
+        short_name = target / copy.parent.name
+        if copy.parent != target and not short_name.exists():
+            short_name.symlink_to(copy.parent)
     for file in sorted(source.rglob("*-ubyte")):
         _place(file, source, target).write_bytes(cut_idx(file.read_bytes(), share))
     if (target / "MNIST").exists():

@@ -1,12 +1,14 @@
-"""Find the scores that a ServerApp computes itself, such as an accuracy on a central test set.
+"""Collect the scores that a ServerApp computes itself, such as an accuracy on a central test set.
 
-Flower returns them to the app only. A strategy for messages keeps them in a `Result`, and a
-`Server` in a `History`; both are variables of a function that calls the Grid.
+Flower returns them to the app only: a strategy for messages in a `Result`, and a `Server` in a
+`History`. An app may also override the function that makes them. Therefore raysim wraps the
+constructors of both classes while the app runs.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -16,18 +18,29 @@ from flwr.serverapp.strategy import Result
 AppScores: TypeAlias = Result | History
 
 
-def calling_scores() -> AppScores | None:
-    """Return the `Result` or `History` of the strategy or server that calls this function.
+@contextlib.contextmanager
+def collect_scores() -> Iterator[list[AppScores]]:
+    """Yield a list that gets each `Result` and each `History` that is made inside `with`."""
+    made: list[AppScores] = []
+    with _collect_objects(Result, made), _collect_objects(History, made):
+        yield made
 
-    It is a variable of one of the callers. Return None if there is none.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        for value in frame.f_locals.values():
-            if isinstance(value, Result | History):
-                return value
-        frame = frame.f_back
-    return None
+
+@contextlib.contextmanager
+def _collect_objects(kind: Any, made: list[Any]) -> Iterator[None]:
+    """Add each object of a class, and of its subclasses, to a list when it is made."""
+    constructor = kind.__init__
+
+    @functools.wraps(constructor)
+    def make(self: Any, *arguments: Any, **named: Any) -> None:
+        constructor(self, *arguments, **named)
+        made.append(self)
+
+    kind.__init__ = make
+    try:
+        yield
+    finally:
+        kind.__init__ = constructor
 
 
 def last_scores(scores: AppScores) -> dict[str, float]:

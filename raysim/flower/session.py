@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp import ServerApp
 
 from raysim.experiment.settings import RuntimeOptions
-from raysim.flower.central_scores import AppScores, calling_scores, last_scores
+from raysim.flower.central_scores import AppScores, collect_scores, last_scores
 from raysim.flower.clock import VirtualClock
 from raysim.flower.grid import MessageRecord, VirtualGrid
 from raysim.flower.identity import set_identity
@@ -139,16 +139,17 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
         clock = VirtualClock(run.fleet, run.seed, run.clients, run.samples)
         grid = _WatchingGrid(runtime, clock, replies, records.append)
         make_deterministic(run.runtime.threads)
-        _call_server_app(run, grid)
-    result = _summarise(run, records, grid)
+        scores = _call_server_app(run, grid)
+    result = _summarise(run, records, grid, scores)
     if run.out is not None:
         _store(run.out, result)
     return result
 
 
-def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
+def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
     """Seed the random generators, and call the ServerApp.
 
+    Return the last object in which its strategy or server kept scores; None if there is none.
     Raises RunStoppedError, which contains the line of the app that failed.
     """
     context = Context(
@@ -161,7 +162,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
     set_identity()
     seed = torch_seed(run.seed, "flower.server")
     try:
-        with seeded_generators(seed, torch.device(run.device)):
+        with seeded_generators(seed, torch.device(run.device)), collect_scores() as made:
             run.server_app(grid, context)
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -178,6 +179,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
         raise RunStoppedError(
             f"the ServerApp raised {type(error).__name__}: {error}{place}"
         ) from error
+    return made[-1] if made else None
 
 
 @contextlib.contextmanager
@@ -247,22 +249,11 @@ class _WatchingGrid(OrderedGrid):
     """A Grid that keeps what a run's summary needs.
 
     model: the last parameters that the ServerApp sent; None if it sent none.
-    scores: where the ServerApp's strategy or server keeps its scores; None if it has none.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.model: ArrayRecord | None = None
-        self.scores: AppScores | None = None
-        self._other_scores = calling_scores()  # of a run that the caller made before
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the available nodes, and look for scores among the callers."""
-        if self.is_owner():
-            scores = calling_scores()
-            if scores is not self._other_scores:
-                self.scores = scores or self.scores
-        return super().get_node_ids()
 
     def on_content(self, content: RecordDict) -> None:
         """Keep the arrays of a message that is sent."""
@@ -280,7 +271,9 @@ def _digest(model: ArrayRecord | None) -> str:
     return digest.hexdigest()
 
 
-def _summarise(run: AppRun, records: list[MessageRecord], grid: _WatchingGrid) -> AppResult:
+def _summarise(
+    run: AppRun, records: list[MessageRecord], grid: _WatchingGrid, scores: AppScores | None
+) -> AppResult:
     rows = []
     for record in records:
         row = {name: value for name, value in vars(record).items() if name != "numbers"}
@@ -304,8 +297,8 @@ def _summarise(run: AppRun, records: list[MessageRecord], grid: _WatchingGrid) -
         if of_kind:
             numbers = {name: of_kind[-1][name] for name in of_kind[-1] if name not in ROUND_COLUMNS}
             summary.update({f"{kind}.{name}": value for name, value in numbers.items()})
-    if grid.scores is not None:
-        for name, value in last_scores(grid.scores).items():
+    if scores is not None:
+        for name, value in last_scores(scores).items():
             summary[f"server.{name}"] = value
     return AppResult(pd.DataFrame(rows), rounds, summary, run.out)
 

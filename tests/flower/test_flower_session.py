@@ -10,6 +10,7 @@ import flwr.serverapp.strategy as newer
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import ndarrays_to_parameters
 from flwr.server import History, ServerApp, ServerAppComponents, ServerConfig
+from flwr.serverapp.strategy import Result
 
 from raysim.experiment.settings import RuntimeOptions
 from raysim.flower import session
@@ -166,6 +167,19 @@ def test_summary_has_the_scores_of_an_older_server(run):
     summary = run_app(numpy_run(run, strategy), no_text).summary
     assert summary["server.accuracy"] == 0.2
     assert summary["server.loss"] == 8.0
+
+
+def test_summary_has_the_scores_of_an_own_loop(run):
+    constructors = Result.__init__, History.__init__
+
+    def main(grid):
+        scores = Result()
+        list(grid.get_node_ids())
+        scores.evaluate_metrics_serverapp[1] = MetricRecord({"accuracy": 0.5})
+
+    summary = run_app(replace(run, server_app=newer_app(main)), no_text).summary
+    assert summary["server.accuracy"] == 0.5
+    assert (Result.__init__, History.__init__) == constructors
 
 
 def test_summary_has_no_scores_of_an_earlier_run(run):

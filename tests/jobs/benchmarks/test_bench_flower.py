@@ -57,14 +57,15 @@ def test_data_sets_are_cut(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
-    (source / "large").mkdir(parents=True)
+    (source / "owner" / "large").mkdir(parents=True)
     (source / "MNIST" / "raw").mkdir(parents=True)
-    pd.DataFrame({"label": range(2000)}).to_parquet(source / "large" / "train.parquet")
+    pd.DataFrame({"label": range(2000)}).to_parquet(source / "owner" / "large" / "train.parquet")
     pd.DataFrame({"label": range(20)}).to_parquet(source / "test.parquet")
     labels = np.arange(10, dtype=np.uint8)
     (source / "MNIST" / "raw" / "labels-ubyte").write_bytes(idx_file(labels))
     copy_data(source, target, 0.1)
-    assert len(pd.read_parquet(target / "large" / "train.parquet")) == 200
+    for name in ("owner/large", "large"):
+        assert len(pd.read_parquet(target / name / "train.parquet")) == 200
     assert len(pd.read_parquet(target / "test.parquet")) == 20
     stored = (target / "data" / "mnist" / "MNIST" / "raw" / "labels-ubyte").read_bytes()
     assert stored == idx_file(labels[:1])
