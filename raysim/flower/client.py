@@ -14,6 +14,7 @@ from flwr.app import Context, Message, RecordDict
 
 from raysim.flower.messages import RUN_ID, GridMessage, client_number
 from raysim.flower.project import LoadedClientApp, users_line
+from raysim.flower.records import check_records
 from raysim.primitives.streams import torch_seed
 from raysim.training.own_training import seeded_generators
 
@@ -65,8 +66,8 @@ class AppRunner:
         client and `number`.
         number: how many messages the client has received before.
         state: the records that the client has kept so far.
-        Raises AppError if the app raises an error, exits, or does not return a message with
-        content.
+        Raises AppError if the app raises an error, exits, does not return a message with content,
+        or uses records that cannot be stored.
         """
         node = message.metadata.dst_node_id
         context = self.context(node, state)
@@ -83,6 +84,11 @@ class AppRunner:
         if returned.has_error():
             error = returned.error
             raise AppError(f"the app returned an error, code {error.code}: {error.reason}")
+        try:
+            check_records(returned.content, "the content of the reply")
+            check_records(context.state, "context.state")
+        except TypeError as error:
+            raise AppError(str(error)) from error
         return returned.content, context.state
 
     @contextlib.contextmanager

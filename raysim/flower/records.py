@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 _HEADER_SIZE_BYTES = 8
 _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
+_VALUES = (bool, int, float, str, bytes, np.generic)
 
 
 class _BytesWriter:
@@ -26,6 +27,26 @@ class _BytesWriter:
         """Append a byte string; return its number."""
         self.parts.append(data)
         return len(self.parts) - 1
+
+
+def check_records(content: Any, name: str) -> None:
+    """Raise TypeError unless `pack_records` can convert the records.
+
+    Flower checks the values of a record when they are set, but not what is appended to a list.
+    name: the variable that contains the records, for the error.
+    """
+    if not isinstance(content, RecordDict):
+        raise TypeError(f"{name} is a {type(content).__name__}. Use a RecordDict.")
+    for record_name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            continue
+        for key, value in record.items():
+            for item in value if isinstance(value, list) else [value]:
+                if not isinstance(item, _VALUES):
+                    raise TypeError(
+                        f"{name}[{record_name!r}][{key!r}] contains a {type(item).__name__}. "
+                        "Use numbers, texts or bytes."
+                    )
 
 
 def pack_records(content: RecordDict) -> bytes:

@@ -3,7 +3,7 @@
 import sys
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 no_train = ClientApp()
@@ -34,37 +34,53 @@ def _for_client_1(fail):
 
     def train(message, context):
         if context.node_config["partition-id"] == 1:
-            return fail(message)
+            return fail(message, context)
         weight = message.content["arrays"]["weight"].numpy() + 1
         return Message(_records(weight), reply_to=message)
 
     return _app(train)
 
 
-def _raise(message):
+def _raise(message, context):
     raise KeyError("no data here")
 
 
-def _exit(message):
+def _exit(message, context):
     sys.exit(3)
 
 
-def _print(message):
+def _print(message, context):
     print("a line of the app")
+    return Message(_records(np.ones((2, 3), np.float32)), reply_to=message)
+
+
+def _keep_object(message, context):
+    notes = ConfigRecord({"seen": ["a text"]})
+    notes["seen"].append(object())  # Flower does not check what is appended
+    context.state["notes"] = notes
+    return Message(_records(np.ones((2, 3), np.float32)), reply_to=message)
+
+
+def _replace_state(message, context):
+    context.state = {"seen": 1}
     return Message(_records(np.ones((2, 3), np.float32)), reply_to=message)
 
 
 raises = _for_client_1(_raise)
 exits = _for_client_1(_exit)
 prints = _for_client_1(_print)
+state = _for_client_1(_keep_object)
+state_type = _for_client_1(_replace_state)
 shape = _for_client_1(
-    lambda message: Message(_records(np.ones((3, 3), np.float32)), reply_to=message)
+    lambda message, context: Message(_records(np.ones((3, 3), np.float32)), reply_to=message)
 )
 nan = _for_client_1(
-    lambda message: Message(_records(np.full((2, 3), np.nan, np.float32)), reply_to=message)
+    lambda message, context: Message(
+        _records(np.full((2, 3), np.nan, np.float32)), reply_to=message
+    )
 )
-nothing = _for_client_1(lambda message: None)
-error = _for_client_1(lambda message: Message(Error(7, "my reason"), reply_to=message))
+nothing = _for_client_1(lambda message, context: None)
+error = _for_client_1(lambda message, context: Message(Error(7, "my reason"), reply_to=message))
 
 
 def two_arrays():
