@@ -263,7 +263,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)]
     )
-    def test_summary_without_an_end_is_refused(
+    def test_resume_refuses_summary_that_is_no_regular_file(
         self, make: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a", "rounds=1")
@@ -411,7 +411,7 @@ class TestResume:
         error = one_sentence(capsys.readouterr().err)
         assert "runtime.lanes=" in error and raysim.__version__ in error
 
-    def test_finished_run_of_another_runtime_is_not_repeated(
+    def test_resume_with_another_runtime_keeps_a_finished_run(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -754,9 +754,7 @@ class TestReport:
         Path("many/runs").rename("many/others")
         assert "many " in printed(["report", "many"], capsys, status=2)
 
-    def test_report_refuses_form_together_with_out(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_report_refuses_csv_together_with_out(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ["report", "a", "--csv", "--out", "page"]
         assert "--out page: --csv" in printed(words, capsys, status=2)
 
@@ -776,7 +774,7 @@ class TestHelp:
         assert "did you mean study?" in printed(["help", "stdy"], capsys, status=2)
 
     @pytest.mark.parametrize("command", cli.COMMANDS)
-    def test_help_shows_names_in_their_case(
+    def test_help_writes_product_names_with_capitals(
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         text = printed(["help", command], capsys)
@@ -808,7 +806,9 @@ class TestHelp:
         assert "mu: 0.5\n" in text and "${" not in text
         assert "did you mean rounds?" in printed(["run", "ronds=3", "--show"], capsys, status=2)
 
-    def test_pasted_comment_is_ignored(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_comment_in_command_arguments_is_ignored(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with_comment = printed(["run", "--show", "#", "what", "is it?"], capsys)
         assert with_comment == printed(["run", "--show"], capsys)
 
@@ -933,7 +933,7 @@ cli.main(["completion", "bash"])
 
 
 @pytest.mark.parametrize("function", ["interrupt_a_callback", "answer_with_another_error"])
-def test_interrupt_that_a_library_loses_still_stops_the_run(function: str) -> None:
+def test_interrupt_swallowed_by_a_library_stops_the_run(function: str) -> None:
     program = INTERRUPTED_COMMAND.replace("= COMMAND", f"= {function}")
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -282,7 +282,7 @@ def test_programs_in_texts_exist() -> None:
     assert missing + [name for name in files if not (ROOT / name).is_file()] == []
 
 
-def test_no_text_installs_from_an_index() -> None:
+def test_no_text_installs_raysim_from_a_package_index() -> None:
     """Check for raysim, which is another package there, and raysim-fl, which is not published."""
     asking = re.compile(
         r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"

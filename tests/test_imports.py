@@ -54,7 +54,7 @@ def test_core_imports_no_optional_package() -> None:
         ("mlflow", {"results/mlflow_server.py"}),
     ],
 )
-def test_optional_packages_are_imported_in_their_places(library: str, places: set[str]) -> None:
+def test_optional_packages_are_imported_in_listed_files(library: str, places: set[str]) -> None:
     pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
     found = {
         str(path.relative_to(PACKAGE))
@@ -79,7 +79,7 @@ def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
     return circles
 
 
-def test_search_finds_direct_and_indirect_import_circles() -> None:
+def test_search_finds_direct_and_indirect_import_cycles() -> None:
     imports = {
         "a": {"b"},
         "b": {"c"},
@@ -92,7 +92,7 @@ def test_search_finds_direct_and_indirect_import_circles() -> None:
     assert import_circles(imports) == [{"a", "b", "c"}, {"d", "e"}]
 
 
-def test_modules_have_no_import_circles() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Imports for type checkers and imports inside functions count."""
     graph = grimp.build_graph("raysim", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

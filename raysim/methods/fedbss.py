@@ -1,18 +1,18 @@
 """FedBSS: after some plain rounds, train on easy samples first and add hard ones by epoch.
 
-Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). Of
-the received model:
+Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The
+received model gives sample i the class probabilities p_i:
 
     S_i = -log p_{i, y_i}                                 (3)   the order: ascending loss
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   the other b samples are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds the nearest a_e b
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds a_e b of them
 
 Choices where the paper is silent or inconsistent
 - a_e is the fraction of the biased samples that take part, nearest to the split first.
   fraction_of="loss" has the other reading: all of them take part, and a_e multiplies their loss.
-- It is rounded down after adding 1e-9: in float64, half of two samples by (6) would otherwise be
-  none.
+- The number a_e b is rounded down after adding 1e-9. Without this, half of two samples by (6)
+  would be 0 samples in float64.
 - Epochs count from 1, so the last one sees every sample.
 - Ties: equal losses keep the client's order, the most uncertain sample is the first in that order,
   and losses equal to the border's are unbiased. Non-finite losses sort last; an uncertainty that is

@@ -24,8 +24,8 @@ Departures from the paper
   original averages all samples of a client.
 - fresh=True draws means of the raw data of clients in each step, as FedBR's code does. It is for
   reproducing numbers only: no client has other clients' data, and the traffic is not counted.
-- With BatchNorm a row's gradient is that of the whole batch's loss. The reported task loss is
-  l1 + l2 + l3.
+- With BatchNorm, grad_u is the gradient of the whole batch's loss, because every row influences
+  the others. The reported task loss is l1 + l2 + l3.
 
 The gradient of l3 is a second derivative, which fused attention kernels lack; Cct7 computes its
 attention without them.

@@ -9,8 +9,8 @@ least score, Multi-Krum the mean of the `selected` updates with the least scores
 arbitrary updates if 2 f + 2 < n.
 
 Departures from the paper
-- If n - f - 2 is below 1, only the closest update is counted. Of equal scores the update that was
-  accepted first wins.
+- If n - f - 2 is below 1, only the closest update is counted. Of updates with equal scores, the
+  first one in the order of aggregation is used.
 - Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
   statistics are averaged as in FedAvg.
 """

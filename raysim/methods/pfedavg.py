@@ -11,8 +11,9 @@ it, client k's own model v_k is
     finetune_last    the same, after the last round only
 
 Departures from the paper
-- It names neither the mode nor the number of steps; a result has to name the mode. In after_local
-  the column `accuracy` is that of v_k; in the fine-tuning modes `accuracy_finetuned` is.
+- The paper names neither the mode nor the number of steps, so a reported result must name its
+  mode. The accuracy of v_k is the column `accuracy` in after_local, and the column
+  `accuracy_finetuned` in the fine-tuning modes.
 - Fine-tuning starts the run's optimizer again, with its rate at that version, its batches, and
   cross-entropy alone, on separate random streams; BatchNorm is in train mode. head_only trains the
   head, with the extractor in eval mode.

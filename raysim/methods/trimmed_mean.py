@@ -1,6 +1,6 @@
 """Trimmed mean: leave out the largest and smallest changes of each parameter, average the rest.
 
-It is robust against arbitrary updates, up to the share that is left out at either end.
+It is robust as long as the share of arbitrary updates is not above the share left out at each end.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II. Of m values, floor(share m)

@@ -26,9 +26,9 @@ _work_of = attrgetter("work")
 
 
 class StateHome(NamedTuple):
-    """The worker that has a client's state.
+    """The worker that has, or will have, a client's newest state.
 
-    is_pending: True if the job that leaves this state has not ended yet.
+    is_pending: True if the job that makes this state has not ended yet.
     """
 
     worker: int
@@ -94,10 +94,11 @@ def assign_groups(
     nodes: Sequence[int],
     keeps_nodes: bool = False,
 ) -> list[list[Job]]:
-    """Return the jobs of each worker, so that workers make few sums and are rarely idle.
+    """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A group is split in half repeatedly, until the busiest worker has at most `MAX_SLOWDOWN` times
-    the work that it would have without groups.
+    A worker that trains a whole group returns one sum of its updates, so groups are split as rarely
+    as possible. They are split in half until the busiest worker has at most `MAX_SLOWDOWN` times
+    the load that it would have if jobs were assigned one by one.
     groups: parts of the summation tree of an aggregation (see `tree_sum`). The jobs of a group are
     in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
@@ -184,9 +185,9 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Split units until the load of every place is at most `limit`; return the units of each.
+    """Split units until the load of every place is at most `limit`; return each place's units.
 
-    Return None if the load stays above the limit.
+    Return None if a load is still above the limit after the largest number of splits.
     loads, capacities: see `_distribute`.
     """
     longest = (limit - min(loads)) * max(capacities)
@@ -206,9 +207,10 @@ def _split_until_balanced(
 
 
 def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
-    """Split units in half repeatedly, until their work is at most `longest`.
+    """Split units in half repeatedly, until the work of each is at most `longest`.
 
-    Such units fit nowhere. A unit of one job is not split.
+    A unit of one job is not split.
+    longest: the most work that fits into a place; a longer unit would fit nowhere.
     """
     remaining = list(units)
     short: list[_Unit] = []
@@ -222,10 +224,12 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
-    """Return the unit to split: the shortest one that has a half of at least `excess` samples.
+    """Return the unit of an overloaded place to split next; None if all units are single jobs.
 
-    If no unit is that long, return the longest unit of several jobs; None if every unit is one job.
-    Splitting a short unit keeps the long ones whole, so that fewer sums are made.
+    It is the shortest unit whose half has at least `excess` samples, so that longer units stay
+    whole and fewer sums are made. If all units are too short, it is the longest one.
+    units: the units of the place.
+    excess: the number of samples by which the place is above the limit.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:

@@ -1,8 +1,8 @@
 """Availability of clients: a function of seed, client and virtual time.
 
-Each class answers for one client or for many, and lists the changes after a moment. If very few
-clients are available, the planner follows that list instead of looking at all clients (see
-`idle_clients.py`).
+Each class can say whether one client, or each of many clients, is available at a given time. It can
+also list all changes after a given time. If very few clients are available, the planner follows
+this list instead of looking at all clients (see `idle_clients.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Availability(ABC):
         return np.array(times, np.float64)
 
     def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
-        """Return the clients of `clients` that are available at the virtual time `now`."""
+        """Return the entries of `clients` that are available at the virtual time `now`."""
         available = [clients[:0]]
         for place in _blocks(len(clients)):
             block = clients[place]
@@ -83,10 +83,11 @@ class Availability(ABC):
         return np.concatenate(available)
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """Yield all changes of these clients after the virtual time `now`, in order of time.
+        """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        The time of each client's next change is stored, and only the earliest sixteenth of these
-        times is sorted at once. Therefore one change costs the same for any number of clients.
+        The time of each client's next change is stored. These times are not all sorted: each time
+        the yielded changes are used up, the next sixteenth of the times is. Therefore one change
+        costs about the same for any number of clients.
         clients: ascending.
         """
         times = np.empty(len(clients))  # float64 [clients], the time of each client's next change
@@ -135,12 +136,12 @@ class Availability(ABC):
 
 
 def floats(values: np.ndarray) -> memoryview[float]:
-    """Return a view of the floats; reading one value is twice as fast as with NumPy."""
+    """Return a view of an array of floats from which reading one value takes half the time."""
     return memoryview(values)  # type: ignore[arg-type, call-overload, return-value, unused-ignore]
 
 
 def ints(values: np.ndarray) -> memoryview[int]:
-    """Return a view of the integers; reading one value is twice as fast as with NumPy."""
+    """Return a view of an array of integers from which reading one value takes half the time."""
     return memoryview(values)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -149,10 +150,9 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _interval(now: float, length: float) -> int:
-    """Return the index of the interval of `length` seconds that contains a time.
+    """Return the number k of the interval [k * length, (k + 1) * length) that contains `now`.
 
-    Interval k is from k * length to (k + 1) * length. The rounded quotient now / length alone may
-    give the interval before or after the correct one.
+    floor(now / length) may be wrong by one, because the quotient is rounded; this is corrected.
     """
     interval = math.floor(now / length)
     if (interval + 1) * length <= now:
@@ -163,7 +163,7 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return the index of the interval that contains each time; see `_interval`."""
+    """Return the number of the interval that contains each time; see `_interval`."""
     interval = np.floor(now / length)
     return interval + ((interval + 1) * length <= now) - (interval * length > now)
 
@@ -207,10 +207,9 @@ class Diurnal(Availability):
 
 
 class _StepDraw(NamedTuple):
-    """The random numbers of one time step of `MarkovAvailability`.
+    """The random numbers of one time step, from which `MarkovAvailability` decides all clients.
 
-    The numbers define a random order of the clients: client c has place (c - start) * factor mod
-    prime.
+    They put the clients in a random order: client c has place (c - start) * factor modulo a prime.
     """
 
     start: int
@@ -263,7 +262,7 @@ class MarkovAvailability(Availability):
         return draw
 
     def _decision(self, client: int, step: int) -> bool | None:
-        """Return True or False if a step sets a client's availability to it, else None."""
+        """Return True if a step makes a client available, False if unavailable, None if neither."""
         draw = self._draws.get(step) or self._draw(step)
         place = (client - draw.start) * draw.factor % self._prime
         if place < draw.comes:
@@ -273,7 +272,7 @@ class MarkovAvailability(Availability):
     def available(self, client: int, now: float) -> bool:
         """Return True if the client is available.
 
-        The last step up to `now` that sets the client's availability decides.
+        The client is as the last step up to `now` that decided its availability left it.
         """
         return self._state(client, _interval(now, self._step_s))
 
@@ -324,7 +323,7 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return the clients that this step makes available, ascending."""
+        """Return the clients that a step sets to available, ascending; some may be so already."""
         draw = self._draw(step)
         if draw.comes >= len(clients):
             return np.asarray(clients[self._places(clients, step) < draw.comes])
@@ -334,8 +333,8 @@ class MarkovAvailability(Availability):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield the changes step by step; see `Availability.changes`.
 
-        The cost of a step depends on the number of clients that change, and not on that of all
-        clients.
+        The cost of a step depends on the number of clients that are available or become so, and not
+        on the number of all clients.
         """
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
@@ -351,7 +350,7 @@ class MarkovAvailability(Availability):
 
 
 def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Return for each value if it is one of `members`, as a bool array.
+    """Return a bool array with an entry for each value: True if it is one of `members`.
 
     members: ascending.
     """
@@ -374,11 +373,13 @@ class Intervals(Availability):
 
     A row is the recording of one device; several clients may have the same row. An interval
     includes its start and excludes its end.
-    bounds: float64, the starts and ends of intervals in turn, row after row, in virtual seconds.
+    bounds: float64, for each row the start and end of its first interval, then those of its second
+    interval, and so on, in virtual seconds; row after row.
     first: int [rows + 1], the position in `bounds` at which each row begins; the last entry is the
     length of `bounds`.
-    periods: float64 [rows], the seconds after which a row repeats if `wrap` is True.
+    periods: float64 [rows], the length of each recording in seconds.
     row_of: int [clients], the row of each client.
+    wrap: True repeats a recording after its period; False makes the client unavailable then.
     """
 
     def __init__(
@@ -411,10 +412,10 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return a client's row, the start and the end of its current period, and its next bound.
+        """Return a client's row, the start and end of its current period, and its next bound.
 
-        The next bound is the first start or end of an interval after `now`; it is returned as a
-        position in `bounds`.
+        The next bound is the first start or end of an interval after `now`, as a position in
+        `bounds`. A period is one repetition of the recording, in virtual seconds.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:

@@ -49,7 +49,7 @@ def validation_column(spec: RunSpec) -> str | None:
 class BestModel:
     """The weights of the best round so far; checkpoints contain them.
 
-    Of rounds with equal values the first one counts.
+    If several rounds have the best value, the first one is the best.
     """
 
     def __init__(self, criterion: Criterion):
@@ -62,7 +62,7 @@ class BestModel:
         """Keep the weights of a round if the round is better than all rounds before.
 
         row: the history's row of the round.
-        vector, counters: the weights that were scored.
+        vector, counters: the scored weights: the shared vector and the shared integer buffers.
         """
         if self._is_better(row):
             self.vector, self.counters = vector, counters
@@ -92,9 +92,10 @@ class BestModel:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
-        """Return arrays from which `restore` continues.
+        """Return the arrays for a checkpoint, from which `restore` continues.
 
-        current: the vector of the current version. If it is the best one, the arrays leave it out.
+        current: the vector of the current version. The checkpoint contains it anyway, so the arrays
+        do not contain it again if it is the best one.
         """
         is_current = self.vector is current
         arrays = {
@@ -107,10 +108,10 @@ class BestModel:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
-        """Continue from the arrays of a checkpoint.
+        """Continue from the arrays that `state` returned.
 
-        vector, counters: the current weights in the checkpoint. They are the best ones if the
-        arrays contain no weights.
+        vector, counters: the weights of the checkpoint's version. They are used if `arrays` says
+        that this version is the best one.
         """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:

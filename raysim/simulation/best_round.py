@@ -13,12 +13,12 @@ from raysim.data.partition import CSR
 
 
 class BestRounds:
-    """The first round with the best validation score, and its test scores, so far.
+    """The round with the best validation score so far, and the test scores of that round.
 
-    There is one best round for each client and one for the shared model. Checkpoints contain them.
-    Every score must be given such that higher is better. For a client without validation samples
-    the last round counts as the best one.
-    tests: the test rows of each client.
+    Each client has a best round, and so has the shared model. Checkpoints contain them. Of equal
+    rounds the first one counts. The highest validation score is the best, so callers negate errors.
+    For a client without validation samples, the last round is the best one.
+    tests: the rows of each client's test samples.
     """
 
     def __init__(self, tests: CSR):
@@ -34,12 +34,13 @@ class BestRounds:
     def take(
         self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Record the scores of some clients in a round; return those of their best rounds.
+        """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        Return the best validation scores [clients], and the scores of the test rows in the best
-        rounds.
+        The result has two arrays: each client's validation score in its best round, [clients], and
+        the scores of its test samples in that round, in the form of `hits`.
+        clients: the scored clients.
         validation: [clients], the validation scores; nan for a client without validation samples.
-        hits: a score for each test row, client after client.
+        hits: the score of each test sample, client after client.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
@@ -62,9 +63,11 @@ class BestRounds:
     def take_shared(
         self, round: int, validation: float, central: float | None
     ) -> tuple[int, float | None]:
-        """Record the shared model's scores; return the number and central score of its best round.
+        """Record the shared model's scores; return its best round and the central score there.
 
-        central: the score on the central test set; None if there is none.
+        round: the number of the round.
+        validation: the model's validation score in this round.
+        central: the model's score on the central test set; None without such a set.
         """
         best = self._arrays["shared"]
         if validation > best[0]:

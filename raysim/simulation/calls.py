@@ -95,7 +95,7 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, and with it values that the run needs"
+                    f"worker {call.worker} is lost, and the run needs values that only it had"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:
@@ -116,10 +116,11 @@ class WorkerCalls:
         for worker in self.active:
             self.call(worker, "ready")
 
-    def keep(self, *args: object) -> None:
-        """Send constants to every worker (`Worker.store_constants`), and wait for the answers.
+    def store_constants(self, *args: object) -> None:
+        """Call `Worker.store_constants` of every worker, and wait for the answers.
 
-        Workers that start later get these constants, too.
+        Workers that start later get the same call.
+        args: the arguments of `Worker.store_constants`.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
@@ -245,7 +246,10 @@ class WorkerCalls:
             self._send(call)
 
     def _dies_too_often(self, worker: int) -> bool:
-        """Record a death; return True if several workers of the node died within minutes."""
+        """Record that a worker died; return True if its node lost several workers in minutes.
+
+        The limits are `MAX_NODE_DEATHS` and `DEATH_WINDOW_S`.
+        """
         now = time.monotonic()
         deaths = self._node_deaths[self._runtime.nodes[worker]]
         deaths.append(now)
@@ -257,7 +261,7 @@ class WorkerCalls:
         return True
 
     def _continue_without(self, worker: int, death: WorkerDiedError) -> bool:
-        """Continue without a dead worker and without a new one; return False if impossible."""
+        """Give a dead worker's calls to the other workers; return False if that is impossible."""
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
         if not remaining or any(call.method not in REPEATABLE for call in calls):
@@ -293,9 +297,11 @@ class WorkerCalls:
         return has_moved
 
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
-        """Give no more calls to a worker whose node will leave.
+        """Give no more calls to a worker whose node will leave the cluster.
 
         The worker is released after it has answered its last call.
+        node: the node, with the reason why it leaves.
+        remaining: the workers that can get other calls. If there are none, nothing changes.
         """
         if worker in self.active:
             if not remaining:  # no other worker is left

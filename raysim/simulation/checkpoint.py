@@ -161,9 +161,8 @@ class Checkpoints:
         next call tries again.
 
         Checkpoints of later versions are removed as well: if the run continued from an earlier
-        checkpoint, the later ones do not belong to it any more. The version that was written last
-        is not written again, because nothing that a result depends on changes between two
-        aggregations.
+        checkpoint, the later ones do not belong to it any more. If this version was written last,
+        it is not written again, because the state of a run changes only with an aggregation.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """
@@ -222,9 +221,9 @@ class Checkpoints:
         return files
 
     def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write new rows of the history, `_ROWS` in a file; return checksums by file name.
+        """Write new rows of the history to files; return checksums by file name.
 
-        Rows that do not fill a file are left out.
+        Each file has `_ROWS` rows. The last rows are not written until they fill a file.
         """
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)
@@ -266,8 +265,9 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} began later to write its checkpoints to {place}, so "
-                "this run writes none there; one of the two runs needs another place"
+                f"{writer.partition(' (')[0]} began to write checkpoints to {place} after this run "
+                "did, so this run no longer writes there; set another out or checkpoint.folder for "
+                "one of the two runs"
             )
 
     def _continue_log(self, place: Store) -> None:
@@ -310,9 +310,10 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the log files that are needed: those of states in the index, and all rows.
+    """Return the log files that a checkpoint still needs, without abandoned ones.
 
-    log: the checksum of each log file, by name.
+    These are all files of rows, and the files of states that `index` lists.
+    log: the checksum of each log file, by name. The result has the same form.
     """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
     return {
@@ -353,7 +354,7 @@ def _write_bytes(place: Store, name: str, content: bytes) -> str:
 def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
     """Divide arrays into groups that are small enough for one file; yield at least one group.
 
-    The arrays are C-contiguous.
+    The yielded arrays are C-contiguous.
     """
     part: dict[str, np.ndarray] = {}
     size = 0
@@ -502,7 +503,8 @@ def _read_index(place: Store, folder: str) -> StateIndex:
 def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
     """Return the client states in an index; a file is read when one of its states is needed.
 
-    Iteration follows the order of the files, so that each is mapped once and one at a time.
+    Only one file is mapped into memory at a time. Iteration goes through the clients file by file,
+    so that no file is mapped twice.
     """
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
     file_of: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())

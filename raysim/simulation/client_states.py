@@ -24,7 +24,7 @@ from raysim.vectors.layout import Layout
 
 
 class StateUse(NamedTuple):
-    """The client state that one client's jobs in a call start from.
+    """The client state that a call to a worker needs for one client.
 
     job: the number of the job that made the state; -1 means the initial state.
     next_job: the number of the job in this call that makes the client's next state; -1 if the call
@@ -129,7 +129,7 @@ class ClientStates:
         ]
 
     def copy_states_of(self, worker: int) -> None:
-        """Copy the states that this worker made to the coordinator's node; wait for the copies."""
+        """Copy the states that only a worker's node has to the coordinator's node, and wait."""
         for number in self.states_of(worker):
             self._stored[number] = self.runtime.put(self.runtime.get(self._stored[number]))
             del self._makers[number]
@@ -153,9 +153,11 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return the states that a call to a worker must contain, and the bytes read from disk.
 
-        A returned state is None if the worker already has it. A client that leaves a next state
-        belongs to this worker from now on, and other workers forget the client. The caller must
-        pass the bytes to `release_read` when the call is answered.
+        A returned state is None if the worker already has it. If the call makes a client's next
+        state (`StateUse.next_job`), this worker has the client's state from now on, and the worker
+        that had it forgets it. The caller must pass the bytes to `release_read` when the call is
+        answered.
+        uses: the states that the call needs.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
@@ -179,7 +181,7 @@ class ClientStates:
     def release_read(self, read_bytes: int) -> None:
         """Stop counting the bytes that `send` read from disk for a call.
 
-        The call is answered, or is made again.
+        Call this when the call is answered, and before the call is repeated.
         """
         self._read_bytes -= read_bytes
 

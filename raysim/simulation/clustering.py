@@ -2,7 +2,7 @@
 
 Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed
 Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
-to 3. With updates d_i of the clients i of a cluster, and weights w_i by samples:
+to 3. Client i of a cluster has the update d_i and the weight w_i, its number of samples:
 
     the cluster is split if   |sum_i w_i d_i / sum_i w_i| < eps_1  and  max_i |d_i| > eps_2
     a_ij = <d_i, d_j> / (|d_i| |d_j|)
@@ -40,9 +40,10 @@ from raysim.vectors.tree_sum import weighted_sum
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the parts is small.
 
-    This is Algorithm 1 of the paper. Pairs of clients are joined, beginning with the most similar
-    pair, until two parts are left; of equal similarities the first pair counts. Return a bool array
-    [n] that is False for the part of client 0, and the largest similarity between the parts.
+    This is Algorithm 1 of the paper. Parts are joined, beginning with those of the most similar
+    pair of clients, until two parts are left. If pairs are equally similar, the first one is used.
+    Return a bool array [n], which is False for the part of client 0 and True for the other part,
+    and the largest similarity between the parts.
     similarities: float64 [n, n], symmetric, with n at least 2.
     """
     count = len(similarities)

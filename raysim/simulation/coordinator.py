@@ -187,9 +187,9 @@ class Coordinator:
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
         """Return the loss of each client on its training samples, with its replica's model.
 
-        Wait for the workers that compute it. If clients choose their replica, use the smallest loss
-        of all replicas.
-        samples: the most samples of each client; None uses all.
+        Wait for the workers that compute the losses. If clients choose their replica, the loss is
+        the smallest one of all replicas.
+        samples: the largest number of samples of a client; None uses all.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:

@@ -19,7 +19,7 @@ Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 
 - medium phones: the mean of mobile networks in September 2020, 35.96 down and 11.22 up;
 - fast phones: the median over 5G in the third quarter of 2021, 166.13 down and 21.08 up;
 - tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 down and 45.74 up.
-The network of each class is assumed.
+Assumed: which of these networks the devices of a class use.
 
 Shares. Measured: 52.3 phones to 4.3 tablets in web traffic (StatCounter, December 2017); 24 % of
 the phones sold in 2023 were of the most expensive class (Counterpoint); 18,820 slow to 16,428

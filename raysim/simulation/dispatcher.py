@@ -112,7 +112,7 @@ class Dispatcher:
     def enqueue(self, job: Job, aggregation: int) -> None:
         """Put a job into the queue; it is trained as soon as a worker has time.
 
-        aggregation: the version that the update will be added to.
+        aggregation: the number of the version to which the job's update will be added.
         """
         self._queue.put(job, aggregation)
 
@@ -130,7 +130,7 @@ class Dispatcher:
 
         Afterwards send other jobs to idle workers.
         jobs: all jobs of the aggregation, in the order in which they are aggregated.
-        aggregation: the version that their updates will be added to.
+        aggregation: the number of the version to which their updates will be added.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -217,10 +217,10 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Remove jobs for one call of this worker from the queue; return them.
+        """Remove the jobs of this worker's next call from the queue; return them.
 
-        The worker gets jobs of clients whose state it has, or whose state no worker has. If the
-        worker is idle, its first job may be of a client whose state is on another worker.
+        These are jobs of clients whose state this worker has, or no worker has. If the worker is
+        idle, the first job may be of a client whose state is on another worker.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -314,7 +314,7 @@ class Dispatcher:
         self._fill_workers()
 
     def _move(self, call: Call, previous: int) -> None:
-        """Record that the worker `previous` has lost a call to another worker."""
+        """Record that a call of the worker `previous` was given to the worker `call.worker`."""
         if isinstance(call, TrainCall):
             work = total_work(call.jobs)
             self._loads[previous] -= work
@@ -347,8 +347,8 @@ class Dispatcher:
     ) -> dict[Group, np.ndarray]:
         """Return the sums of the updates of these jobs, by group.
 
-        Sums that are still on nodes are added up there first. Jobs of a sum that was lost with its
-        node are trained again.
+        Sums that are still on other nodes are added up there to larger groups, and then fetched. If
+        a sum was lost with its node, its jobs are trained again.
         calls: the calls that train the jobs.
         numbers: the numbers of the jobs.
         """

@@ -55,11 +55,12 @@ class Scoring:
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    reports: the calls of each view (see the module).
-    members: the clients of the loss decomposition.
-    models: for each member the calls that score its local model; then those of the next shared
-    model.
-    replicas: for each replica the calls that score it on the central test set.
+    reports: for each view (a kind of model, see the module), the calls that score it.
+    members: the clients whose local models the loss decomposition compares; else empty.
+    models: for each of these clients, the calls that score its local model; in the last entry, the
+    calls that score the next shared model.
+    replicas: for each scored replica, the calls that score it on the central test set.
+    version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
     `Evaluator.columns` fills it.
     """
@@ -117,7 +118,7 @@ class Evaluator:
         self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
 
     def _make_columns(self) -> list[ScoreColumns]:
-        """Return the makers of columns, one for each metric; the main metric is first."""
+        """Return a `ScoreColumns` for each metric; the main metric is first."""
         metrics = self.spec.task.metrics
         functions = row_functions(metrics)
         columns = []
@@ -229,10 +230,10 @@ class Evaluator:
     def _score_centrally(
         self, central: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
     ) -> list[list[Call]]:
-        """Start scoring several versions on the central test set; return the calls of each.
+        """Start scoring several versions on the central test set; return the calls of each version.
 
         central: the tasks, which are the same for all versions.
-        sources: the versions.
+        sources: for each version, a function that returns a reference to it.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
@@ -330,7 +331,10 @@ class Evaluator:
 
     @staticmethod
     def _rows(part: CSR, clients: Iterable[int]) -> np.ndarray:
-        """Return the rows of some clients, one client after another."""
+        """Return the data set's rows of some clients, one client after another.
+
+        part: for each client its rows in one part of the split, such as its test samples.
+        """
         return np.concatenate([part.indices[:0], *(part.rows(int(client)) for client in clients)])
 
     def _validation_rows(self, clients: Iterable[int]) -> np.ndarray:
@@ -352,7 +356,7 @@ class Evaluator:
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
     def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
-        """Start the calls for tasks that score a version each; see `_start`.
+        """Start the calls for tasks that may score different versions; see `_start`.
 
         sources: for each task, a function that returns a reference to its version.
         """
@@ -391,9 +395,10 @@ class Evaluator:
     def _chunks(
         self, worker: int, parts: Sequence[tuple[Source, Sequence[ScoringTask]]]
     ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
-        """Divide a worker's tasks into calls that read few bytes from disk each.
+        """Divide a worker's tasks into calls, so that no call reads too many bytes from disk.
 
-        parts: tasks that have the same version, with that version.
+        Return the worker, the tasks and the version of each call.
+        parts: pairs of a version and the tasks that score it.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
         for source, tasks in parts:
@@ -404,9 +409,11 @@ class Evaluator:
     def losses(
         self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
     ) -> np.ndarray:
-        """Return the mean loss on each client's training samples, float64 [clients]; wait for it.
+        """Return the mean loss on each client's training samples, float64 [clients].
 
-        samples: the most samples of each client, drawn by client and version; None uses all.
+        Wait for the workers that compute the losses.
+        samples: the largest number of samples of a client. If the client has more, they are drawn;
+        the draw depends on client and version. None uses all samples.
         version: the number of the current version.
         sources: for each client, a function that returns a reference to the version to use.
         """

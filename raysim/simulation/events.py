@@ -134,9 +134,9 @@ class Saved:
 class Profiled:
     """The event that reports a profile: the time of each process by activity.
 
-    The processes are the coordinator and all workers. The event comes before the end of a run with
-    a profile.
-    start, stop: the interval of wall time that all tracks cover.
+    A run with `profile=true` yields this event shortly before its end.
+    start, stop: the interval of wall time that the profile covers.
+    tracks: the profile of each process: the coordinator and all workers.
     """
 
     start: float  # seconds since the epoch

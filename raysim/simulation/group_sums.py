@@ -72,8 +72,8 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups that a worker sums.
 
-        These are the groups of `groups`, except a single job that is the only one of its tree. The
-        update of such a job is as long as its sum, and contains more.
+        These are the groups that `groups` returns, without a job that is the only one of its
+        aggregation. Its update is sent instead of a sum: it has the same size and contains more.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 
@@ -119,10 +119,10 @@ def fetch_sums(
 
 
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
-    """Let nodes add up the sums of the parts of a group; return the total before it is ready.
+    """Start to add up the sums of a group's parts on the nodes; return a reference to the total.
 
-    Each node adds up the parts that it has. Where two halves of a part of the tree are on different
-    nodes, one half is sent to the node of the other half; all such transfers run at the same time.
+    Each node adds up the parts that it has. If the two halves of a group are on different nodes,
+    the sum of one half is sent to the node of the other half. Such transfers run in parallel.
     parts: the sums of the group's parts, in order.
     """
     if len(parts) == 1:

@@ -162,7 +162,7 @@ class RowWriter:
 def _replica_columns(replicas: Replicas, aggregation: PlannedAggregation) -> Row:
     """Return columns with the replica that aggregated, and its traffic.
 
-    Return none unless each replica has its own schedule.
+    If the replicas do not have separate schedules, there are no such columns: return {}.
     """
     if not replicas.network.own_schedules:
         return {}
@@ -186,9 +186,9 @@ def _mean_loss(updates: Sequence[Update]) -> float | None:
 
 
 def _mean_reports(updates: Sequence[Update]) -> Row:
-    """Return columns with the values that methods report on clients, each as a mean.
+    """Return a column for each value that methods reported in the clients' jobs (`job.report`).
 
-    The mean is over the clients that report the value.
+    It has the mean over the clients that reported this value.
     """
     values: dict[str, list[float]] = {}
     for update in updates:

@@ -23,7 +23,7 @@ class JobQueue:
     def put(self, job: Job, aggregation: int) -> None:
         """Add a job to the queue.
 
-        aggregation: the version that the job's update will be added to.
+        aggregation: the number of the version to which the job's update will be added.
         """
         heapq.heappush(self._jobs, (aggregation, job.finish, job.client, job.number, job))
 
@@ -40,9 +40,9 @@ class JobQueue:
         """Remove and return the first jobs that a worker accepts.
 
         accepts: function that returns True if the worker accepts a job. Its second argument is True
-        for the first job of the bundle.
+        until a job is accepted.
         max_jobs: the largest number of jobs.
-        max_work: the work, in samples, at which no more jobs are added.
+        max_work: no more jobs are added when they have this many samples together.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

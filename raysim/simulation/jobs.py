@@ -44,8 +44,8 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 class JobRow:
     """A row of the job table.
 
-    aggregation: the version that the update will be added to; -1 if it is not known or there is
-    none.
+    aggregation: the number of the version to which the update will be added; -1 if this is not
+    known yet, and for an update that is never aggregated.
     """
 
     job: Job
@@ -89,7 +89,8 @@ class JobTable:
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
         """Return the jobs of an aggregation, in the order in which they are aggregated.
 
-        A job that is dispatched has the values that `_dispatch` added.
+        A dispatched job is complete: it also has the fields that the planner cannot know, such as
+        its weight.
         """
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
@@ -170,7 +171,7 @@ class JobTable:
                 self._versions.release(version)
 
     def _dispatch(self, aggregation: PlannedAggregation) -> None:
-        """Give planned jobs the values of their base versions, which exist from now on.
+        """Dispatch planned jobs whose base versions exist now; complete their fields.
 
         aggregation: the aggregation before which the jobs are dispatched.
         """

@@ -28,7 +28,11 @@ SentFloats: TypeAlias = Callable[[int, str], int]  # by client and full name
 
 @dataclass(frozen=True)
 class _Traffic:
-    """The floats that some of the jobs receive in addition to the model."""
+    """A tensor that clients receive in addition to the model.
+
+    floats: its number of floats.
+    when: function that returns True for a job whose client receives the tensor.
+    """
 
     floats: int
     when: Callable[[Participation], bool]
@@ -36,12 +40,12 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class VaryingTensors:
-    """The tensors of a method whose sizes change from version to version.
+    """The tensors of a method whose sizes change from version to version, by full name.
 
-    sent: for each tensor that clients receive, its floats in version 0, by full name.
-    uploaded: for each tensor that clients send, its floats in version 0, by full name.
-    planned: for each of the uploaded tensors, the function of `Setup.upload` that returns its
-    floats, by full name.
+    sent: the number of floats of each tensor that clients receive, in version 0.
+    uploaded: the number of floats of each tensor that clients send, in version 0.
+    planned: for each uploaded tensor, the function that the method gave to `Setup.upload`. It
+    returns the tensor's number of floats, given the number of floats that the client received.
     """
 
     sent: Mapping[str, int]
@@ -49,16 +53,17 @@ class VaryingTensors:
     planned: Mapping[str, PlannedUpload]
 
     def received_floats(self, floats_of: FloatsOf) -> int:
-        """Return the number of floats of these tensors that a client receives.
+        """Return how many floats a client receives with these tensors.
 
-        floats_of: function that returns the floats of a tensor, given its full name.
+        floats_of: function that returns the number of floats of a tensor, given its full name.
         """
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
-        """Return how many more floats a job receives, and sends, than a job from version 0.
+        """Return how many more floats a client receives, and sends, than in a job from version 0.
 
-        floats_of: function that returns the floats of a tensor in the job's base version.
+        floats_of: function that returns the number of floats of a tensor, given its full name, in
+        the job's base version.
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -68,7 +73,8 @@ class VaryingTensors:
     def unplanned_floats(self, update: Update, floats_of: FloatsOf) -> int:
         """Return by how many floats an update is larger than planned; negative if smaller.
 
-        floats_of: function that returns the floats of a tensor in the update's base version.
+        floats_of: function that returns the number of floats of a tensor, given its full name, in
+        the update's base version.
         """
         planned = sum(self.uploaded.values())
         if update.version:
@@ -96,12 +102,13 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 
 
 class Loads:
-    """A function that returns the load of a job: samples, and floats received and sent.
+    """A callable that returns the load of a job: samples, and floats received and sent.
 
-    A forward pass without a backward pass counts as the part `FORWARD` of a sample.
+    A sample that goes through a forward pass only counts as `FORWARD` samples (less than one).
     counts: int64 [clients], the training samples of each client.
-    sent_floats: function that returns the floats of a tensor that a client receives with the
-    current version. None counts every tensor with its size in version 0.
+    sent_floats: function that returns the number of floats that a client receives with a tensor of
+    the current version, given the client and the tensor's full name. None counts every tensor with
+    its size in version 0.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class Loads:
 
 
 def _downloads(declared: MethodDeclaration, layout: Layout) -> list[_Traffic]:
-    """Return the traffic of each tensor that a method sends to clients with the model."""
+    """Return a `_Traffic` for each tensor that a method sends to clients with the model."""
     downloads = []
     for send in declared.sends:
         when = send.when
@@ -193,9 +200,10 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client need not receive, compared with all parameters.
+        """Return how many floats fewer a client receives than all parameters.
 
         Also record that the client has this version from now on.
+        version: the base version of the client's next job.
         """
         previous = self.received.item(client)
         self.received[client] = version
@@ -205,10 +213,10 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A function that returns the load of a job if every client has its own replica.
+    """A callable that returns the load of a job if every client has its own replica.
 
-    A client does not receive and send the model. It receives and sends the floats of its exchange
-    with other clients.
+    Then a client neither receives nor sends the model. Instead, it exchanges models with other
+    clients.
     model: the number of floats of a replica.
     """
 
@@ -226,7 +234,7 @@ class PeerLoads:
 
 
 class ChoiceLoads:
-    """A function that returns the load of a job if clients choose their replica by its loss.
+    """A callable that returns the load of a job if clients choose their replica by its loss.
 
     A client receives all replicas, computes the loss of each on its training samples, and sends one
     additional number: its choice.

@@ -104,14 +104,14 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
     name, compressor = compression
     if network.on_clients:
         raise ValueError(
-            f"compression={name}: it compresses messages between clients and a server, but in this "
+            f"compression={name} compresses messages between clients and a server, but in this "
             "topology clients exchange models. Set compression=none or topology=star."
         )
     if compressor.compresses_down and network.replicas > 1:
         raise ValueError(
-            f"compression.direction={compressor.direction}: clients must receive the steps of one "
-            f"model, but this topology has {network.replicas} models. Set compression.direction=up "
-            "or topology=star."
+            f"compression.direction={compressor.direction} compresses the server's steps, which "
+            f"needs one model, but this topology has {network.replicas} models. Set "
+            "compression.direction=up or topology=star."
         )
 
 
@@ -205,8 +205,8 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return the training samples of a replica's clients, and the number of all other clients.
 
-    The samples are int64 [clients]; they are 0 for a client of another replica. Clients that are
-    never trained count as other clients.
+    The samples are an array int64 [clients], which is 0 for a client of another replica. Clients
+    that are never trained (`evaluate.unseen`) count as other clients.
     replica_of: int [clients], the replica that serves each client.
     """
     partition = spec.data.partition

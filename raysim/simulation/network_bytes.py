@@ -137,7 +137,7 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True if a value itself is in a message, False if it is a handle of a stored value."""
+    """Return True if a message contains the value itself, False if only a reference to it."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 

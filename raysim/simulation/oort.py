@@ -6,8 +6,8 @@ Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported i
     (U + sqrt(0.1 log R / L)) * (T / D)^penalty, the last factor only if D > T
 
 U is the client's number of samples times its loss, clipped at a quantile and scaled to [0, 1]. R is
-the number of this round, and L that of the round in which the client was chosen last. D is the
-duration of the client's last job. T is the preferred duration.
+the number of the current round, and L is the number of the round in which the client was chosen
+last. D is the duration of the client's last job. T is the preferred duration.
 
 Choices and departures:
 - The paper's U is samples times the root mean square of the samples' losses. Here it is samples

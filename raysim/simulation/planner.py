@@ -75,7 +75,7 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client need not receive with its next job."""
+        """Return how many floats fewer than all parameters a client receives with its next job."""
         ...
 
 
@@ -119,10 +119,11 @@ class PlannedAggregation:
 
 
 def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random positions below `clients`, drawn in growing blocks.
+    """Yield random positions below `clients`, possibly with repetitions.
 
-    Stop as soon as a list of all clients would have cost less.
-    count: the number of clients that are needed.
+    Each block of draws is twice as large as the previous one. Stop when so many positions were
+    drawn that it is cheaper to draw from a list of all idle clients.
+    count: the number of clients that the caller needs.
     """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
@@ -138,10 +139,9 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
 class Site:
     """The clients and jobs that one schedule sees: those of the whole run, or of one replica.
 
-    pool: the pool that contains this site's clients; -1 if they are all clients. A schedule that
-    has its own pools draws from those instead.
+    pool: the replica if the site has the clients of one replica; -1 if it has all clients.
     members: the number of this site's clients that have samples.
-    pools: the number of the schedule's own pools.
+    pools: the number of pools into which the schedule divides the clients by speed; 0 for none.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -160,10 +160,10 @@ class Site:
 
 
 class Planner:
-    """A planner, which applies a schedule to a fleet.
+    """The simulation of a schedule and a fleet on virtual time, before any training.
 
-    If each replica has its own schedule, there is one `Site` for each replica; otherwise there is
-    one in all.
+    There is one `Site` for each replica if each replica has its own schedule; otherwise there is a
+    single one.
     counts: int64 [clients], training samples; a client without samples is never dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     version, the number of the client's earlier jobs, and how many of these were aggregated.
@@ -502,7 +502,7 @@ class Planner:
     def _exchange_if_due(self, site: Site, aggregation: PlannedAggregation) -> None:
         """Let the replicas exchange after an aggregation, if an exchange is due now.
 
-        During an exchange no schedule decides anything, and jobs that end are recorded.
+        During the virtual time of an exchange, jobs can end, but no schedule decides anything.
         """
         network = self._network
         site.since_meeting += 1
@@ -702,8 +702,9 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return idle, available clients at the given positions, at most `count`.
+        """Return the first `count` clients at the given positions that are idle and available.
 
+        Return fewer if `places` ends before.
         members: the clients.
         places: positions in `members`, in the order in which they are tried.
         presence: when clients are available; None means always.
@@ -725,7 +726,8 @@ class Planner:
 
         For a small count the numbers are computed one by one, because making a generator costs as
         much as ten of them.
-        purpose, cohort: decide the random numbers.
+        purpose, cohort: the name of the random stream, and the number of the cohort. Equal ones
+        give the same numbers.
         count: about how many numbers are needed.
         """
         if count < EXTRA_DRAWS:
@@ -750,9 +752,9 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return when a client becomes available for a pool that has too few clients.
+        """Return the virtual time at which a pool with too few clients next gets a client.
 
-        Return infinity for never.
+        Return infinity if that never happens.
         Raises ValueError if the run would wait longer than `patience` for its first client.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """
@@ -781,9 +783,9 @@ class Planner:
 
     @property
     def received(self) -> np.ndarray | None:
-        """The base version of each client's last job, int32 [clients]; -1 for no job.
+        """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if steps are not compressed.
+        None if the server's steps are not compressed, because only then it is needed.
         """
         return None if self._messages is None else self._messages.received
 

@@ -46,11 +46,11 @@ def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: W
     """Send every worker the tensors that clients receive once, and the rows that probes use."""
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:
-        calls.keep(runtime.put(constants), _probed_rows(spec))
+        calls.store_constants(runtime.put(constants), _probed_rows(spec))
 
 
 def _probed_rows(spec: RunSpec) -> np.ndarray:
-    """Draw `evaluate.probe_rows` rows of the central test set, as many of each class."""
+    """Draw about `evaluate.probe_rows` rows of the central test set, equally many of each class."""
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]
     rows_per_class = max(1, rows // max(1, len(np.unique(labels))))

@@ -47,7 +47,7 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Record that a replica is read next.
 
-        If it is on disk, the pages of other replicas on disk may leave memory first.
+        If the replica is on disk, this may first remove other mapped replicas from memory.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
@@ -137,6 +137,6 @@ class ReplicaMemory:
 def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
-    It cannot if it is empty, or if it is in reserved space, such as the rows of a cache.
+    An empty tensor cannot be moved, nor one in reserved space, such as the rows of a cache.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

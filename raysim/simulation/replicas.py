@@ -149,10 +149,10 @@ class Replicas:
 
     # --- clients that move ------------------------------------------------------------------------
     def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
-        """Return the jobs of an aggregation, each with the replica that its update belongs to.
+        """Return the jobs of an aggregation, each with the replica that aggregates its update.
 
-        If clients choose their replica, it is the chosen one; otherwise it is the one that serves
-        the client now.
+        If clients choose their replica, this is the chosen one, which serves the client from now
+        on. Otherwise it is the replica that serves the client now.
         results: an update or a failure for each job.
         """
         if not self.network.moves_clients:
@@ -369,21 +369,24 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of all replicas as evaluation uses it, and the maximum of the counters.
+        """Return the mean of the vectors with which the replicas are scored, [layout.shared].
 
-        The mean is a vector [layout.shared].
+        Also return the maximum of their integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 
     def mean(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of all replicas [layout.shared], and the maximum of the counters."""
+        """Return the mean of all replicas' vectors, [layout.shared].
+
+        Also return the maximum of their integer buffers, [layout.shared_counters].
+        """
         return self._mean_of([server.vector for server in self.servers])
 
     def _mean_weights(self) -> list[float]:
         """Return the weight of each replica in the mean of all replicas.
 
-        If clients move between replicas, the weight is the share of samples of the clients that a
-        replica has now; otherwise the topology has fixed weights.
+        If clients move between replicas, it is the replica's share of all samples, by the clients
+        that it serves now. Otherwise the topology gives fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())

@@ -21,7 +21,8 @@ class WorkerDiedError(RuntimeError):
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: a clause that follows the name of the node, for messages.
+    reason: the rest of a sentence that begins with the node's name, such as "was declared dead by
+    Ray".
     is_reachable: True if values on the node can still be read.
     """
 
@@ -116,9 +117,10 @@ class Runtime(Protocol):
         ...
 
     def stacks(self, worker: int) -> str:
-        """Return the positions of a worker's threads, as the previous call requested them.
+        """Return the stack of each of a worker's threads, as text, without waiting for it.
 
-        Return "" if they are not known yet. Each call also requests the current positions.
+        Each call requests the current stacks and returns those that an earlier call requested; ""
+        if none have arrived yet.
         """
         ...
 

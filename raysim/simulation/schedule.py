@@ -116,7 +116,7 @@ class Schedule(Protocol):
 
     @property
     def max_staleness(self) -> int | None:
-        """The largest staleness of an aggregated update; more stale ones are discarded.
+        """The largest staleness of an aggregated update; staler updates are discarded.
 
         None discards no update.
         """

@@ -63,10 +63,11 @@ class PowerOfChoice(Selection):
     replacement, with a probability in proportion to their samples.
 
     candidates: the number of candidates, d in the paper.
-    loss: "measured" is pi_pow-d: the candidates compute the loss of the current model, which costs
-    a forward pass, traffic and time. With `samples` it is pi_cpow-d, a pass over a few samples.
-    "last" is pi_rpow-d: the mean training loss of a client's last aggregated job. For a client
-    without such a job the loss is infinite, as in the paper, so that this client is chosen first.
+    loss: the loss by which candidates are compared. "measured": the candidates compute the loss of
+    the current model, which costs a forward pass, traffic and time (pi_pow-d in the paper; with
+    `samples` it is pi_cpow-d). "last": the mean training loss of the client's last aggregated job
+    (pi_rpow-d). It is infinite for a client without such a job, as in the paper, so that this
+    client is chosen first.
     samples: the most samples of each client in the pass; None uses all.
     """
 

@@ -281,8 +281,8 @@ class Selector:
         """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(
-                f"{self.name}: select called view.measure. Declare measures = True, and call it "
-                "once in a decision."
+                f"{self.name}: select called view.measure, which needs measures=True and is "
+                "possible once in a decision. Declare measures = True, and call view.measure once."
             )
         facts = self._facts
         most = math.inf if samples is None else samples

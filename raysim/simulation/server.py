@@ -143,9 +143,9 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative shares of samples, over the clients with samples; the last entry is 1.
+        """The cumulative sum of the clients' shares of all samples; the last entry is 1.
 
-        float64 [clients with samples].
+        float64, with an entry for each client that has samples.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -184,9 +184,9 @@ class Server:
 
     # --- what clients receive ---------------------------------------------------------------------
     def published(self, number: int = 0) -> PublishedVersion:
-        """Return what all clients that start from this version receive.
+        """Return the current version, as all clients that start from it receive it.
 
-        number: the number of the version among those of all replicas.
+        number: the number of this version among the versions of all replicas.
         """
         vector, counters, extras = self.vector.numpy(), self.counters.numpy(), self._sent("all")
         return PublishedVersion(self.version, vector, counters, extras, number=number)
@@ -227,8 +227,9 @@ class Server:
         expected = number_of_floats(send.floats, self.layout)
         if tensor.numel() != expected and not send.varies:
             raise HookError(
-                f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}' and "
-                f'declares {expected}. Correct the size in run.send("{send.name}", ...).'
+                f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}', but "
+                f"declares {expected}. Correct the size in "
+                f'run.send("{send.name}", ...).'
             )
         return tensor
 
@@ -275,7 +276,7 @@ class Server:
 
     @contextmanager
     def _name_failures(self) -> Iterator[None]:
-        """Raise AggregationError with the method's name in place of an error of a hook."""
+        """Inside `with`, turn an error of a hook into an AggregationError that names the method."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -451,9 +452,10 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return each sum of workers by the positions of its updates in this aggregation.
+    """Map the range of positions that each sum covers to the sum.
 
-    Sums of other replicas are left out. A sum contains at least one update that did not fail.
+    A position is the index of an update in this aggregation. Sums of other replicas are left out.
+    sums: the sums that workers made; each contains at least one update that did not fail.
     positions: the position of each update that did not fail, by the number of its job.
     """
     ranges: dict[range, np.ndarray | None] = {}
@@ -474,14 +476,14 @@ def _check_weights(
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):
         raise HookError(
-            f"method '{method}' returns {count} weights for {len(updates)} updates from weigh. "
+            f"method '{method}' returns {count} weights from weigh for {len(updates)} updates. "
             "Return one for each update."
         )
     for weight, update in zip(weights, updates, strict=True):
         if not (hasattr(weight, "__float__") and math.isfinite(weight)):
             raise HookError(
-                f"method '{method}' returns the weight {weight} for client "
-                f"{format_client(update.client)} from weigh. Return a finite number."
+                f"method '{method}' returns the weight {weight} from weigh for client "
+                f"{format_client(update.client)}. Return a finite number."
             )
 
 

@@ -22,7 +22,7 @@ CLIENT, CENTRAL, VALIDATION = "client", "central", "validation"
 
 
 def is_higher_better(metric: str) -> bool:
-    """Return False for metrics of which a lower value is better, such as losses and errors."""
+    """Return False if a lower value of the metric is better, as for losses and errors."""
     words = metric.split("_")
     return metric not in LOWER_IS_BETTER and not {"loss", "error"} & set(words)
 
@@ -81,7 +81,7 @@ class SetScores:
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
         """Return the tasks that score some rows, one for each domain.
 
-        Return none if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
+        Return [] if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
         prefix: the beginning of the tasks' names.
         """
         domains = self.domains[rows]

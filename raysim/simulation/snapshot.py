@@ -149,7 +149,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
 
 
 def _prefix(replica: int) -> str:
-    """Return the text with which the names of a replica's arrays begin; "" for the first one."""
+    """Return the prefix of the names of a replica's arrays; "" for the first replica."""
     return f"replica/{replica}/" if replica else ""
 
 

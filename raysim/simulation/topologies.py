@@ -32,8 +32,8 @@ class Hierarchical(Topology):
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge server (an edge) waits for the
-    other edges. When all edges have arrived, each gets the mean of all edges' models, weighted by
-    the weights of their clients.
+    other edges. When all edges wait, each gets the mean of all edges' models; the weight of an edge
+    is the sum of its clients' weights.
 
     edges: the number of edges.
     every: the aggregations of an edge from one meeting to the next, kappa_2 in the paper.
@@ -287,7 +287,7 @@ class Gossip(Topology):
             for one, other in GRAPHS[self.graph](self, len(able), generator):
                 neighbours[able[one]].add(able[other])
                 neighbours[able[other]].add(able[one])
-        rows = _given_rows(weight_of_edge, clients) if weight_of_edge else self._rows(neighbours)
+        rows = _rows_of_edges(weight_of_edge, clients) if weight_of_edge else self._rows(neighbours)
         mixing = mixing_matrix(rows, "topology.edges" if weight_of_edge else "topology")
         degrees = np.array([len(row) for row in neighbours])
         partners = np.minimum(degrees, 1) if self.exchange == "pairwise" else degrees
@@ -308,8 +308,9 @@ class Gossip(Topology):
         )
 
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
-        """Return for each client the weights of all replicas in the client's next vector.
+        """Return for each client the weights of the mean that becomes its replica.
 
+        The weights are given by client: those of its neighbours, and its own.
         neighbours: the neighbours of each client.
         """
         rows: list[dict[int, float]] = []
@@ -357,11 +358,14 @@ def _read_edges(
     return weights
 
 
-def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[dict[int, float]]:
-    """Return for each client the user's weights of its neighbours, and the client's own weight.
+def _rows_of_edges(
+    weights: Mapping[tuple[int, int], float], clients: int
+) -> list[dict[int, float]]:
+    """Return for each client the weights of the mean that becomes its replica.
 
-    The own weight is 1 minus the weights of the neighbours.
-    Raises ValueError if the neighbours' weights of a client sum to more than 1.
+    The user gives the weights of the neighbours; the client's own weight is 1 minus their sum.
+    weights: the weight of each edge, in both directions.
+    Raises ValueError if the weights of a client's neighbours sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
     for (one, other), weight in weights.items():
@@ -370,8 +374,9 @@ def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[
         total = math.fsum(row.values())
         if total > 1 + WEIGHT_TOLERANCE:
             raise ValueError(
-                f"topology.edges: the weights of client {client}'s neighbours sum to {total:g}. "
-                "Let them sum to at most 1; the remaining weight is that of the client itself."
+                f"topology.edges: the weights of client {client}'s neighbours sum to {total:g}, "
+                "but may sum to at most 1, because the rest is the weight of the client itself. "
+                "Decrease them."
             )
         row[client] = max(0.0, 1 - total)
     return rows
@@ -399,9 +404,9 @@ def _torus(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pair
     columns = clients // rows
     if rows == 1 and clients > 2:
         raise ValueError(
-            f"topology.graph=torus arranges clients in rows and columns, but {clients} clients "
-            "form no rectangle (a prime number). Change partition.clients, or set "
-            "topology.graph=ring."
+            f"topology.graph=torus arranges clients in a grid of several rows, but {clients} "
+            "clients cannot fill one, because their number is prime. Change partition.clients, or "
+            "set topology.graph=ring."
         )
     pairs: list[tuple[int, int]] = []
     for row in range(rows):
@@ -423,7 +428,8 @@ def _expander(gossip: Gossip, clients: int, generator: np.random.Generator) -> P
     if gossip.degree >= clients:
         raise ValueError(
             f"topology.degree={gossip.degree} needs more than {gossip.degree} clients with "
-            f"samples, but there are {clients}. Decrease it, or set topology.graph=complete."
+            f"samples, but there are {clients}. Decrease topology.degree, or set "
+            "topology.graph=complete."
         )
     pairs: list[tuple[int, int]] = []
     for _ in range(gossip.degree // 2):
@@ -451,16 +457,20 @@ def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
-    """Deal the clients to the groups in turn, like cards; return the group of each client."""
+    """Give the first client to group 0, the next one to group 1, and so on in turn.
+
+    Return the group of each client, int64 [clients].
+    order: the clients in the order in which they are given to groups.
+    """
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups
     return group_of
 
 
 def _cut(order: np.ndarray, groups: int) -> np.ndarray:
-    """Cut the order of clients into groups of equal size, up to one client.
+    """Cut an order of clients into consecutive groups whose sizes differ by at most one.
 
-    Return the group of each client.
+    Return the group of each client, int64 [clients].
     """
     group_of = np.empty(len(order), np.int64)
     for group, clients in enumerate(np.array_split(order, groups)):

@@ -200,7 +200,7 @@ def _check_columns(file: str, schema: pa.Schema) -> str:
         count = schema.names.count(name)
         if count != 1:
             raise ValueError(
-                f"{file} has {count} columns {name}, but needs one with {content}. {HELP}"
+                f"{file} has {count} columns called {name}, but needs one with {content}. {HELP}"
             )
         kind = schema.field(name).type
         if not fits(kind):
@@ -266,7 +266,8 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals of a client that touch each other.
 
-    Return the remaining starts and ends in turn, and a bool mask that is True for these.
+    Return the starts and ends that remain, [start, end, start, end, ...], and a bool mask over the
+    starts and ends of all intervals, which is True for those that remain.
     start, end: the start and end of each interval.
     is_same_row: for each interval except the first, True if the previous interval is in the same
     row.

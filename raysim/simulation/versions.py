@@ -114,7 +114,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._holders[version] > 0
 
     def extra_floats(self, version: int, name: str) -> int:
-        """Return the floats of a tensor that is sent with a version; 0 if there is none.
+        """Return the number of floats of a tensor that is sent with a version; 0 without it.
 
         name: the full name of the tensor.
         """

@@ -14,9 +14,9 @@ Choices where the papers are silent
 - The server changes the updates when they arrive, before it aggregates them, so that results do not
   depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
   the attackers' training left them.
-- ALIE uses the honest updates of the same aggregation, with the population's deviation; the paper
-  estimates both from the attackers' own data. z is computed for each aggregation, from its n
-  updates and m attackers, and is at least 0.
+- ALIE takes mean and standard deviation (with divisor n) of the honest updates of the same
+  aggregation; the paper estimates both from the attackers' own data. z is computed for each
+  aggregation, from its n updates and m attackers, and is at least 0.
 - `faults.norm` also limits changed updates.
 """
 
@@ -93,7 +93,7 @@ def largest_z(updates: int, attackers: int) -> float:
 
 
 def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
-    """Return mean + z * deviation [d] of the vectors `honest` [d], for each coordinate."""
+    """Return mean + z * standard deviation, [d], over the vectors `honest` [d]."""
     shifted = torch.empty_like(honest[0])
 
     def fill(part: slice) -> None:

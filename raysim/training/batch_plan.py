@@ -18,6 +18,8 @@ from raysim.primitives.streams import stream
 def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
     """Cut an order of samples into consecutive batches.
 
+    order: positions of samples. The batches keep the order.
+    batch: the number of samples in a batch; the last batch may be smaller.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
@@ -35,7 +37,10 @@ def make_plan(
 ) -> Plan:
     """Shuffle the selected samples and cut them into batches.
 
-    selected: for each epoch (with local.steps, for each phase) the ascending positions of samples.
+    samples: the number of the client's samples.
+    selected: for each epoch, the ascending positions of its samples. With `local.steps`, the steps
+    are divided into equal parts, and `selected` has an entry for each part.
+    drop_single: see `cut_batches`.
     """
     batches: list[np.ndarray] = []
     for part, positions in enumerate(selected):
@@ -56,10 +61,11 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of an epoch, or of an even part of `local.steps`.
+    """Return the number of batches in one of the equal parts of a job's training.
 
+    A part is an epoch; with `local.steps` it is an equal share of the steps.
     part, parts: the number of the part, from 0, and the number of parts.
-    positions: the number of samples of an epoch.
+    positions: the number of samples that the part trains on.
     """
     if local.epochs is not None:
         return -(-positions // local.batch)
@@ -70,7 +76,7 @@ def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int
 def layer_needing_two_rows(declarations: Declarations) -> str:
     """Return the name of a layer that cannot train on a batch of one row; "" if there is none.
 
-    It is also "" if a method adds rows to each batch.
+    Also return "" if a method adds rows to each batch, so that no batch has one row.
     """
     if any(declared.adds_rows for declared in declarations.methods):
         return ""

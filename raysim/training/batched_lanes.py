@@ -93,8 +93,8 @@ class _BatchedLinear(torch.autograd.Function):
     """A linear layer for all lanes at once, x w^T + b, with its own backward.
 
     x is [K, B, n], w [K, m, n], b [K, m] or None. `backward` returns the gradient of w in the
-    memory layout of w. Autograd would return it in that of w^T, and adding it to w would take
-    longer than the products.
+    memory layout of w. Autograd would return it in the memory layout of w^T, and adding it to w
+    would then take longer than the products.
     """
 
     @staticmethod
@@ -243,7 +243,7 @@ class BatchedLanes(LaneLoop[Lane]):
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
         """Return the weight of each row in its lane's loss: [K, B].
 
-        It is 1 / (size of the lane's batch), and 0 for rows that only fill up the batch.
+        The weight is 1 / (size of the lane's batch); it is 0 for rows that only pad the batch.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():
@@ -253,7 +253,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
 
 def _fill_up(batch: Batch, size: int) -> Batch:
-    """Return a batch extended to `size` rows by repeating its first row."""
+    """Return a batch that is padded to `size` rows with copies of its first row."""
     missing = size - len(batch.inputs)
     if not missing:
         return batch

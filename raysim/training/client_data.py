@@ -100,7 +100,7 @@ class ClientData:
 class PreparedBatches:
     """Batches of small jobs that are planned and gathered together, before the jobs begin.
 
-    This saves calls, which take more time in small jobs than the data.
+    One call for many jobs is faster: in small jobs a call takes longer than the work on the data.
     """
 
     def __init__(self, data: ClientData, planner: BatchPlanner):
@@ -116,10 +116,11 @@ class PreparedBatches:
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Prepare the first of these jobs, and as many more as fit into one chunk.
+        """Prepare the batches of the first jobs, as many jobs as fit into one chunk together.
 
-        Nothing is prepared if a method or an augmentation needs the job, or if one job fills a
-        chunk. A chunk is the amount of data that is gathered at once.
+        A chunk is the amount of data that is gathered at once. Nothing is prepared if fewer than
+        two jobs fit, if a method selects the samples, or if inputs are augmented: selection and
+        augmentation need the running job.
         """
         if self.planner.selector is not None or self.data.pipeline.augment:
             return
@@ -141,7 +142,7 @@ class PreparedBatches:
             self._prepared[number] = plan, batches
 
     def _jobs_in_chunk(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the first jobs, as many as have samples that fit into one chunk together."""
+        """Return the first jobs, as many as fit into one chunk with all samples they train on."""
         fitting: list[Job] = []
         free_rows = CHUNK_FLOATS / self.data.row_floats
         for job in jobs:

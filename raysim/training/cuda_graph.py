@@ -72,9 +72,9 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Run the work inside `with` in a branch, after all work in front of the branches.
+        """Run the work inside `with` in a branch, after the work that precedes all branches.
 
-        place: the number of the branch, 0, 1, ... in this order.
+        place: the number of the branch: 0 for the first branch, 1 for the next one, and so on.
         """
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not is_capturing:  # without a capture, streams would only occupy memory

@@ -32,7 +32,10 @@ def make_deterministic(threads: int) -> None:
 
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 (10 of 23 bits) for float32 products on a GPU, inside `with`."""
+    """Inside `with`, allow or forbid TF32 for matrix products of float32 on a GPU.
+
+    TF32 keeps 10 of the 23 bits of a float32's mantissa.
+    """
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:

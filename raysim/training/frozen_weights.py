@@ -26,7 +26,7 @@ BASE = "raysim.base_sha256"
 class FrozenWeights:
     """The frozen parameters of a run's networks, by full name.
 
-    sha256: the checksum of the base that a file of adapters names, see `base_sha256`.
+    sha256: the checksum of these weights (`base_sha256`), which is written into files of adapters.
     """
 
     arrays: Mapping[str, np.ndarray]

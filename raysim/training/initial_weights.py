@@ -139,7 +139,7 @@ class InitialWeights:
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Return True if a tensor of the file belongs to a part that is drawn anew."""
+        """Return True if `init.redraw` names a part that contains this tensor of the file."""
         short = name.removeprefix(MODEL)
         parts = self.init.redraw or ()
         return any(_is_in(name, part) or _is_in(short, part) for part in parts)
@@ -149,8 +149,8 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        is_partial: True if `init.only` gives the needed tensors. With False the whole model is
-        needed, and each further network of which the file has some tensors.
+        is_partial: True if `init.only` names the parts that the file must have. Otherwise it must
+        have the whole model, and the whole of each other network of which it has a tensor.
         """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
         needed = [name for name in targets.needed if name in used]
@@ -253,7 +253,11 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that tensors have in a file of the same model without adapters."""
+    """Return the names that the tensors have in a file of the same model without adapters.
+
+    scheme: full names of tensors, by their names in a file of the model with adapters. The result
+    has the same form.
+    """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name
     }

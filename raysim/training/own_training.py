@@ -21,7 +21,8 @@ from raysim.vectors.layout import Vector
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of `random`, NumPy and torch; restore them afterwards.
 
-    A user's own training may draw from them, and the drawn numbers must not depend on the worker.
+    A user's training function may draw random numbers from them. These numbers must not depend on
+    the worker.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = [device] if device.type == "cuda" else []
@@ -60,10 +61,10 @@ class OwnTraining:
         self.method, self.function, self.vector = method, function, vector
 
     def train(self, ctx: Context) -> LocalResult:
-        """Train the client whose model is in the vector, which then has the trained model.
+        """Train the client whose model is in the vector; the vector then has the trained model.
 
-        Raises LocalTrainingError if the function returns something else than a `LocalResult` or
-        None, or if it changes the shape of a tensor.
+        Raises LocalTrainingError if the function returns neither a `LocalResult` nor None, or if it
+        changes the shape of a tensor.
         """
         seed = torch_seed(ctx.seed, "own_training", ctx.client, ctx.participation)
         try:

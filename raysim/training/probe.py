@@ -34,7 +34,8 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 def feature_distance(local: Reals, received: Reals) -> float:
     """Return the mean norm of (local - received), divided by the mean norm of received rows.
 
-    It is 0 for equal features. If every received row is zero, it is nan for other features.
+    The result is 0 if both are equal. Otherwise it is nan if all received features are 0.
+    local, received: [rows, features], the features of the local and of the received model.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     moved = float(np.linalg.norm(local - received, axis=1).mean())
@@ -45,9 +46,11 @@ def feature_distance(local: Reals, received: Reals) -> float:
 
 
 def feature_similarity(local: Reals, received: Reals) -> float:
-    """Return the mean cosine of the rows; exactly 1 for equal features.
+    """Return the mean cosine between a row of `local` and the same row of `received`.
 
-    The cosine of two zero rows counts as 1, the cosine of a zero row and another row as 0.
+    The result is exactly 1 if both are equal. The cosine of two rows of zeros counts as 1, and that
+    of a row of zeros and another row as 0.
+    local, received: [rows, features], the features of the local and of the received model.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     local_squares, received_squares = (local * local).sum(axis=1), (received * received).sum(axis=1)
@@ -60,8 +63,9 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between features of seen and of unseen classes.
 
-    It is the measure of Figure 2 of the FedBR paper. It is None if there are no rows of seen
+    Figure 2 of the FedBR paper shows this measure. Return None if there are no rows of seen
     classes, or no rows of unseen classes.
+    seen: bool [classes], True for a class in the client's training data.
     """
     features = np.asarray(features, np.float64)
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -75,7 +79,8 @@ def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean probability of the true class over rows of unseen classes.
 
-    It is None if there are no such rows.
+    Return None if there are no such rows.
+    seen: bool [classes], True for a class in the client's training data.
     """
     rows = np.flatnonzero(~seen[labels])
     if not len(rows):
@@ -86,7 +91,8 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean probability of all seen classes together over rows of unseen classes.
 
-    The larger it is, the stronger the bias to seen classes. It is None if there are no such rows.
+    A larger value means a stronger bias to seen classes. Return None if there are no such rows.
+    seen: bool [classes], True for a class in the client's training data.
     """
     output = output_distribution(probabilities, labels, seen)
     return None if output is None else float(output[seen].sum())
@@ -104,7 +110,10 @@ def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floa
 
 
 def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Return the mean of the finite values, weighted by their numbers of rows; None without any."""
+    """Return the mean of the finite values, weighted by `counts`; None without finite values.
+
+    counts: for each value, the number of rows that it was computed from.
+    """
     pairs = [
         (value, count)
         for value, count in zip(values, counts, strict=True)
@@ -117,11 +126,11 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 
 
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Return the columns of a history row: means over the rows of all probed clients.
+    """Return the columns of a history row: means of the measures over all probed clients.
 
-    `local_accuracy_worst` is the lowest accuracy of a client. All clients are probed on the same
-    rows, but have different numbers of rows of unseen classes, by which some means are weighted. A
-    column is None if no client has a value.
+    All clients are probed on the same rows. A measure on rows of unseen classes is weighted by the
+    client's number of such rows. `local_accuracy_worst` is not a mean, but the lowest accuracy of a
+    client. A column is None if no client has a value.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

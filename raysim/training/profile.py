@@ -35,10 +35,11 @@ class WorkerTrack:
 
 
 def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
-    """Measure the time of some objects' methods from now on.
+    """Measure from now on how long some methods of some objects take; return the measured spans.
 
-    parts: for each object, the kind of time of each of its methods. On a GPU, which works
-    asynchronously, every span waits for the end of the work.
+    A GPU works asynchronously, so there each span waits for the end of the work.
+    parts: pairs of an object and a dictionary: for the name of each Python method to measure, the
+    kind of work that its time counts as.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

@@ -81,8 +81,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: True for train mode, False for eval mode of networks and modules, in the order in which
-    the stages of the lane's job set them.
+    modes: the mode that the stages of the lane's job have set, by name of the network or module:
+    True for train mode, False for eval mode. The mode that was set last comes last.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
@@ -101,7 +101,10 @@ class RecordedLane(Lane):
 
 
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
-    """Return a tensor in a table of a lane's client, or None if the client does not have it."""
+    """Return a tensor of a lane's client, or None if the client does not have it.
+
+    table, key: where the tensor is; see `tables_of`, for example "state" and "scaffold.control".
+    """
     ctx = lane.ctx
     if table == VECTORS:
         return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
@@ -111,7 +114,11 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 
 
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
-    """Return all tensors of a lane's client that a step may read, by table and key."""
+    """Return all tensors of a lane's client that a step may read, by table and key.
+
+    The tables are "state", "kept", "download" and "draws" (as in `Context`), and one with the
+    vectors of the job.
+    """
     ctx = lane.ctx
     vectors = {
         "base": ctx.base,

@@ -102,7 +102,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give the job the lane's optimizers for stages that the next step uses first."""
+        """Give the job the lane's optimizer of each stage that is new in the job's next step."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -240,7 +240,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
-        """Return the tensors that the next steps of lanes read; once if all lanes share them."""
+        """Return the tensors that the next steps of lanes read.
+
+        A tensor that all lanes read is returned only once, under the place `SHARED`.
+        """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
             inputs[place, "batch", "inputs"] = lane.next_batch.inputs

@@ -248,7 +248,10 @@ class RunSpec:
 
 
 def build_model(spec: RunSpec) -> nn.Module:
-    """Return the model of the recipe, before methods change it; equal in every process."""
+    """Return the model that `spec.model` builds, before methods change it.
+
+    The model has the same initial values in every process.
+    """
     task = spec.task
     arguments: list[Any] = [task.shape, task.num_classes, spec.settings.seed]
     if task.tokens is not None:
@@ -261,7 +264,7 @@ def build_model(spec: RunSpec) -> nn.Module:
             "inputs."
         )
     if not is_split(model) and not isinstance(model, Classifier):
-        # A user's recipe may make any module.
+        # A user's `spec.model` may make any module.
         model = split_network(model, task.num_classes, task.example(2))
     if task.kind == "structure" and is_split(model):
         raise ValueError(
@@ -275,7 +278,11 @@ def build_model(spec: RunSpec) -> nn.Module:
 
 
 def declare_run(spec: RunSpec) -> Declarations:
-    """Return what the methods of a run declare, with its networks; equal in every process."""
+    """Return what the methods of a run declare, with the run's networks.
+
+    The result is the same in every process. Frozen weights are stored as `model.lora` says, and
+    shared with other processes if `spec.frozen` has them.
+    """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
     if spec.frozen is not None:
@@ -284,7 +291,10 @@ def declare_run(spec: RunSpec) -> Declarations:
 
 
 def share_frozen_weights(spec: RunSpec) -> RunSpec:
-    """Return the spec with the frozen weights of a model with adapters, built once."""
+    """Return the spec with the frozen weights of its model, if the model has adapters.
+
+    They are built only here; all processes of a node then share them.
+    """
     if not spec.model.lora.rank and "peft" not in sys.modules:
         return spec  # no model has adapters
     networks = declare_as_drawn(spec).networks
@@ -303,7 +313,11 @@ def check_base(spec: RunSpec) -> None:
 
 
 def declare_as_drawn(spec: RunSpec) -> Declarations:
-    """Do what `declare_run` does, and leave frozen weights as they were drawn or read."""
+    """Return what the methods of a run declare, with the run's networks and their initial weights.
+
+    `declare_run` also stores the frozen weights in their final form.
+    Raises ValueError if settings do not fit the data, the model or the methods.
+    """
     settings, task = spec.settings, spec.task
     facts = RunSettingsForMethods(
         settings.local,
@@ -377,8 +391,8 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
     if pools and evaluation.finetune.epochs:
         raise ValueError(
             f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client its own "
-            "model, but a method trains one model on the data of all clients. Set it to 0, or "
-            "leave the method out."
+            "model, but a method trains one model on the data of all clients. Set "
+            "evaluate.finetune.epochs=0, or leave the method out."
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
@@ -405,7 +419,7 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
     if dataset.kind != "causal":
         raise ValueError(
             f"evaluate.generate.prompts={generate.prompts} are for language data, but this data is "
-            f"for {dataset.kind}. Set it to [], or choose data.kind=causal."
+            f"for {dataset.kind}. Set evaluate.generate.prompts=[], or choose data.kind=causal."
         )
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
     for prompt in generate.prompts:
@@ -413,7 +427,8 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
             vocabulary.encode(prompt)
         except ValueError as error:
             raise ValueError(
-                f"evaluate.generate.prompts={prompt!r} cannot be read ({error}). Change it."
+                f"evaluate.generate.prompts={prompt!r} cannot be encoded ({error}). Change the "
+                "prompt."
             ) from error
 
 
@@ -448,7 +463,7 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     for key, value, reason in needs:
         if value:
             raise ValueError(
-                f"{key}={value}: {reason}, which '{declared.method}' does not have. Leave it out."
+                f"{key}={value} {reason}, which '{declared.method}' does not have. Leave {key} out."
             )
 
 

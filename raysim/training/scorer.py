@@ -49,9 +49,12 @@ class Scorer:
         published: PublishedVersion,
         states: Sequence[StoredState | None],
     ) -> list[ScoringReport | SetReport]:
-        """Return the scores and losses of each task's rows, or the metrics of its set.
+        """Return a report for each task: the scores and losses of its rows.
 
-        states: a client state for each task, or None if the worker has it; empty if it has all.
+        If a method declares `run.evaluate`, the report has the metrics of all rows together.
+        published: the version to score.
+        states: the client state of each task, or None if the worker has this state; empty if it has
+        all of them.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)

@@ -25,12 +25,14 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 
 @dataclass(frozen=True)
 class OptimizedPart:
-    """The parameters of a group that one optimizer moves.
+    """The parameters of a group that one optimizer changes.
 
-    name: the suffix of the optimizer's name, such as "muon*1"; "" without Muon and factors.
+    With Muon or `local.rates`, a group has several parts; otherwise it is one part.
+    name: kind and factor, such as "muon*1", which follow the stage in the name of the optimizer; ""
+    if the group is one part.
+    factor: the factor on the learning rate (`local.rates`).
     places: the positions of the part's parameters in the group.
-    shared: the slices of the vector that the part covers and that hold shared parameters.
-    factor: the factor on the learning rate.
+    shared: the slices of the vector that contain the part's shared parameters.
     """
 
     name: str
@@ -155,7 +157,8 @@ class Step:
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
         """Make all stages of a step on one batch; return the task loss.
 
-        It is detached and without terms of methods; None if no stage has it.
+        The returned loss is detached and contains no terms of methods. It is None if no stage
+        computes the task loss.
         """
         out = self.outputs(ctx, batch)
         reported: Tensor | None = None

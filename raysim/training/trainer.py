@@ -358,7 +358,10 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of each step; the job repeats the list of steps."""
+        """Return the stages of each step.
+
+        The list may be shorter than the job; the job then starts again with its first entry.
+        """
         if self.stager is None or self.stager.stages is None:
             return _TASK_STAGES
         return self.stager.stages(plan)

@@ -180,7 +180,11 @@ class UpdateBuilder:
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return the value of `Update.moves`; () if no method reads single updates."""
+        """Return how far the optimizers moved parts of the shared parameters, as `Update.moves`.
+
+        Each tuple has the start and the end of a part, and the sum of the learning rates of its
+        steps. Return () if no method reads single updates.
+        """
         if not self.trainer.declarations.reads_updates:
             return ()
         movements = ctx.optimizers.movements()

@@ -45,7 +45,7 @@ from raysim.vectors.layout import Vector
 
 
 class Worker(SeparateSums):
-    """A worker, which trains and scores many clients on one device and keeps their states."""
+    """A worker: it trains and scores many clients on one device, and keeps their states."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         make_deterministic(spec.threads)
@@ -237,10 +237,10 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """The jobs of one call of `Worker.train` that start from one version, for the training loop.
+    """Jobs of one call of `Worker.train`, for the loop that trains them together.
 
-    The jobs have the same learning rate. They have different vectors if they start from different
-    replicas.
+    They start after the same number of aggregations, so they have the same learning rate. With
+    several replicas they may still start from different vectors.
 
     published: the versions that the jobs start from, by number.
     sent: the client state that was sent for each job, or None if it is on this worker; None in a

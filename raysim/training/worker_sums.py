@@ -16,10 +16,11 @@ from raysim.vectors.tree_sum import num_levels
 
 
 class WorkerSums:
-    """Weighted sums of deltas on a worker, not normalised, one for each group of jobs.
+    """The weighted sums of deltas that a worker makes, one for each group of jobs.
 
-    groups: the numbers of the jobs in each sum, which are a part of the server's tree of sums, in
-    the order of acceptance.
+    A sum is not divided by the sum of the weights.
+    groups: the numbers of the jobs in each sum, in the order in which they are aggregated. A group
+    is one part of the server's summation tree.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]]):
@@ -52,7 +53,7 @@ class WorkerSums:
 
 
 class GroupSum:
-    """The sum of a part of the tree, whose leaves come in any order.
+    """The sum of one part of the summation tree, whose leaves may be added in any order.
 
     If they are added in order, at most `num_levels(count) + 1` vectors exist at the same time.
     count: the number of leaves.
@@ -87,7 +88,8 @@ class GroupSum:
     def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
         """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
 
-        A delta of None is left out; None if nothing is left. The siblings are overwritten.
+        A delta of None is left out; return None if there are no siblings either. The siblings are
+        overwritten.
         """
         if delta is None:
             return functools.reduce(Tensor.add_, siblings) if siblings else None

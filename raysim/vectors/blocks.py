@@ -80,7 +80,7 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 def is_finite(values: Tensor) -> bool:
     """Return True if all entries are finite.
 
-    It first tries the sum of the entries: if the sum is finite, all entries are. So the check
+    If the sum of the entries is finite, so are all entries. The sum is computed first, so the check
     usually needs one pass and no copy.
     """
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
@@ -89,8 +89,8 @@ def is_finite(values: Tensor) -> bool:
 def new_like(values: Tensor) -> Tensor:
     """Return a tensor like `values` [d] whose entries are not set.
 
-    On the CPU NumPy makes it if it is long, because NumPy asks for large pages: the first write to
-    38 MB then takes 9 ms of one core, and 26 ms with the pages of `torch.empty_like`.
+    On the CPU a long tensor is made by NumPy, which asks the system for large pages. The first
+    write to 38 MB then takes 9 ms on one core; after `torch.empty_like` it takes 26 ms.
     """
     is_short = values.nbytes < LARGE_PAGES_BYTES
     if (

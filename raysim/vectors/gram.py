@@ -72,7 +72,10 @@ def linear_combination(
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:
-    """Return slices of the shared parameters: one slice for all, or one for each tensor."""
+    """Return the slices of the shared parameters that `granularity` names.
+
+    "model" gives one slice of all shared parameters; otherwise each tensor has a slice.
+    """
     if granularity == "model":
         return [slice(0, layout.trained)]
     return [

@@ -47,7 +47,7 @@ class OptimizerSettings:
         if self.kind != "sgd" and self.momentum:
             raise ValueError(
                 f"local.momentum={self.momentum} has no effect with local.optimizer={self.kind}. "
-                "Set it to 0."
+                "Set local.momentum=0."
             )
 
     @property
@@ -64,8 +64,8 @@ class OptimizerSettings:
 class LocalOptimizer:
     """The optimizer of one stage.
 
-    Its steps are bit-identical to those of SGD, Adam, AdamW and Muon of torch.optim and of Lion of
-    timm.
+    Its steps have the same bits as those of torch.optim (SGD, Adam, AdamW and Muon) and of timm
+    (Lion).
     """
 
     def __init__(self, settings: OptimizerSettings):
@@ -232,9 +232,10 @@ class StackedOptimizer(LocalOptimizer):
     def step_rows(
         self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
     ) -> None:
-        """Make a step of all rows, and count it for `rows` only.
+        """Make a step in all rows, and count it for `rows` only.
 
-        The values of the other rows are never used.
+        The step is computed for all rows at once. The other rows belong to lanes without a job, so
+        their values are never used.
         """
         for row in rows:
             self.counts[row] += 1

@@ -40,8 +40,8 @@ def num_levels(count: int) -> int:
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
     """Return the fewest parts of a tree that together have exactly these positions, in order.
 
-    count: the number of positions of the tree. A part that would end after the last position ends
-    there.
+    count: the number of positions of the tree. The last part of a level may be shorter, because the
+    tree ends after `count` positions.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1

@@ -469,15 +469,15 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ),
         (
             {"weigh": lambda s, a, server: a.with_weights([1.0])},
-            "method 'mine' returns 1 weights for 6 updates from weigh",
+            "method 'mine' returns 1 weights from weigh for 6 updates",
         ),
         (
             {"weigh": lambda s, a, server: a.with_weights(None)},
-            "method 'mine' returns no weights for 6 updates from weigh",
+            "method 'mine' returns no weights from weigh for 6 updates",
         ),
         (
             {"weigh": lambda s, a, server: a.with_weights([math.nan] * 6)},
-            "method 'mine' returns the weight nan for client",
+            "method 'mine' returns the weight nan from weigh for client",
         ),
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],

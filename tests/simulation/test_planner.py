@@ -448,7 +448,7 @@ def test_tiers_without_clients_wait_for_the_first_one() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_pool_with_few_clients_is_tried_again_later() -> None:
+def test_view_forgets_short_pools_after_an_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):

@@ -97,7 +97,7 @@ def test_resumed_replicas_may_have_another_budget(
     assert run_to_end(second).bits == whole.bits
 
 
-def test_memory_has_replicas_within_budget_and_busy_ones() -> None:
+def test_replicas_in_memory_are_within_budget_or_have_jobs() -> None:
     most = 2
     budget = most * vector_bytes(coordinate(spec("pairs"), schedule("pairs")))
     coordinator = coordinate(
@@ -149,7 +149,7 @@ def test_mapped_arrays_have_their_values_and_later_changes() -> None:
         assert np.array_equal(array, original)
 
 
-def test_mapped_space_is_reused_after_the_last_view() -> None:
+def test_mapped_file_reuses_space_of_deleted_arrays() -> None:
     file = MappedFile("", "arrays", resident=0)
     first, second = file.move(np.full(1000, 1.0)), file.move(np.full(1000, 2.0))
     view = first[10:20]

@@ -188,7 +188,7 @@ def test_jobs_that_end_together_are_ordered_by_client() -> None:
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
 
 
-def test_jobs_that_end_now_are_known_to_the_schedule() -> None:
+def test_schedule_decides_after_all_jobs_of_an_instant_ended() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
     coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
     run_to_end(coordinator)
@@ -324,7 +324,7 @@ def test_buffered_updates_are_aggregated_exactly_once() -> None:
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-def test_buffer_of_a_whole_cohort_equals_rounds_bit_for_bit() -> None:
+def test_buffered_schedule_with_full_cohort_equals_synchronous() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
     rounds = run(run_spec(data=equal_clients()), Synchronous(3), Ideal(), **settings)
     buffered = run(

@@ -130,7 +130,7 @@ def test_restored_selection_continues_unchanged(
     assert steps(again, 8 - at) == expected[at:]
 
 
-def test_random_selection_equals_the_plan_without_a_rule() -> None:
+def test_random_selection_plans_like_no_selection_rule() -> None:
     fleet = Lognormal(availability="markov", on=1, off=1)
     one, other = (planner(rule, Buffered(5, 2), fleet) for rule in (None, Random()))  # type: ignore[arg-type]
     assert steps(one, 10) == steps(other, 10)
@@ -226,7 +226,7 @@ def test_selection_with_reports_plans_one_aggregation_ahead(name: str) -> None:
     assert (max(ahead) > 1) == (name not in SEEING)
 
 
-def test_losses_measured_for_selection_are_of_the_version() -> None:
+def test_selection_measures_losses_of_the_current_version() -> None:
     """Pi_pow-d with all clients as candidates chooses those with the largest losses."""
     spec = run_spec(selection=PowerOfChoice(6))
     coordinator = coordinate(spec, Synchronous(2), rounds=3)
@@ -378,7 +378,7 @@ def test_selection_of_client_without_samples_is_refused() -> None:
         plan.next_aggregation()
 
 
-def test_selection_cannot_change_the_facts_on_clients() -> None:
+def test_facts_given_to_a_selection_rule_are_read_only() -> None:
     def change(view: SelectionView) -> Any:
         view.facts.seconds[0] = 1.0
 
@@ -413,7 +413,7 @@ def test_selection_refuses_too_few_candidates() -> None:
         planner(PowerOfChoice(3), Synchronous(5), Ideal()).next_aggregation()
 
 
-def test_selection_that_measures_subsets_is_repeatable() -> None:
+def test_losses_measured_on_few_samples_are_repeatable() -> None:
     """The samples of a small pass depend on client and version only."""
     rule = PowerOfChoice(6, samples=3)
     one, other = (run(run_spec(selection=rule), Synchronous(2)) for _ in range(2))

@@ -138,7 +138,7 @@ def test_updates_are_summed_in_the_order_of_virtual_time() -> None:
     assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
 
 
-def test_failed_client_keeps_its_place_in_its_group() -> None:
+def test_sum_of_a_group_leaves_out_failed_clients() -> None:
     failed = (0, 6)
     present = [None if client in failed else update(client) for client in ALL]
     result = step(server(), present)
@@ -337,7 +337,7 @@ def test_divisor_uses_the_final_weights(normalization: Any, scale: float) -> Non
     np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
 
 
-def test_deltas_of_updates_exist_only_if_needed() -> None:
+def test_aggregation_has_deltas_only_if_a_method_needs_them() -> None:
     class Watching(Method):
         name = "watching"
 
@@ -356,7 +356,7 @@ def test_deltas_of_updates_exist_only_if_needed() -> None:
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_values_to_send_are_computed_when_due() -> None:
+def test_server_computes_values_only_when_they_are_sent() -> None:
     class Sending(Method):
         name = "sending"
 

@@ -82,7 +82,7 @@ def test_budget_of_client_states_does_not_change_bits(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_has_states_within_budget_and_busy_ones(schedule: str) -> None:
+def test_states_in_memory_are_within_budget_or_in_flight(schedule: str) -> None:
     most, each = 2, size("scaffold")
     runtime = several_workers(study("scaffold"), 2)
     coordinator = coordinate(
@@ -111,7 +111,7 @@ def test_memory_has_states_within_budget_and_busy_ones(schedule: str) -> None:
     assert spilled is not None and spilled >= each, "and the others are somewhere"
 
 
-def test_moved_client_leaves_no_copy_without_a_budget() -> None:
+def test_client_moved_to_other_worker_leaves_no_state_behind() -> None:
     runtime = several_workers(study("fedbn"), 3)
     run_to_end(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for worker in runtime.members for client in worker.states.resident]
@@ -240,7 +240,7 @@ def test_error_of_full_disk_names_the_folder() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_client_with_a_spilled_state_may_move(workers: int) -> None:
+def test_client_with_state_on_disk_can_move_to_other_worker(workers: int) -> None:
     # It comes back before its last job is aggregated, and another worker has time first.
     def study() -> RunSpec:
         return run_spec(Scaffold(), model=NORMED_MLP, data=tiny_data(clients=6))

@@ -85,7 +85,7 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_equal_rows_of_mixing_are_joined(self) -> None:
+    def test_replicas_with_equal_mixing_weights_share_one_row(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 
@@ -189,7 +189,7 @@ class TestHierarchical:
         check_workers(make, schedule)
         check_resumed(make, schedule)
 
-    def test_server_state_and_counts_belong_to_the_edge(self) -> None:
+    def test_edges_have_separate_server_state_and_clients(self) -> None:
         result = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
         first, second = result.coordinator.replicas.servers
         assert not np.array_equal(first.state["scaffold.control"], second.state["scaffold.control"])
@@ -208,7 +208,7 @@ class TestHierarchical:
         assert row["accuracy_replicas"] == row["accuracy_replicas_worst"] == row["accuracy_global"]
         assert result.rows[2]["consensus_distance"] > 0
 
-    def test_replicas_are_scored_without_clients_test_sets(self) -> None:
+    def test_replicas_are_scored_if_no_client_has_test_samples(self) -> None:
         data = tiny_data(clients=CLIENTS)
         no_rows = CSR(np.empty(0, np.int64), np.zeros(CLIENTS + 1, np.int64))
         partition = replace(data.partition, test=no_rows)
@@ -216,7 +216,7 @@ class TestHierarchical:
         row = run(plain, Synchronous(2), rounds=2, evaluate=Evaluation(every=2)).rows[-1]
         assert row["accuracy"] is None and row["accuracy_replicas"] is not None
 
-    def test_clients_of_an_edge_follow_the_data(self) -> None:
+    def test_edge_gets_clients_with_similar_classes(self) -> None:
         counts = np.zeros((CLIENTS, 2), np.int64)
         counts[: CLIENTS // 2, 0] = counts[CLIENTS // 2 :, 1] = 9
         federation = Federation(0, counts.sum(1), "samples", 10, label_counts=lambda: counts)
@@ -224,7 +224,7 @@ class TestHierarchical:
         assert len({*edge_of[: CLIENTS // 2]}) == len({*edge_of[CLIENTS // 2 :]}) == 1
         assert edge_of[0] != edge_of[-1]
 
-    def test_clients_of_an_edge_follow_the_region(self) -> None:
+    def test_edge_gets_clients_of_neighbouring_regions(self) -> None:
         regions = np.arange(CLIENTS)[::-1] // 2
         federation = Federation(0, np.full(CLIENTS, 9), "samples", 10, regions=lambda: regions)
         edge_of = Hierarchical(2, assign="region").connect(federation).replica_of
@@ -245,7 +245,7 @@ class TestHierarchical:
         with pytest.raises(ValueError, match=match):
             coordinate(spec(topology), schedule)
 
-    def test_hierarchical_refuses_pooled_data_by_name(self) -> None:
+    def test_hierarchical_refuses_method_that_pools_data(self) -> None:
         with pytest.raises(ValueError, match="topology: method 'centralized'"):
             coordinate(spec(Hierarchical(2), Centralized()), Synchronous(2))
 
@@ -454,7 +454,7 @@ class TestGraphs:
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_client_weight_is_the_rest_of_its_edges_weights(self) -> None:
+    def test_own_weight_is_one_minus_weights_of_edges(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)

@@ -104,7 +104,7 @@ def test_trace_can_have_flops(tmp_path: Path) -> None:
     assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
 
 
-def test_trace_accepts_any_numbers_and_names(tmp_path: Path) -> None:
+def test_trace_accepts_other_number_types_and_client_names(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
     result = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
     assert result.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
@@ -119,7 +119,7 @@ def test_trace_file_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.Monke
         assert np.array_equal(one, other)
 
 
-def test_row_group_of_a_trace_is_not_read_at_once(
+def test_large_row_group_of_a_trace_is_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = np.sort(np.random.default_rng(0).random((30_000, 8)), axis=1)
@@ -243,9 +243,9 @@ def without(name: str) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "columns", "text"),
     [
-        (without("client"), {}, "0 columns client"),
-        (without("end"), {}, "0 columns end"),
-        (without("up"), {}, "0 columns up"),
+        (without("client"), {}, "0 columns called client"),
+        (without("end"), {}, "0 columns called end"),
+        (without("up"), {}, "0 columns called up"),
         (without("speed"), {}, "neither speed nor flops"),
         ([row(flops=1.0)], {}, "speed and flops"),
         ([row()], {"period": pa.string()}, "column period has the type string"),

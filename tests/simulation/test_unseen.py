@@ -99,7 +99,7 @@ def test_unseen_clients_depend_on_the_seed() -> None:
     assert len(one) == 2 and one.tolist() == same.tolist() != other.tolist()
 
 
-def test_unseen_clients_have_untrained_samples() -> None:
+def test_unseen_clients_lose_training_and_validation_samples() -> None:
     before, after = whole(0.2).partition, hold_out_clients(whole(0.2), 0.25, SEED).partition
     for client in range(CLIENTS):
         is_unseen = client in after.unseen  # type: ignore[operator]
@@ -127,7 +127,7 @@ def test_impossible_unseen_share_is_refused(word: str) -> None:
         build([*COMMON, word])
 
 
-def test_unseen_clients_without_tests_are_refused() -> None:
+def test_unseen_clients_without_test_samples_are_refused() -> None:
     with pytest.raises(RefusedError, match=r"^evaluate\.unseen=0\.2"):
         build([*COMMON, "evaluate.unseen=0.2", "partition.test_fraction=0"])
 
@@ -140,7 +140,7 @@ def test_unseen_clients_that_share_samples_are_refused() -> None:
         hold_out_clients(replace(data, partition=Partition(train, data.partition.test)), 0.25, SEED)
 
 
-def test_cohort_above_trained_clients_is_refused() -> None:
+def test_cohort_larger_than_trained_clients_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"schedule\.cohort=4"):
         build([*COMMON, "evaluate.unseen=0.8"])
 

@@ -71,7 +71,7 @@ class TestBits:
         assert len(words) == words_of_places(count, length)
         assert (unpack_places(words, count, length) == places).all()
 
-    def test_positions_need_nine_bits_at_one_percent(self) -> None:
+    def test_positions_of_one_percent_need_below_nine_bits_each(self) -> None:
         assert 8 * 10_000 < 32 * words_of_places(10_000, 1_000_000) < 9 * 10_000
 
 
@@ -103,7 +103,7 @@ class TestTopK:
         order = np.argsort(-np.abs(values), kind="stable")
         assert (largest_places(values, count) == np.sort(order[:count])).all()
 
-    def test_topk_of_one_percent_sends_below_1_3_percent(self) -> None:
+    def test_topk_with_share_1_percent_sends_below_1_3_percent(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))
         assert TopK(0.01).words(layout) / layout.trained < 0.013
 
@@ -221,7 +221,7 @@ class TestRounded:
         assert Float16().words(LAYOUT) == math.ceil(len(values) / 2)
 
     @pytest.mark.parametrize("block", [1, 50, 256, 10_000])
-    def test_int8_rounds_to_127_levels_of_its_block(self, block: int) -> None:
+    def test_int8_rounds_to_127ths_of_the_block_maximum(self, block: int) -> None:
         values = values_of(LAYOUT)
         expected = np.empty_like(values)
         for start in range(0, len(values), block):
@@ -232,7 +232,7 @@ class TestRounded:
         words = math.ceil(len(values) / block) + math.ceil(len(values) / 4)
         assert Int8(block).words(LAYOUT) == words
 
-    def test_fp8_takes_the_nearest_of_its_numbers(self) -> None:
+    def test_fp8_rounds_to_nearest_representable_number(self) -> None:
         # E4M3: 4 bits of exponent with bias 7, 3 bits of fraction, no infinity.
         numbers = [fraction / 8 * 2.0**-6 for fraction in range(8)]
         for exponent in range(1, 16):
@@ -256,7 +256,7 @@ class TestRounded:
 
 
 class TestPowerSGD:
-    def test_powersgd_iteration_projects_on_its_image(self) -> None:
+    def test_powersgd_projects_matrix_on_columns_of_its_product(self) -> None:
         compressor = PowerSGD(rank=2)
         values = values_of(LAYOUT)
         decoded = coded(compressor, values)

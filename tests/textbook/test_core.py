@@ -192,7 +192,7 @@ def test_clients_of_equal_time_are_aggregated_by_number() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == [1.0, 2.0, 2.0]
 
 
-def test_virtual_time_counts_passes_and_batches() -> None:
+def test_job_duration_counts_samples_of_epochs_or_steps() -> None:
     for local, seconds in (
         (replace(LOCAL, epochs=3), [6.0, 1.5]),
         (STEPS, [4.0, 2.5]),
@@ -216,7 +216,7 @@ def test_virtual_time_counts_passes_and_batches() -> None:
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_numbers_in_a_checkpoint_equal_those_by_hand(
+def test_checkpoint_numbers_equal_a_computation_by_hand(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
@@ -373,7 +373,7 @@ def test_personal_models_are_scored_on_own_and_central_rows() -> None:
     assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_personalised_models_are_scored_as_own_and_shared() -> None:
+def test_personalising_method_scores_own_and_shared_models() -> None:
     ended, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}

@@ -96,7 +96,7 @@ class Sending(Method):
         ((), MLP, True, "schedule"),
     ],
 )
-def test_dp_fedavg_refuses_values_without_noise(
+def test_dp_fedavg_refuses_runs_that_it_cannot_protect(
     others: Any, model: Any, stale: bool, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

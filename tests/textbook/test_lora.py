@@ -148,7 +148,7 @@ def test_mean_of_lora_products_is_exact_or_approximate(
     assert all(least <= row["witness.gap"] <= most for row in ended.rows)
 
 
-def test_flexlora_split_is_exact_up_to_the_rank_and_best_below() -> None:
+def test_flexlora_split_is_the_best_low_rank_approximation() -> None:
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     right = torch.randn(4, 7, generator=generator, dtype=torch.float64)

@@ -83,7 +83,7 @@ def test_method_equals_its_textbook_computation(name: str) -> None:
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("pull", [0.0, 0.3])
-def test_effective_steps_are_the_distance_of_sgd(
+def test_effective_steps_equal_distance_moved_by_sgd(
     momentum: float, nesterov: bool, pull: float
 ) -> None:
     position = torch.zeros((), dtype=torch.float64, requires_grad=True)

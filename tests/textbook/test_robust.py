@@ -92,7 +92,7 @@ def geometric_median(updates: Tensor, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attack", [1e6, -1e6, 1e30])
-def test_two_attackers_of_seven_stay_within_honest_updates(attack: float) -> None:
+def test_robust_rules_stay_within_range_of_honest_updates(attack: float) -> None:
     honest = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     updates = torch.cat([honest[:3], torch.full((2, 40), attack, dtype=torch.float64), honest[3:]])
     low, high = honest.min(0).values, honest.max(0).values

@@ -28,11 +28,11 @@ CASES = [
 ]
 
 
-def test_every_fault_has_a_case() -> None:
+def test_every_kind_of_fault_is_tested() -> None:
     assert {*MOMENTS} == {*SIGNALS, "disk", *DATABASE}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=[case.fault for case in CASES])
-def test_disturbed_run_ends_at_undisturbed_results(number: int, case: Case) -> None:
+def test_disturbed_run_has_results_of_an_undisturbed_run(number: int, case: Case) -> None:
     assert carry_out(case, number).startswith("same")

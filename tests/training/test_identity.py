@@ -170,7 +170,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_identity_has_packages_of_allow_and_configuration() -> None:
+def test_used_packages_are_those_of_allow_and_configuration() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

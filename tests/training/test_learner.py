@@ -171,7 +171,7 @@ def test_learner_parameters_keep_structure_and_types() -> None:
 
 
 @pytest.mark.parametrize("key", ["training", "learner", "a.b", ""])
-def test_learner_arrays_have_any_name(key: str) -> None:
+def test_learner_parameters_may_have_any_name(key: str) -> None:
     task = Task((1, 2, 2), num_classes=3, clients=2)
     initial: Any = {key: np.ones(2), "a_b": np.zeros(2)} if key else np.ones(2)
     network = LearnerNetwork(Centroids(), initial, task.dtype, 3)

@@ -238,7 +238,7 @@ def _words(size: int) -> int:
     return 1 + -(-size // 4)
 
 
-def test_virtual_time_follows_size_of_a_learners_bytes() -> None:
+def test_virtual_time_follows_size_of_a_learner_upload() -> None:
     fleet = Lognormal(100.0, 0.0, 1000.0, 500.0, 0.0)  # samples, bytes down and up per second
     spec = run_spec(Growing(), local=Local(lr=0.1, batch=8, epochs=2))
     result = run(spec, Synchronous(2), fleet, rounds=4)
@@ -256,7 +256,7 @@ def test_virtual_time_follows_size_of_a_learners_bytes() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_unused_updates_of_bytes_count_as_planned() -> None:
+def test_discarded_bytes_updates_count_with_planned_size() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -273,7 +273,7 @@ def test_learner_of_bytes_passes_all_checks(check: Check) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, "many"])
-def test_planned_size_of_a_learners_upload_is_checked(
+def test_planned_size_of_a_learner_upload_is_checked(
     monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
     monkeypatch.setattr(Means, "upload_bytes", lambda self, task, received: wrong)
@@ -301,7 +301,7 @@ def test_tensor_of_varying_size_is_sent_to_every_job() -> None:
         run(run_spec(Once()), rounds=1)
 
 
-def test_learners_evaluate_gives_the_usual_scores() -> None:
+def test_learner_evaluate_gives_the_usual_scores() -> None:
     usual, own = run(run_spec(Means()), rounds=2), run(run_spec(Scored()), rounds=2)
     for name in ("accuracy", "accuracy_worst", "accuracy_global"):
         assert [row[name] for row in own.rows] == pytest.approx([row[name] for row in usual.rows])
@@ -312,7 +312,7 @@ def test_learners_evaluate_gives_the_usual_scores() -> None:
     assert own.rows[-1]["my_loss_worst"] == clients.max()
 
 
-def test_learners_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
+def test_learner_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
     words = f"{QUICK} data.domains=2 partition.validation_fraction=0.3 rounds=2"
     usual = raysim.run(words, learner=Means(), out=str(tmp_path / "usual"), quiet=True)
     own = raysim.run(words, learner=Scored(), out=str(tmp_path / "own"), quiet=True)
@@ -324,7 +324,7 @@ def test_learners_evaluate_scores_domains_and_validation(tmp_path: Path) -> None
         assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
 
 
-def test_learners_evaluate_can_return_no_score(tmp_path: Path) -> None:
+def test_learner_evaluate_can_return_no_score(tmp_path: Path) -> None:
     result = raysim.run(
         f"{QUICK} rounds=2", learner=Scored({}), out=str(tmp_path / "run"), quiet=True
     )
@@ -332,6 +332,6 @@ def test_learners_evaluate_can_return_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, {"accuracy": "high"}], ids=["number", "text"])
-def test_error_of_learners_evaluate_names_the_function(wrong: Any) -> None:
+def test_error_of_learner_evaluate_names_the_function(wrong: Any) -> None:
     with pytest.raises(Exception, match=r"scored.*evaluate"):
         run(run_spec(Scored(wrong)), rounds=1)

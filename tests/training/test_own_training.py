@@ -201,7 +201,7 @@ class Forgetful(PlainSgd):
         run.client_state("jobs", lambda samples: None)
 
 
-def test_initial_state_of_a_wrong_type_is_named() -> None:
+def test_error_of_initial_state_of_wrong_type_names_it() -> None:
     with pytest.raises(UnstorableValueError, match=r"plain_sgd\.jobs"):
         run(run_spec(Forgetful()), rounds=1)
 

@@ -143,7 +143,7 @@ def test_probe_summary_has_means_over_clients_with_values() -> None:
     }
 
 
-def test_probe_means_are_over_rows() -> None:
+def test_probe_means_weigh_clients_by_rows() -> None:
     """One client has one row of a class that it has not seen, the other three."""
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)

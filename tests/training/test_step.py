@@ -241,7 +241,7 @@ class TwoStages(Method):
         return height
 
 
-def test_stage_uses_its_networks_direction_and_rate() -> None:
+def test_stage_has_own_networks_direction_and_learning_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
     step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
@@ -357,7 +357,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_statistics_are_frozen_inside_the_context_only() -> None:
+def test_keep_statistics_freezes_batchnorm_inside_with_only() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(

@@ -132,7 +132,7 @@ class Continuing(Method):
 
 @pytest.mark.parametrize("by_setting", [True, False])
 @pytest.mark.parametrize("by_method", [True, False])
-def test_optimizer_is_stored_for_settings_and_methods(by_setting: bool, by_method: bool) -> None:
+def test_optimizer_is_kept_if_a_setting_or_method_asks(by_setting: bool, by_method: bool) -> None:
     methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
     spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
     assert Worker(spec).trainer.keeps_optimizer == (by_setting or by_method)

@@ -66,11 +66,11 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestCopiesAndWaits:
     @pytest.mark.usefixtures("own_memory")
-    def test_summed_jobs_wait_once_and_copy_only_sums(self) -> None:
+    def test_summed_jobs_copy_only_their_sums_from_the_device(self) -> None:
         assert count_calls()[0] == {"waits": 4, "copies": 2}
 
     @pytest.mark.usefixtures("own_memory")
-    def test_each_update_outside_sums_is_copied_once(self) -> None:
+    def test_update_outside_sums_is_copied_from_device_once(self) -> None:
         assert count_calls(is_summed=False)[0] == {"waits": 4, "copies": 4}
 
     @pytest.mark.usefixtures("own_memory")

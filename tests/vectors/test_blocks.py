@@ -48,7 +48,7 @@ def test_error_in_a_block_is_raised() -> None:
         in_blocks(100, work, 8)
 
 
-def test_run_uses_one_thread_and_restores_numpys_number() -> None:
+def test_run_limits_numpy_to_one_thread_and_restores_it() -> None:
     def threads() -> set[int]:
         return {library["num_threads"] for library in openblas_threads().info()}
 

@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_combination_of_unchanged_rows_equals_weighted_mean() -> None:
+def test_recombination_by_identity_equals_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -139,7 +139,7 @@ def test_sum_in_blocks_has_the_bits_of_a_whole_sum(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_coefficients_apply_to_unchanged_rows() -> None:
+def test_recombination_applies_coefficients_to_updates() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture

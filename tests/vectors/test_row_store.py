@@ -77,7 +77,7 @@ def test_restored_rows_move_into_newly_reserved_space(place: cache.Place) -> Non
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_restored_rows_that_fill_the_space_move_to_disk() -> None:
+def test_restored_cache_without_free_rows_moves_to_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 

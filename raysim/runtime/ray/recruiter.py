@@ -30,7 +30,8 @@ class WorkerPlace:
     """A place where a worker can start.
 
     node: Ray's identifier of the node.
-    bundle: the index of a bundle of the placement group.
+    group: the placement group that reserves the worker's resources.
+    bundle: the index of the worker's bundle in this group.
     """
 
     node: str
@@ -40,14 +41,16 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Growth:
-    """What is needed to start workers during a run.
+    """The facts of a run that decide how `Recruiter` starts workers.
 
-    group: the run's placement group.
+    group: the placement group of the workers that the run began with.
     per_worker: the resources that a worker reserves.
-    most: the most workers that can have work.
-    start: function that starts the actor of a worker, given its number, its place, and a reference
-    to the content of the data set's file.
-    content: this reference in a list; [] if the content is not stored yet.
+    most: the largest number of workers that the run may have.
+    options: the user's settings of Ray (`runtime.*`).
+    start: function that starts the actor of a worker and returns it. Its arguments are the worker's
+    number, its place, and `content`.
+    content: a list with a reference to the data set's file in the object store; [] if the file is
+    not stored yet.
     """
 
     group: PlacementGroup
@@ -60,10 +63,10 @@ class Growth:
 
 @dataclass
 class _Recruit:
-    """A new worker that is starting.
+    """A worker that was started and is not ready yet.
 
     answer: a reference to the worker's identity, which exists when the worker is ready.
-    since: the wall time at which it was started, in seconds.
+    since: when the worker was started, in seconds of `time.monotonic`.
     """
 
     worker: int
@@ -96,10 +99,10 @@ class Recruiter:
     def find_places(
         self, free_workers: Sequence[int], active: int
     ) -> list[tuple[int, WorkerPlace]]:
-        """Return the workers that can start now: pairs of a number and a place.
+        """Return the workers that can start now, each as a pair of its number and its place.
 
-        The number of a new worker is -1.
-        free_workers: workers of the run's placement group that were lost.
+        A worker that was lost starts again under its number; -1 stands for a new worker.
+        free_workers: the numbers of the lost workers whose places in `group` are still reserved.
         active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
@@ -172,9 +175,9 @@ class Recruiter:
         return actor
 
     def take_ready(self) -> list[tuple[int, Identity]]:
-        """Return the started workers that are ready now, each with its identity.
+        """Return the started workers that have become ready, each with its identity.
 
-        Workers that cannot start are given up, with a notice.
+        A worker that cannot start is stopped, and a sentence about it is added to `notices`.
         """
         if not self._starting:
             return []

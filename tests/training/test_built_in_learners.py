@@ -49,7 +49,7 @@ def _run(words: str, out: Path, **parts: Any) -> raysim.Result:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_ready_learner_has_the_same_bits_on_two_workers(name: str) -> None:
+def test_built_in_learner_has_the_same_bits_on_two_workers(name: str) -> None:
     spec = run_spec(LEARNERS[name](), FedBuff())
     one = run(spec, BUFFER, rounds=2)
     two = run(spec, BUFFER, runtime=several_workers(spec, 2), rounds=2)
@@ -63,7 +63,7 @@ def test_ready_learner_has_the_same_bits_on_two_workers(name: str) -> None:
 
 @pytest.mark.slow  # 12 runs with folders and pictures, 2 seconds each
 @pytest.mark.parametrize("name", LEARNERS)
-def test_ready_learner_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_built_in_learner_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     words = "data=synthetic data.samples=200 model=mlp partition.clients=4 schedule.cohort=2"
     learner = LEARNERS[name]()
     straight = _run(f"{words} rounds=3", tmp_path / "straight", learner=learner)
@@ -200,7 +200,7 @@ def test_hf_trainer_equals_raysims_steps_without_shuffling() -> None:
         ("learner=lightning learner.options.foo=1", r"learner\.options"),
     ],
 )
-def test_ready_learner_error_names_the_key(words: str, key: str) -> None:
+def test_built_in_learner_error_names_the_key(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"data=synthetic runtime=inprocess {words}")
 
