@@ -321,7 +321,7 @@ def _traffic(method: Method) -> str:
             _floats(load.down - layout.shared, layout.shared),
         ),
         ("a client sends, besides its update", _floats(load.up - layout.shared, layout.shared)),
-        ("a client trains, besides its samples", _samples(load.work - plain)),
+        ("computation of a client, compared with plain training", _samples(load.work - plain)),
         (
             "parameters that never travel",
             f"{layout.personal:,} floats" if layout.personal else "none",
@@ -331,11 +331,11 @@ def _traffic(method: Method) -> str:
             "a client sends once, before the first round",
             "yes" if declared.contribute else "nothing",
         ),
-        ("default weights of clients", method.weighting),
+        ("weights of clients, unless `weighting` is set", method.weighting),
     ]
     about = (
-        f"Counted for a network of {layout.shared:,} shared floats and a client with 40 samples "
-        "(`local.epochs=5`), as in virtual time and the column `floats_up`:"
+        f"For a network of {layout.shared:,} shared floats and a client with 40 samples "
+        "(`local.epochs=5`). Virtual time and the columns of traffic in the history count the same:"
     )
     return f"## Traffic and state\n\n{about}\n\n{table(('what', 'how much'), rows)}"
 
@@ -344,11 +344,13 @@ def _floats(count: float, shared: int) -> str:
     if not count:
         return "nothing"
     share = f", {count / shared:.2f} of the vector" if shared else ""
-    return f"{count:,.0f} floats{share}"
+    return f"{count:,.0f} {'float' if count == 1 else 'floats'}{share}"
 
 
 def _samples(count: float) -> str:
-    return f"{count:g} samples" if count else "nothing"
+    if not count:
+        return "the same"
+    return f"that of {abs(count):g} {'more' if count > 0 else 'fewer'} training samples"
 
 
 def _state(state: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ local steps, p_i its normalised weight, and a_i the number of plain steps that h
 Departures from the paper
 - a_i is the movement of tau_i steps under a constant gradient of 1, divided by the learning rate.
   That gives all formulas above, and covers a proximal term with momentum, and Nesterov's momentum.
-- tau_i counts the steps really made, with smaller batches and selected samples (FedBSS). If parts
-  of the model make different numbers of steps, the largest number of a shared part counts.
+- tau_i is the number of steps that the client made; a job that selects samples (FedBSS) makes
+  fewer. If parts of the shared model make different numbers of steps, tau_i is the largest.
 - Weight decay and clipping are left out of a_i, and momentum starts at 0 in each job.
 - Buffers are averaged as in FedAvg. A divisor other than the sum of weights (FedBuff) does not
   change the factors.
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 def effective_steps(
     steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
 ) -> float:
-    """Return the movement of SGD steps under a constant gradient of 1 and with learning rate 1.
+    """Return how far `steps` steps of SGD move a parameter, for gradient 1 and learning rate 1.
 
-    It is the number of plain steps with the same effect.
+    As many steps without momentum and without a proximal term would move it equally far.
     pull: the learning rate times the weight of a proximal term; 0 without one.
     """
     moved, velocity = 0.0, 0.0
@@ -59,9 +59,12 @@ def effective_steps(
 
 
 def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Return each update's factor: the mean number of effective steps, divided by its own.
+    """Return a factor for each update: the mean number of steps / the update's number of steps.
 
-    The factors are exactly 1 if all numbers of steps are equal.
+    The mean is weighted. The factors are exactly 1 if all updates have equally many steps.
+
+    weights: the weights of the updates; they need not sum to 1.
+    steps: the number of effective steps of each update.
     """
     total = sum(weights)
     factors = []
@@ -94,8 +97,9 @@ class FedNova(Method):
         )
         if self.mu == 0 and "fedprox" in run.methods:
             run.warn(
-                "method.fednova.mu=0: the proximal term of method 'fedprox' is not counted. Set "
-                "method.fednova.mu to method.fedprox.mu."
+                "method.fednova.mu=0: method 'fednova' counts effective steps as if there were no "
+                "proximal term, but method 'fedprox' adds one. Set method.fednova.mu to the value "
+                "of method.fedprox.mu."
             )
         run.warn_of_second_correction("scaffold")
         run.warn_if_single("it does what FedAvg does")
@@ -110,7 +114,7 @@ class FedNova(Method):
         job.upload["steps"] = torch.tensor([effective], dtype=torch.float64)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the normalised sum of updates; with equal steps bit-identical to FedAvg's."""
+        """Return the weighted mean of normalised updates; with equal steps it is FedAvg's mean."""
         steps = [float(upload) for upload in aggregation.uploads("steps")]
         factors = normalising_factors(aggregation.weights, steps)
         pairs = zip(aggregation.weights, factors, strict=True)

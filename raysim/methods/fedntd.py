@@ -14,8 +14,9 @@ temperature tau, over the other C - 1 classes.
 Departures from the paper
 - The teacher is the whole received model in eval mode; in the authors' code it is in train mode
   for the first client.
-- With Mixup, for which nothing is published: lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi), on the
-  mixed inputs.
+- With Mixup, for which nothing is published, the distillation loss is
+  lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi) on the mixed inputs: y and y_pi are the labels of the
+  two mixed samples, lam is Mixup's weight.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
 def not_true_distillation_loss(
     logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float
 ) -> Tensor:
-    """Return tau^2 KL(teacher || student) without the true class, the mean over the batch.
+    """Return tau^2 KL(teacher || student) over all classes but the true one: the batch's mean.
 
     logits: [B, C], the student's outputs.
     global_logits: [B, C], the teacher's outputs, which get no gradient.
-    labels: int64 [B]. The loss is 0 for C = 2.
+    labels: int64 [B]. With C = 2 a single class remains, so that the loss is 0.
+    temperature: tau, which divides the outputs.
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
     other_classes = index + (index >= labels.unsqueeze(1))
@@ -69,11 +71,11 @@ class FedNTD(Method):
         self.temperature = above("method.fedntd.temperature", temperature, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Require classes."""
+        """Refuse a task without classes."""
         run.needs("classes")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the teacher's forward pass."""
+        """Return the cost of the teacher's forward pass, in trained samples."""
         return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- Without bias correction, as in Algorithm 2; bias_correction=True is TensorFlow's form, which does
-  not correct tau. PyTorch's Adam divides sqrt(v) before it adds epsilon, which is a different rule.
-- v starts at tau^2 (the paper allows any v0 >= tau^2); the code starts at 0.
-- beta2 = 0.99, as in the paper; the code has 0.999. FedAvgM is without Nesterov's momentum unless
-  nesterov=True.
+- There is no bias correction, as in Algorithm 2. bias_correction=True corrects m and v as
+  TensorFlow's Adam does, which adds tau to the uncorrected sqrt(v). PyTorch's Adam corrects sqrt(v)
+  before it adds epsilon, which is a different rule.
+- v starts at tau^2 (the paper allows any v0 >= tau^2); in the authors' code it starts at 0.
+- beta2 = 0.99, as in the paper; the authors' code has 0.999. FedAvgM uses Nesterov's momentum only
+  with nesterov=True.
 - There is no weight decay on the server, and buffers are averaged.
 
 All tensors are on the CPU, where the server is.
@@ -89,9 +90,10 @@ def fedadam_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the values that `fedadagrad_step` returns, for FedAdam.
+    """Return "params", "first_moment" and "second_moment" after a FedAdam step, all [D].
 
-    step: the number of the server's step, from 1, for bias correction; None for no correction.
+    step: the number of the server's step, counted from 1, by which both moments are corrected for
+    their start; None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)
@@ -109,7 +111,10 @@ def fedyogi_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the values that `fedadam_step` returns, for FedYogi."""
+    """Return "params", "first_moment" and "second_moment" after a FedYogi step, all [D].
+
+    step: see `fedadam_step`.
+    """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)
 
@@ -132,11 +137,12 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the server's step into `arrays[0]`; both moments change in place.
+    """Write the change of the parameters into `arrays[0]`; update both moments in place.
 
-    arrays: the result, the update, and the first and second moment.
+    arrays: four tensors [D]: the result, the mean update, the first and the second moment.
     beta2: the decay of the second moment; None computes FedAdagrad.
-    step: the number of the step, from 1; None makes no bias correction.
+    step: the number of the step, counted from 1; None makes no bias correction.
+    yogi: True computes FedYogi.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
@@ -185,7 +191,7 @@ def _adaptive(
 
 
 class FedAvgM(Method):
-    """A server rule with momentum.
+    """A server rule that adds momentum to the mean update.
 
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
@@ -201,12 +207,12 @@ class FedAvgM(Method):
         self.nesterov = nesterov
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the momentum, zero at first."""
+        """Replace the server's step; keep the momentum, which starts at 0, on the server."""
         run.owns("step")
         run.server_state("momentum", run.zeros)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step of `fedavgm_step`."""
+        """Return the change of the parameters that `fedavgm_step` makes."""
         step = torch.empty_like(direction)
         arrays = [step, direction, server.state["momentum"]]
         run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
@@ -214,7 +220,7 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """A server rule with two moments; subclasses compute the second moment."""
+    """The base of FedAdagrad, FedAdam and FedYogi: a server rule with two moments of updates."""
 
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
@@ -227,13 +233,13 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Declare the server's step and both moments, which begin with 0 and tau^2."""
+        """Replace the server's step; keep both moments on the server, from 0 and tau^2."""
         run.owns("step")
         run.server_state("first_moment", run.zeros)
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the server's step for a direction."""
+        """Return the change of the parameters for a mean update; update both moments."""
         step = torch.empty_like(direction)
         moments = [server.state["first_moment"], server.state["second_moment"]]
         _adapt([step, direction, *moments], **self._settings(server.version + 1))
@@ -260,9 +266,9 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """A server rule whose second moment decays.
+    """The base of FedAdam and FedYogi, which average the second moment with the factor beta2.
 
-    bias_correction: True uses TensorFlow's form.
+    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
 
     def __init__(
@@ -291,9 +297,9 @@ class FedAdam(_Decaying):
 
 
 class FedYogi(_Decaying):
-    """A server rule with Yogi.
+    """A server rule with Yogi: the second moment follows the squared update in bounded steps.
 
-    The second moment changes by at most (1 - beta2) times the square.
+    In a step it changes by at most (1 - beta2) times the squared update.
     server_lr: the server's learning rate eta.
     """
 

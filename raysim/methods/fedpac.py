@@ -21,21 +21,22 @@ statistics.
 Departures from the paper
 - The budget: the authors train the head for one epoch and then the extractor for E epochs, so
   local.epochs is the sum; set it to head_epochs + E. The head phase has the steps of `head_epochs`
-  = h passes over all of the client's samples, but at most h of h + 1 equal parts of all steps. The
-  limit matters with local.steps, and if an epoch has only some samples. local.lr is the
+  = h passes over all of the client's samples, but at most the share h / (h + 1) of all steps. This
+  limit matters with local.steps, and if an epoch uses only some samples. local.lr is the
   extractor's rate. Each phase has its own optimizer.
 - h and V are measured with the received extractor, the class means that become prototypes with the
   trained one, as in the code; always in eval mode, without augmentation, over all samples. The
   code's extractor never leaves eval mode. Here it trains in train mode, and is in eval mode in the
   head phase, which therefore does not change running statistics.
-- A class that no client holds has no prototype. Its samples are drawn to the client's own mean of
-  the received extractor's features, and R is 0 in the first round. The code fails there.
+- A class that no participant of the last aggregation holds has no prototype. Its samples are pulled
+  to the client's own mean of the received extractor's features. In the first round there are no
+  prototypes, and R is 0. The authors' code fails in both cases.
 - Prototypes and mixtures are over the participants of one aggregation; others keep their last
   head, and a client that never took part has the initial one. Only the last update of a client
   that is twice in a buffer counts. A client that is dispatched again before its update was
   aggregated starts from its previous mixture.
-- P has no negative eigenvalue, so nothing is repaired. The code drops eigenvalues below 0.01 and
-  may fail to find weights.
+- P has no negative eigenvalue and is used as it is. The authors' code drops eigenvalues below 0.01
+  and may then fail to find weights.
 - Weights up to min_weight become 0, as in the code, unless all of them would.
 - With Mixup, R is the mean of the R of both labels with Mixup's weights.
 
@@ -68,10 +69,12 @@ if TYPE_CHECKING:
 
 
 class Statistics(TypedDict):
-    """A client's feature statistics: variance, weighted class means, class means and counts.
+    """Statistics of a client's features, in the symbols of the module's docstring.
 
-    Variance (V_i) and weighted class means (h_i, [C, D]) are defined in the module's docstring; D
-    is the number of features. Class means are [C, D], counts int64 [C]; absent classes have zeros.
+    variance: V_i.
+    weighted_means: h_i, [C, D], for D features.
+    class_means: the mean features of each class, [C, D]; zeros for a class without samples.
+    class_counts: the number of samples of each class, int64 [C].
     """
 
     variance: float
@@ -117,10 +120,12 @@ def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, T
 
 
 def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[str, Tensor]:
-    """Return "prototypes" [C, D], the means over clients weighted by samples, and "present".
+    """Return each class's prototype: the mean of the clients' class means, weighted by samples.
 
-    class_means: [m, C, D].
-    class_counts: [m, C]. present: bool [C], False for a class without a sample.
+    The result has "prototypes" [C, D], and "present", bool [C]: False for classes without samples.
+
+    class_means: [m, C, D], the class means of m clients.
+    class_counts: [m, C], their samples of each class.
     """
     counts = class_counts.double()
     total = counts.sum(0)
@@ -168,7 +173,10 @@ def classifier_combination_weights(
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return points with the same distances as the weighted means have: float64 [m, at most m]."""
+    """Return a point for each of m participants, float64 [m, k] with k <= m.
+
+    The points are as far apart as the participants' weighted means, which have more dimensions.
+    """
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
     return triangle.T
@@ -238,7 +246,7 @@ def _has_prototypes(view: Participation | ServerView) -> bool:
 
 
 def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that returns a server state once prototypes exist, and None before."""
+    """Return a function that returns the server state `name`; None before the first aggregation."""
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
@@ -256,7 +264,7 @@ class FedPAC(Method):
     features, 2 GB for 100,000 clients.
 
     lam: the weight of the alignment of features with prototypes.
-    head_epochs: the part of local.epochs in which the head is trained.
+    head_epochs: the number of epochs, out of local.epochs, that train the head.
     head_lr_factor: factor on local.lr while the head is trained.
     min_weight: weights of heads up to this value become 0.
     """
@@ -278,7 +286,7 @@ class FedPAC(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return a budget with at least one epoch or step for the extractor."""
+        """Return local.epochs or local.steps, large enough to leave one for the extractor."""
         key, budget = _budget(local)
         return {key: max(budget, self.head_epochs + 1)}
 
@@ -338,14 +346,18 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of two passes for statistics, minus saved backward passes."""
+        """Return the cost of two passes for statistics minus backward passes that are saved.
+
+        The unit is a trained sample. A step that trains the head saves the extractor's backward
+        pass.
+        """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)
         return FORWARD * 2 * job.samples + (FORWARD - 1) * head
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Load the mixture of heads; sum the features of the received extractor."""
+        """Load the client's mixture of heads; measure the features of the received extractor."""
         if "head" in job.received:
             _load_head(job.vector, job.received["head"])
         statistics = self._measure(job)

@@ -18,9 +18,9 @@ Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
 - c_ij is measured in eval mode, without augmentation. A class that no participant holds keeps its
   last C_j.
-- With predict=prototype a client compares with the C_j that it received for its last job, of the
-  classes that it holds, which are the same in the authors' code. Before its first job it predicts
-  with its head.
+- With predict=prototype a client compares features with the C_j that it received for its last job,
+  and only with those of classes that it holds, as in the authors' code. Before its first job it
+  predicts with its head.
 - Each client uploads all classes, with zeros and a count of 0 for those that it does not hold: the
   size of an upload is declared before the run and is equal for all clients.
 - All clients have the same network; the paper also has clients with different ones.
@@ -76,7 +76,7 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
     features: [B, d].
     labels: int64 [B].
     prototypes: [C, d].
-    present: bool [C].
+    present: bool [C], True for the classes that have a prototype.
     """
     has_prototype = present[labels].unsqueeze(1).to(features.dtype)
     distance = (features - prototypes[labels]) * has_prototype
@@ -90,7 +90,7 @@ def nearest_prototype_head(
 
     For features h and a prototype c, |h - c|^2 = |h|^2 - (2 h.c - |c|^2); the first term is the
     same for all classes.
-    prototypes: the prototypes [d] by class.
+    prototypes: the prototype [d] of each class; a class without one is never predicted.
     """
     example = next(iter(prototypes.values()))
     weight = example.new_zeros(num_classes, len(example))
@@ -143,7 +143,7 @@ class FedProto(Method):
         run.client_state("prototypes", lambda samples: {})
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the forward pass for the class means."""
+        """Return the cost of the forward pass for the class means, in trained samples."""
         return FORWARD * job.samples
 
     # --- a client's job -----------------------------------------------------------------------

@@ -10,9 +10,9 @@ Networks" (MLSys 2020), eq. (2):
 Departures from the paper
 - The term covers all shared trainable parameters, BatchNorm's affine ones included; it never covers
   buffers, personal parameters, or the projector that FedBR trains by ascent.
-- The term's gradient is added before weight decay and momentum, as that of any loss. FedBR's
-  optimizer adds it after the momentum buffer, which is the same only for momentum 0.
-- Clients do not solve the local problem inexactly, and stragglers have no smaller budget.
+- The term's gradient is added before weight decay and momentum, like the gradient of the loss.
+  FedBR's optimizer adds it after the momentum buffer, which is the same only for momentum 0.
+- The paper lets slow clients make fewer steps. Here `local.*` alone decides the number of steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
 
 
 def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
-    """Return the gradient of `proximal_term` by `params`: mu (params - global_params), [d]."""
+    """Return the gradient of `proximal_term` in `params`: mu (params - global_params), [d]."""
     return mu * (params - global_params)
 
 
@@ -57,6 +57,6 @@ class FedProx(Method):
         self.mu = at_least("method.fedprox.mu", mu, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the gradient of the pull, in the stage with the task loss."""
+        """Add the gradient of the proximal term to that of the task loss."""
         if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

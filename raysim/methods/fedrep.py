@@ -13,8 +13,8 @@ Choudhary, "Federated Learning with Personalization Layers" (2019).
                               and its own head
 
 Departures from the paper
-- local.epochs is the sum of both phases, and is set to it unless the user sets it; a budget of
-  local.steps is divided in the same proportion. Mode joint uses all of it.
+- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. local.steps, if
+  set, is divided in the same proportion. In mode joint, all epochs or steps train both parts.
 - The extractor is in train mode in head steps, too, as in the authors' code: dropout is on and
   BatchNorm's running statistics move, although no parameter of the extractor does.
 - Each phase has its own optimizer, so neither weight decay nor momentum moves the fixed part.
@@ -49,7 +49,8 @@ class FedRep(Method):
 
     mode: "alternate" (FedRep) trains the head before the extractor; "joint" (FedPer) trains both
     together and ignores the numbers of epochs.
-    head_epochs, body_epochs: the epochs of the head, and of the extractor.
+    head_epochs: the number of epochs that train the head.
+    body_epochs: the number of epochs, after these, that train the extractor.
     """
 
     name = "fedrep"
@@ -75,7 +76,7 @@ class FedRep(Method):
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return local.epochs, the sum of both phases, or the smallest local.steps."""
+        """Return local.epochs for both phases, or local.steps with a step for the head."""
         if self.mode == "joint":
             return {}
         if local.epochs is not None:
@@ -113,6 +114,6 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return a negative cost: head steps save the extractor's backward pass."""
+        """Return a negative cost in trained samples: head steps save a backward pass."""
         share = self.head_epochs / self._total_epochs
         return (FORWARD - 1) * share * job.trained_samples

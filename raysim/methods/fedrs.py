@@ -52,7 +52,12 @@ def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") ->
 def restricted_softmax_cross_entropy(
     *, logits: Tensor, labels: Tensor, class_counts: Tensor, alpha: float, kind: str = "binary"
 ) -> Tensor:
-    """Return the mean cross-entropy of scaled `logits` [B, C], computed without a bias."""
+    """Return the mean cross-entropy of `logits` [B, C] after each class's logit is scaled.
+
+    logits: the outputs of a head without a bias.
+    labels: int64 [B].
+    class_counts, alpha, kind: see `class_scales`.
+    """
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
 
@@ -79,7 +84,7 @@ class FedRS(Method):
         return model
 
     def setup(self, run: Setup) -> None:
-        """Require classes and a head; replace the task loss."""
+        """Refuse a task without classes and a model without a linear head; replace the loss."""
         run.needs("classes", "features")
         run.owns("loss")
 

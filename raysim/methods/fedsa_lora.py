@@ -2,8 +2,9 @@
 
 Source: Guo, Zeng, Wang, Fan, Wang and Qu, "Selective Aggregation for Low-Rank Adaptation in
 Federated Learning" (ICLR 2025). A layer of client i computes with W0 + s B_i A, see
-`raysim/models/lora.py`. Clients train both factors. The server averages A alone, so a client's
-product has the A of all clients and the B of its own. A client is scored with its own model.
+`raysim/models/lora.py`. Clients train both factors. The server averages A alone, so the product
+B_i A combines the mean of all clients' A with client i's own B_i. A client is scored with its own
+model.
 
 Departures from the paper
 - The head is trained and averaged like any other parameter; `method=fedsa_lora+fedrep

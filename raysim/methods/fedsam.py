@@ -14,11 +14,11 @@ MoFedSAM also mixes the gradient with the mean direction of the last round, as F
 `method=fedsam+fedcm` with method.fedcm.alpha as the paper's beta.
 
 Departures from the paper
-- Norms are over everything that the stage trains: all layers, BatchNorm's affine parameters and
-  personal ones, too.
+- Norms are over all parameters that the step trains, including BatchNorm's weight and bias and
+  personal parameters.
 - F is the task loss with all methods' terms. Corrections of the gradient (FedProx, SCAFFOLD,
-  FedCM), weight decay and momentum follow, at theta. Stages with another loss (FedBR's projector,
-  FRAug's generator) are not perturbed.
+  FedCM), weight decay and momentum follow, at theta. Steps with another loss (FedBR's projector,
+  FRAug's generator) use the gradient at theta.
 - Both passes share dropout masks and Mixup's draws, and BatchNorm's running statistics move in the
   first pass only.
 - Weights are by samples, as in FedAvg; T is the same for all parameters (some codes leave out
@@ -78,7 +78,7 @@ class FedSAM(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second pass of each batch."""
+        """Return the cost of a second pass of each batch, in trained samples."""
         return job.trained_samples
 
     def perturb(

@@ -14,13 +14,14 @@ local steps:
 Departures from the paper
 - The paper calls both the share of the second gradient and, in its experiments, the step uphill
   alpha. Here `alpha` is the share and `rho` the step, which is not normalised.
-- The proximal term and c_k are not part of the gradient uphill. Other corrections, weight decay and
-  momentum are not, either; they follow. Methods' terms of the loss are in both gradients.
-- x^t is `job.start`, which PartialFed mixes. All shared parameters have a c_k, also those of extra
-  networks; only stages with the task loss go uphill.
-- The upload replaces the trained vector, so a method that keeps the model as trained (pfedavg,
-  moon) must come before this one in the list. Buffers are averaged as trained. BatchNorm's running
-  statistics move in the first pass only.
+- F is the task loss with the terms that other methods add to it, in both gradients. The proximal
+  term, c_k, other corrections of the gradient, weight decay and momentum are added afterwards.
+- x^t is the model with which training starts; under PartialFed it is a mixture of the received and
+  the client's own model. Networks that other methods add have a c_k, too, but steps with another
+  loss than F do not go uphill.
+- The upload replaces the trained vector, so a method that keeps the trained model (pfedavg, moon)
+  must come before fedspeed in the list. Buffers are averaged without a correction. BatchNorm's
+  running statistics move in the first pass only.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class FedSpeed(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second pass of each batch."""
+        """Return the cost of a second pass of each batch, in trained samples."""
         return job.trained_samples
 
     def perturb(

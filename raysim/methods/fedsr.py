@@ -15,12 +15,12 @@ the deterministic variant with the norm alone (probabilistic=False).
 
 Departures from the paper
 - The penalty is the norm, as in the code, not its square.
-- References and scale stay on the client: the code leaves them out of what it averages.
+- References (r_mu, r_sigma) and scale stay on the client, because the code does not average them.
   share_reference=True averages them.
 - Weights are the run's; the code's mean over clients is unweighted.
 - The code draws a new shuffled batch in each step; here local.* decides the order of the data.
-- eps comes from torch's generator, which a job seeds for its model as it does for dropout. All rows
-  and passes that other methods need have different noise.
+- eps comes from torch's generator, which each job seeds, as for dropout. Rows and forward passes
+  that other methods add have an eps of their own.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the code. Here
   all inputs have the same draws of eps, made once from the seed, so that scoring uses no random
   stream. Other uses outside training (frozen copies, probes) see mu.
@@ -83,9 +83,10 @@ def conditional_information_penalty(
 
 
 class Gaussian(Classifier):
-    """A classifier with features drawn from N(mu, sigma^2) in training; otherwise they are mu.
+    """A classifier whose features are drawn from N(mu, sigma^2) in training.
 
-    Its outputs in evaluation are the mean prediction over constant draws.
+    In evaluation `features` returns mu, and `forward` averages the predictions of `samples` draws,
+    which are the same in each call.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -103,7 +104,10 @@ class Gaussian(Classifier):
         return mean, F.softplus(raw)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return features [B, Z]; their attribute `moments` has mean and deviation of the draw."""
+        """Return features [B, Z].
+
+        Their attribute `moments` is the mean and the standard deviation that they are drawn with.
+        """
         mean, std = self.moments(x)
         # A view of the mean, so that the attribute is not set on `mean` itself.
         z = mean + std * torch.randn_like(mean) if self.training else mean.view_as(mean)
@@ -111,7 +115,7 @@ class Gaussian(Classifier):
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of a draw in training; else the log of the mean softmax over draws."""
+        """Return the logits [B, C] of one draw in training, else the log of the mean softmax."""
         if self.training:
             return super().forward(x)
         mean, std = self.moments(x)
@@ -123,7 +127,7 @@ class Gaussian(Classifier):
 
 
 class Reference(nn.Module):
-    """A trained Gaussian for each class, and a factor on the features compared with it."""
+    """A trained Gaussian for each class, and the trained factor s on features compared with it."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -198,7 +202,7 @@ class FedSR(Method):
         return loss + sum(terms)
 
     def _information(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the divergence of a batch's features from the references of their classes."""
+        """Return the KL divergence of a batch's features from the Gaussians of their classes."""
         reference = cast(Reference, job.network("reference"))
         labels = out.batch.targets
         if labels.ndim > 1:
@@ -215,9 +219,9 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the deviation of the distributions of features [B, Z].
+    """Return the mean and the standard deviation, [B, Z] each, that features were drawn with.
 
-    The features may be the first rows of a larger pass.
+    features: what `Gaussian.features` returned, or the first rows of it.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

@@ -8,12 +8,12 @@ W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
     B <- the first r columns of U S,    A <- the first r rows of V'
 
 B A is the nearest matrix of rank r to P, and equal to it if P has no higher rank. Clients may have
-ranks r_i of their own: client i receives the first r_i columns and rows, which make the nearest
-matrix of rank r_i.
+different ranks: client i of rank r_i receives the first r_i columns of B and rows of A, whose
+product is the nearest matrix of rank r_i.
 
 Departures from the paper
-- Stale updates change P by the mean of B_i A_i - B A, with B and A those of the version that client
-  i received. Without stale updates it is the same.
+- Stale updates change P by the mean of B_i A_i - B A, where B and A are the factors that client i
+  received. Without stale updates the result is the paper's.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged like any other parameter.
 - If P has a lower rank than r, the other rows of A do not change, and their columns of B are 0.
@@ -55,11 +55,15 @@ ROUNDING = 1e-12
 
 
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return B [m, r] and A [r, n], the best approximation of left @ right.
+    """Return B [m, r] and A [r, n], whose product B A is the nearest one to left @ right.
+
+    Each row of A has length 1, and row i belongs to the i-th largest singular value. If there are
+    fewer singular values above 0, the other rows are those of `old_a`, and their columns of B are
+    0.
 
     left: [m, R], with R >= r.
-    right: [R, n]. Rows of A have length 1 and belong to falling singular values. Rows without a
-    singular value are those of old_a [r, n], with zeros in B.
+    right: [R, n].
+    old_a: [r, n].
     """
     rank = len(old_a)
     if left.shape[1] < min(len(left), right.shape[1]):
@@ -112,7 +116,7 @@ class FlexLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step to the factors of the mean product, and the mean of other parameters."""
+        """Return the change to the new factors, and the mean update of the other parameters."""
         direction = mean_delta(aggregation, server)
         models = _shares_of_models(aggregation, server)
         for factors in find_factors(server.layout):
@@ -124,10 +128,11 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models, each with the share that the product of its factors has in the sum.
+    """Return models with shares: P is the sum of the products B A of the models times the shares.
 
-    They are the current model, with the share 1; the trained models; and with negative shares the
-    models that clients received. Without stale updates the first and the last ones cancel.
+    The current model has the share 1. Each trained model has the share of its update, and the model
+    that the client received has the negative of that share. If no update is stale, the current and
+    the received models cancel and are left out.
     """
     received: dict[int, float] = {}
     trained = []
@@ -153,9 +158,10 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return new factors B and A whose product is close to the weighted sum of models' products.
+    """Return new factors B and A, whose product is the nearest one to the sum P, in float64.
 
-    All is computed in float64.
+    models: see `_shares_of_models`.
+    old_a: see `split_product`.
     """
     left, right = [], []
     for vector, share in models:

@@ -9,12 +9,12 @@ W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
 
 The sum is exact, whatever the ranks of the clients. The weights of layers with an adapter therefore
 change, and are part of each version: in the simulator they are buffers of the model, which travel
-between its processes. What is counted is what FLoRA sends: a client receives the stacked factors of
-the K clients of an aggregation, and sends its own.
+between its processes. Traffic and virtual time count only what FLoRA sends: a client receives the
+stacked factors of the K clients of an aggregation, and sends its own factors.
 
 Departures from the paper
-- A client receives the stack of one aggregation with each job. For one that took part long ago this
-  is too little, as in the paper, where all clients take part in each round.
+- A client is counted as receiving the stack of one aggregation with each job. A client that missed
+  rounds would need more; in the paper all clients take part in each round.
 - If the stack of a layer has more floats than its weight, the weight is sent. The first version is
   known to all clients, and A is drawn from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
@@ -81,7 +81,7 @@ class FLoRA(Method):
         self.ranks = check_ranks("method.flora.ranks", ranks)
 
     def setup(self, run: Setup) -> None:
-        """Make buffers of the weights with adapters, which the server then changes."""
+        """Turn the weights of layers with adapters into buffers that the server changes."""
         adapters = require_adapters(run)
         require_products(run, adapters)
         require_sharing(run)
@@ -122,7 +122,7 @@ class FLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step [shared] of all parameters and buffers."""
+        """Return the change of all shared parameters and buffers, [layout.shared]."""
         direction = torch.cat([mean_delta(aggregation, server), _buffers(aggregation, server)])
         models = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
@@ -174,7 +174,10 @@ def _other_layers(run: Setup, left_out: Adapter) -> str:
 
 
 def _weight_slices(layout: Layout) -> list[slice]:
-    """Return the slices of the vector with adapted weights, in the order of `find_factors`."""
+    """Return the slices of the vector that hold the weights of layers with adapters.
+
+    They have the order of `find_factors`.
+    """
     entries = {entry.path: entry for entry in layout.entries if entry.network == "model"}
     slices = []
     for path in entries:
@@ -186,7 +189,7 @@ def _weight_slices(layout: Layout) -> list[slice]:
 
 
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the step that makes the float buffers the mean of the clients' buffers.
+    """Return the change after which float buffers are the weighted mean of the clients' buffers.
 
     Its length is layout.shared - layout.trained.
     """

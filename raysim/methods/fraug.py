@@ -95,9 +95,9 @@ def classification_loss(
     It is (1 - weight) * real + weight / 2 * (domain + proto). All logits are [B, C], all labels
     int64 [B].
 
-    real_logits, real_labels: of the real features.
-    domain_logits: of features generated around the real ones, whose labels are `real_labels`.
-    proto_logits, proto_labels: of features generated around the class prototypes.
+    real_logits, real_labels: logits and labels of the real features.
+    domain_logits: logits of features generated around the real ones, with the same labels.
+    proto_logits, proto_labels: logits and labels of features generated around class prototypes.
     weight: the share of both generated parts together, beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
@@ -318,18 +318,24 @@ class FRAug(Method):
             )
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return batches of two or more. Batches of one sample are left out."""
+        """Return local.batch, at least 2, because FRAug leaves out batches of one sample."""
         return {"local.batch": max(local.batch, 2)}
 
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Return the model's BatchNorm, as in FedBN, and the generator's if it is local."""
+        """Return the names of the BatchNorm tensors that stay on the client.
+
+        These are the model's, as in FedBN, and with generator_norm="local" the generator's.
+        """
         names = batchnorm_names("model", networks["model"])
         if self.use_generator and self.generator_norm == "local":
             names += batchnorm_names(GENERATOR, networks[GENERATOR])
         return names
 
     def three_steps(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """Return the steps of each batch: classifier, generator, RTNet; none for one sample."""
+        """Return the steps of each batch: classifier, generator, RTNet.
+
+        A batch of one sample has no step.
+        """
         steps = {"model": Stage()}
         if self.use_generator:
             rate = self.generator_lr_factor
@@ -346,8 +352,8 @@ class FRAug(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        The cost of both networks is estimated by their share of parameters. Compared with
-        convolutions, which use a parameter many times, this is too high.
+        The unit is a trained sample. The cost of both networks is estimated by their share of
+        parameters. Compared with convolutions, which use a parameter many times, this is too high.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -376,7 +382,7 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start the job's sums: norms of real and generated features, correct share, steps."""
+        """Set the sums to 0 from which `end` reports: real norm, generated norm, correct, steps."""
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -485,7 +491,12 @@ class FRAug(Method):
     def _synthetic(
         self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
     ) -> Tensor:
-        """Return synthetic features [2B, D], made around real features and around prototypes."""
+        """Return synthetic features [2B, D], made around real features and around prototypes.
+
+        anchors: [2B, D], the real features and the prototypes.
+        source: [2B, ...], the input of RTNet, see `_source`.
+        strength: the factor on RTNet's output, rho in the paper.
+        """
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
@@ -523,7 +534,10 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step's feature norms and share of correct synthetic features to the job's sums."""
+    """Add a step's mean feature norms and its share of correct predictions to the job's sums.
+
+    is_correct: bool, for each synthetic feature whether the head predicts its class.
+    """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()
     sums = torch.stack([real_norm, generated_norm, correct, torch.ones_like(real_norm)])

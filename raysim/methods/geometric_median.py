@@ -3,7 +3,7 @@
 It is robust against arbitrary updates as long as they have less than half of the weight.
 
 Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022),
-by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and each of `steps` times
+by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and is replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
@@ -35,7 +35,7 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
     """Return the weights [m] of m updates in their geometric median, after `steps` steps.
 
     products: the Gram matrix of the updates, float64 [m, m].
-    weights: [m], the weights of the updates; 0 steps return them.
+    weights: [m], the weights of the updates in the weighted mean, which is the result of 0 steps.
     nu: smaller distances count as nu.
     """
     b = weights

@@ -10,8 +10,8 @@ Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
 Departures from the paper
 - l_i is the task loss of the received model on the first local batch, as in FedBR's code;
   batches="all" takes the mean over all local steps.
-- q belongs to the client, as in the paper, not to a worker slot. It is normalised again, which
-  changes no weight.
+- Each client has a q, as in the paper. In FedBR's code a q belongs to a worker slot, and clients
+  change slots in each round. q is not normalised after a round, because only ratios of q count.
 - Mixup and momentum across rounds, which FedBR's code always uses, are separate choices.
 """
 
@@ -65,7 +65,7 @@ class GroupDRO(Method):
     """A server rule that gives clients with a high loss more weight, growing exponentially.
 
     step_size: the step size eta_q by which logarithms of weights follow the losses.
-    batches: the client's loss is that of the "first" batch or the mean of "all" batches.
+    batches: a client's loss is the loss of the "first" batch, or the mean loss of "all" batches.
     prior: the weights before the first round, "uniform" or by "samples".
     """
 
@@ -107,9 +107,10 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update the clients' weights, and weigh the updates by them.
+        """Update the clients' weights q, and multiply the weights of the updates by them.
 
-        Only ratios count: the largest weight is 1, and equal weights change nothing.
+        Only ratios of q count. They are scaled so that the largest factor is 1; if all q are equal,
+        nothing changes.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

@@ -9,18 +9,19 @@ Client i has the rank r_i:
     prune       r_i <- max(1, q) if that sum is smaller after training than before
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
-with Frobenius norms; |B_i A_i| is that of the products of all layers together. The mean of the
-factors is not the factors of the mean product: the aggregation is not exact.
+with Frobenius norms; |B_i A_i| is the norm of the products of all layers together. The product of
+the mean factors is not the mean of the products: the aggregation is not exact.
 
-Choices where the paper, which writes one pair of matrices, is silent
+Choices that the paper, which treats a single pair of matrices, leaves open
 - With several layers, the term is a sum over layers, and the weight is the norm of all products
   together. A client has one rank for all layers, and prunes all of them at once, to 1 or more.
 - lam = 0.001 and gamma = 0.99 by default.
 
 Departures from the paper
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- Weights multiply those of the run and other methods, which are uniform unless `weighting` says
-  otherwise. They apply to the head, too, which is trained and averaged like any other parameter.
+- p_i multiplies the weight that the run and other methods give client i, which is uniform unless
+  `weighting` says otherwise. It applies to the head, too, which is trained and averaged like any
+  other parameter.
 - A client keeps its pruned rank as client state. The paper's server learns it from the smaller
   matrices, and sends no more from then on; here virtual time and traffic count the rank before
   pruning, because a plan cannot depend on training.
@@ -90,6 +91,7 @@ class HetLoRA(Method):
     rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
     sparsity: True weighs clients by the norms of their products.
     lam: the weight of the term that makes the last ranks small; with 0 no client prunes its rank.
+    gamma: the share of a client's ranks that the term leaves out.
     """
 
     name = "hetlora"
@@ -174,9 +176,10 @@ class HetLoRA(Method):
 
 
 def _add_term(grad: Tensor, at: slice, place: slice, values: Tensor, factor: Tensor) -> None:
-    """Add factor * values / |values| to the gradient of the parameters at `place`.
+    """Add the derivative of factor * |values| to the gradient of these values.
 
-    at: the slice of the vector to which `grad` belongs; a `place` outside is ignored.
+    grad: the gradient of the parameters in the slice `at` of the vector.
+    place: the slice of the vector that holds `values`; outside of `at` nothing is added.
     """
     if at.start <= place.start and place.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)

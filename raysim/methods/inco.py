@@ -1,11 +1,11 @@
 """InCo: mix the mean update of a stage's first block into the updates of its deeper blocks.
 
-Updates of shallow layers agree more between clients than those of deep layers. Only the server
-changes.
+Updates of shallow layers agree more between clients than updates of deep layers. The method changes
+nothing on the clients.
 
 Source: Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity
-to Heterogeneity in Federated Learning" (ICLR 2024). Of the mean updates g of a tensor and g0 of its
-source, for each kernel of a convolution:
+to Heterogeneity in Federated Learning" (ICLR 2024). With g the mean update of a tensor, and g0 that
+of the tensor that is its source, for each kernel of a convolution:
 
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
@@ -19,8 +19,8 @@ Departures from the paper
   ("conflict"); neither rule is its minimiser, because theta belongs to the vectors before they are
   normalised. Clamp and clip are in the code only.
 - The authors' routine fails on bottlenecks; here tensors without a source of their shape keep the
-  mean update. A kernel of one number has a sign and no direction, so that the whole tensor is one
-  group.
+  mean update. A 1x1 kernel is one number and has no direction, so the whole tensor is mixed as one
+  vector.
 - The code divides a transformer's updates by the number of local epochs; here nothing is divided.
 - Weights are uniform, as in the code. Buffers are averaged as values, so that no variance can
   become negative, and the code's clamp is not needed.
@@ -78,7 +78,10 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return a tensor as rows that are mixed one by one: its kernels, or the whole tensor."""
+    """Return a view [n, k] of a tensor whose rows are mixed separately.
+
+    A row is a kernel. With granularity="tensor", or if kernels are 1x1, the only row is the tensor.
+    """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
         size = values.numel()
@@ -97,7 +100,10 @@ def _settings(
 def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
-    """Mix each row [n, k] with its row of `sources`, in place (compiled); sums are in float64."""
+    """Mix each row of `rows` [n, k] with the same row of `sources` [n, k], in place.
+
+    The function is compiled. Sums are in float64. clip: inf for no bound.
+    """
     chunk = 64  # rows whose factors are computed at once
     square = np.empty(chunk, rows.dtype)
     square0 = np.empty(chunk, rows.dtype)
@@ -129,9 +135,9 @@ def _mix(
 
 
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
-    """Return the source of each target among parameters of these names and shapes.
+    """Map each parameter that has a source to the name of its source.
 
-    Names may have any prefix.
+    names, shapes: the parameters of the model; names may have any prefix.
     """
     shape_of = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
     sources: dict[str, str] = {}
@@ -191,7 +197,7 @@ class InCo(Method):
         self.eps = eps
 
     def setup(self, run: Setup) -> None:
-        """Exclude methods without a mean update; warn about a model without pairs of blocks."""
+        """Refuse methods that make no mean update; warn about a model without blocks to mix."""
         run.excludes("fedcda", "it averages stored models, not updates")
         run.excludes("fedasync", "it makes a step for each update, so there is no mean update")
         parameters = dict(run.model.named_parameters())
@@ -203,9 +209,9 @@ class InCo(Method):
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the direction, in which each parameter's update is mixed with that of its source.
+        """Return the mean update after mixing the part of each tensor with that of its source.
 
-        A source has no source itself, so the order does not matter.
+        A source has no source itself, so the order of the tensors does not matter.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]
         updates = {

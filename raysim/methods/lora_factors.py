@@ -55,9 +55,9 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse methods and adapters that do not fit a method that splits products B A into factors.
+    """Refuse other methods and layers that do not allow splitting the product B A into factors.
 
-    The product B A must be the layer's weight as a matrix; in a grouped convolution it is not.
+    B A must have one entry for each entry of the layer's weight, unlike in a grouped convolution.
     """
     for other in KEEPERS:
         run.excludes(
@@ -77,7 +77,7 @@ def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
 class Factors:
     """The places of the factors of one adapter in the vector.
 
-    a, b: the tensors A [rank, columns] and B [rows, rank].
+    a, b: the slices that hold A [rank, columns] and B [rows, rank].
     """
 
     a: slice
@@ -93,7 +93,10 @@ class Factors:
 
 
 def find_factors(layout: Layout) -> tuple[Factors, ...]:
-    """Return the places of the adapters whose factors are both trained and shared, in order."""
+    """Return the places of all adapters whose factors are trained and shared.
+
+    They have the order of the vector.
+    """
     shared = [entry for entry in layout.entries if entry.stop <= layout.trained]
     entries = {entry.path: entry for entry in shared if entry.network == "model"}
     factors = []

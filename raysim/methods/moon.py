@@ -3,8 +3,8 @@
 This limits the drift of local training in the features, not in the parameters.
 
 Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With
-z the features in front of the classifier, z_g those of the received and z_p those of a previous
-local model for the same inputs:
+z, z_g and z_p the features in front of the classifier that the trained, the received and a previous
+local model have for the same inputs:
 
     l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
     loss  = cross-entropy + mu l_con
@@ -100,7 +100,7 @@ class Moon(Method):
             run.client_state("previous", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of one more forward pass of the received and of each previous model."""
+        """Return the cost, in trained samples, of the forward passes of the other models."""
         previous = min(job.earlier_jobs, self.previous)
         if not self.mu or not previous:
             return 0.0
@@ -128,6 +128,10 @@ class Moon(Method):
 
     @staticmethod
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
-        """Return the features that a previous model has for the batch, without gradients."""
+        """Return the features of the batch in a previous model, without gradients.
+
+        number: the position of this model among the previous models.
+        values: its vector [layout.total].
+        """
         model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
         return without_gradient(lambda: model.features(out.batch.inputs))

@@ -8,17 +8,17 @@ trained last, and u_l in {0, 1} for each layer l, training starts from
 
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
-The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is what it
-trained last. PartialFed-Fix sets u by hand (`fixed_loading_mask`, or by the kind of layer).
+The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is the one
+that it trained last. PartialFed-Fix sets u by hand (`fixed_loading_mask`, or by the kind of layer).
 PartialFed-Adaptive lets each client learn u: steps on logits pi [L, 2] alone, through the
 Gumbel-softmax relaxation s = softmax((pi + noise) / tau); a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
 - No code was released, and the text of the paper was not available: the training of the adaptive
   policy is a reconstruction.
-- A layer is a module of the model that has parameters or buffers of its own; they are mixed
-  together, integer buffers, too. Other networks are always loaded, and parameters that stay on the
-  client anyway (FedBN) are not mixed.
+- A layer is a module of the model that directly has parameters or buffers. All of them, including
+  integer buffers, are mixed with the same u_l. Networks that other methods add are always loaded,
+  and parameters that stay on the client anyway (FedBN) are not mixed.
 - The first job loads the shared model of its round. So `none` is local training, and no_bn is
   FedBN, only if all clients start together.
 - The normalisation of no_bn is BatchNorm by its type, so that it trains as FedBN does.
@@ -26,11 +26,11 @@ Departures from the paper
 - The policy's batches are the client's own samples, not augmented, from separate random streams.
   The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
   is the plain cross-entropy.
-- `job.start` becomes the mixed start. Corrections by w - w^g (FedProx, SCAFFOLD) and models that
-  are kept as received refer to it; the averaged update is the difference to the shared model. A
-  method that looks at the received model before training (FedBSS) sees the mixed one if it comes
-  later in the list.
-- All entries travel in both directions, also those that no client ever loads.
+- Other methods take the mixed model for the received one: corrections by w - w^g (FedProx,
+  SCAFFOLD), and losses that compare with the received model (MOON). The averaged update is still
+  the difference to the shared model. A method that uses the received model before training
+  (FedBSS) gets the mixed one if it comes later in the list.
+- The whole model travels in both directions, even layers that no client ever loads.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", 
 
 
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
-    """Return True for the layers that are loaded, bool [L].
+    """Return a mask, bool [num_layers], that is True for the layers that are loaded.
 
-    strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last.
+    strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last ones.
 
     Raises ValueError for another strategy, and for more layers than the model has.
     """
@@ -129,7 +129,7 @@ class PartialFed(Method):
     their learning rate and the samples of each step.
     temperature: the first temperature of the relaxation; it is multiplied by `decay` in each
     version, down to `floor`.
-    sample_decision: True draws the loaded layers with noise.
+    sample_decision: True adds noise to the logits when the layers to load are chosen.
     """
 
     name = "partialfed"
@@ -179,7 +179,7 @@ class PartialFed(Method):
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
-                "layers to load. Set it."
+                "layers to load. Set method.partialfed.num_loaded=1 or more."
             )
         if self.strategy not in COUNTED and self.num_loaded is not None:
             raise ValueError(
@@ -211,7 +211,7 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the policy's steps, which start with the second job."""
+        """Return the cost of the policy's steps, in trained samples; the first job has none."""
         if not job.earlier_jobs:
             return 0.0
         return self.policy_steps * min(self.policy_batch, job.samples)
@@ -335,7 +335,7 @@ def _mix(
     """Return the received values of the layers in a mask, and the previous values of all others.
 
     mask: bool [L].
-    received, previous: flat tensors, which the entries cover.
+    received, previous: flat tensors with the values of the entries.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -347,9 +347,9 @@ def _mix(
 
 
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
-    """Return the shared tensors, mixed from received and previous values, by path in the model.
+    """Return the model's shared tensors by path, as mixtures of received and previous values.
 
-    shares: [L], the share of the received values in each layer.
+    shares: [L], the share of the received values in each layer; the result is differentiable in it.
     """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal
@@ -369,9 +369,10 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return tensors for a BatchNorm in which the statistics are parts of weight and bias.
+    """Return the tensors of a BatchNorm, with its running statistics moved into weight and bias.
 
-    torch has no derivative for running statistics. The outputs in eval mode are the same.
+    The outputs in eval mode stay the same. torch differentiates weight and bias, but not running
+    statistics.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]
     if not module.affine:

@@ -3,10 +3,9 @@
 Training itself is FedAvg's.
 
 Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), which gives no equation. It
-is not Per-FedAvg, the meta-learning method. With w the shared model and w_k what client k made of
-it, client k's own model v_k is
+is not Per-FedAvg, the meta-learning method. With w the shared model, client k's own model v_k is
 
-    after_local      v_k = w_k, as client k trained it last, also if that is many rounds ago
+    after_local      v_k = the model that client k trained last, even if it was many rounds ago
     finetune         v_k = w after some epochs on the client's data; only for the evaluation
     finetune_last    the same, after the last round only
 

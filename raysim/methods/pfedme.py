@@ -16,8 +16,8 @@ Departures from the paper
   weight decay, momentum, clipping and corrections of other methods act on it. f has the terms that
   other methods add to the loss.
 - w overshoots theta if local.lr * lam is above 1.
-- Running statistics are those of the passes at w. theta is scored with the client's statistics
-  after its last job.
+- BatchNorm's running statistics are updated in the forward passes at w only. theta is scored with
+  the running statistics that the client had after its last job.
 - Only parameters of x move by beta; buffers are averaged.
 - A client that never trained is scored with the shared model.
 """
@@ -85,7 +85,7 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the passes after the first pass of each batch."""
+        """Return the cost of all passes but the first of each batch, in trained samples."""
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------
@@ -125,5 +125,5 @@ class PFedMe(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return beta times the direction."""
+        """Return beta times the mean update."""
         return self.beta * direction

@@ -3,11 +3,12 @@
 A mean of M samples represents all of them and has no label. The choices:
 - Random sample means are drawn again every round by default (paper); the released code draws them
   once.
-- Sources are "balanced" if every client is drawn equally often, which is how Algorithm 2 chooses
-  clients, and "unbalanced" if in proportion to their samples. With clients of equal size, as in the
-  paper, both are the same. Figure 6d compares means of balanced with those of unbalanced labels:
-  "classes" also draws every class that a client has equally often. The proxy set has no clients:
-  "balanced" and "classes" draw its classes alike.
+- `sources` decides which samples are drawn. "balanced" draws every client equally often, as
+  Algorithm 2 does. "unbalanced" draws clients in proportion to their samples, which is the same if
+  clients have equal sizes, as in the paper. "classes" draws every client equally often, and each
+  class of a client equally often: Figure 6d of the paper compares balanced with unbalanced labels.
+  A public set has no clients: "balanced" and "classes" draw its classes equally often,
+  "unbalanced" draws its samples equally often.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class PseudoData:
     samples_per_mean: the number of samples in each mean.
     means_per_client: the number of means that each client sends before round 0.
     refresh: draw B means every "round", or "once".
-    fresh: draw means of clients' raw data in every round; nothing is collected, and jobs make the
-    means.
+    sources: which samples are drawn, see the module's docstring.
+    fresh: True makes the means of clients' raw data again in every round. Each job makes them
+    itself, and clients send nothing before round 0.
     Raises ValueError for settings that do not fit together.
     """
 
@@ -77,7 +79,7 @@ class PseudoData:
             raise ValueError(
                 "method.fedbr.fresh=true draws means of clients' data every round and cannot be "
                 f"combined with pseudo={self.kind} and pseudo_refresh={self.refresh}. Set "
-                "fresh=false."
+                "method.fedbr.fresh=false."
             )
 
     @functools.cached_property
@@ -93,7 +95,7 @@ class PseudoData:
     def declare(self, run: Setup) -> None:
         """Declare what clients send before round 0 and what they receive.
 
-        Means of `fresh` are counted as if the server sent them.
+        With `fresh` jobs make the means, but traffic counts them as if the server sent them.
         """
         self._check(run)
         floats = self.rows * math.prod(run.task.shape)
@@ -179,7 +181,8 @@ def class_chances(labels: np.ndarray) -> np.ndarray:
 def client_means(client: Contribution, size: tuple[int, int], sources: str) -> np.ndarray:
     """Return means of the client's own samples, drawn with replacement: [size[0], ...].
 
-    size: two numbers: the means, and the samples in each mean.
+    size: the number of means, and the number of samples in each mean.
+    sources: see the module's docstring.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -193,12 +196,14 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
 def rows_by_samples(
     ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw different rows, int64 [size], of a pool to which each client sent `per_client` rows.
+    """Draw `size` different rows of a pool in which each client has `per_client` rows.
 
-    Except for rounding, the result is that of `Generator.choice` without replacement. The cost does
-    not grow with the pool: each number is drawn in the range without the drawn rows, and is then
-    increased by the shares of the drawn rows before it.
-    ends: float64 [clients], the end of each client's share of [0, 1).
+    The probability of a row is in proportion to its client's samples. Except for rounding, the
+    result has the distribution of `Generator.choice` without replacement. The cost does not grow
+    with the pool: every row has a part of [0, 1); a number is drawn from [0, 1) without the parts
+    of the rows drawn before, and is then increased by those of these parts that lie below it.
+    ends: float64 [clients], the end of each client's part of [0, 1).
+    Return the numbers of the rows, int64 [size].
     """
     rows: dict[int, None] = {}
     while len(rows) < size:
@@ -270,11 +275,12 @@ def proxy_means(
     generator: np.random.Generator,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return means of training samples of a proxy set, normalised with its own constants.
+    """Return means of training samples of a public set, normalised as `proxy` says.
 
+    proxy: the source of the set, with the mean and the deviation of its channels.
     dataset: the data set that `proxy` builds.
-    size: two numbers: the means, and the samples in each mean.
-    sources: classes are drawn equally often unless it is "unbalanced"; a proxy set has no clients.
+    size: the number of means, and the number of samples in each mean.
+    sources: see the module's docstring.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)
@@ -287,7 +293,7 @@ def proxy_means(
 
 
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
-    """Raise ValueError for a proxy set whose images or constants do not fit the data."""
+    """Raise ValueError for a public set whose images, mean or deviation do not fit the data."""
     shape, (channels, *size) = dataset.shape, run.task.shape
     run.require(
         shape == run.task.shape,

@@ -1,4 +1,4 @@
-"""q-FedAvg: give clients with a high loss more weight, by the power q of their loss.
+"""q-FedAvg: weight each client by its loss to the power q, so that a high loss counts more.
 
 The accuracy of the clients becomes more equal.
 
@@ -15,7 +15,7 @@ Departures from the paper
 - The sums have the weights of the run: uniform, unless the configuration says otherwise.
 - F_i is measured in eval mode, without augmentation and terms of other methods, and is at least
   1e-10.
-- eta is the learning rate of the job. |D_i| is over the shared trainable parameters.
+- eta is the learning rate of the job. |D_i| is the norm over the shared trainable parameters.
 - Each client uploads F_i and L |D_i|^2, because the server does not know the job's rate.
 - Buffers are averaged with the weights F_i^q.
 """
@@ -66,7 +66,7 @@ def divisor(
 
 
 class QFedAvg(Method):
-    """A server rule that weights clients by the power q of their loss.
+    """A server rule that weights each client by its loss to the power q.
 
     q: the power of the loss in a client's weight; 0 is the mean of updates.
     """
@@ -79,14 +79,14 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let jobs upload loss and norm of the update; refuse methods that change the divisor."""
+        """Declare what jobs upload; refuse methods that also set the divisor of the sum."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
             run.excludes(other, "both set the divisor of the sum of updates")
         run.upload("loss", 1)
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass over the client's samples."""
+        """Return the cost of a forward pass over the client's samples, in trained samples."""
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
@@ -97,7 +97,7 @@ class QFedAvg(Method):
         job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh updates by the power q of the losses, and set the divisor of their sum."""
+        """Multiply weights by the losses to the power q, and set the divisor of the sum."""
         losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
         pairs = zip(aggregation.weights, losses, strict=True)

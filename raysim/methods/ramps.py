@@ -1,7 +1,7 @@
 """Ramps: weights that grow from 0 to 1 over the rounds of a run.
 
-Sources: "exp" is that of FRAug (Chen et al., ICCV 2023); "laine_aila" is that of Laine and Aila,
-"Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
+Sources: "exp" is the ramp of FRAug (Chen et al., ICCV 2023); "laine_aila" is the ramp of Laine and
+Aila, "Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
 """
 
 from __future__ import annotations

@@ -29,17 +29,20 @@ def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     rows = parameters_of(aggregation, server)
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]
     if not weighted:
-        raise ValueError("all updates have the weight 0. Give at least one a positive weight.")
+        raise ValueError(
+            "all updates of an aggregation have the weight 0, so that there is nothing to combine. "
+            "Change weighting, or leave out the method that sets the weights to 0."
+        )
     return weighted
 
 
 def combine_by_coordinate(
     rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView
 ) -> Tensor:
-    """Return the direction [trained]: the rule's number for each parameter of the updates.
+    """Combine the updates by a rule for single parameters; return the result, [layout.trained].
 
-    Updates of weight 0 are left out. Columns are processed in blocks.
-    rule: a function from some columns [m, d] of m updates to a number for each column, [d].
+    Updates of weight 0 are left out.
+    rule: a function from d parameters of m updates, [m, d], to a number for each parameter, [d].
     """
     rows = weighted_rows(aggregation, server)
     direction = torch.empty_like(server.params)
@@ -57,11 +60,12 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum [trained] of changed updates, divided by the divisor.
+    """Return the weighted sum of changed updates over the divisor, [layout.trained].
 
-    The changed updates are linear combinations of the original updates and are never computed.
-    coefficients: a function from the Gram matrix [m, m] of a slice of the updates to float64 [m,
-    m]; row i combines the original updates to changed update i. With the identity the result is
+    Each changed update is a linear combination of the original updates, and is never computed.
+    granularity: "model" changes whole updates, "tensor" changes the part of each tensor separately.
+    coefficients: a function from the Gram matrix [m, m] of the updates to float64 [m, m]; row i has
+    the factors of the original updates in changed update i. With the identity matrix the result is
     bit-identical to FedAvg's.
     """
     rows = parameters_of(aggregation, server)

@@ -131,7 +131,10 @@ class Scaffold(Method):
         grad += job.received["control"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Compute the client's control variate, for each slice of parameters with its own steps."""
+        """Compute the client's next control variate, and upload its change.
+
+        Parameters that made different numbers of steps are treated separately.
+        """
         old, server = job.state["control"], job.received["control"]
         control = old.clone()
         for at, steps, rate in job.moves():

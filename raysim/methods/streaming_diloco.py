@@ -1,9 +1,10 @@
-"""Streaming DiLoCo: the model is cut into fragments, of which each job synchronises one.
+"""Streaming DiLoCo: divide the model into fragments, and synchronise one of them in each job.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2, on DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's
 momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P.
-l is what client i ended its last job with, and g what it received last, for each parameter:
+l is the model with which client i ended its last job, and g has, for each parameter, the value that
+the client received last:
 
     receive     the fragments that were due since the client's last job: l_p <- x_p,  g_p <- x_p
     train       l <- AdamW(l), all fragments
@@ -21,9 +22,10 @@ Departures from the paper
   the received values without mixing them with their own (alpha = 0).
 - Values travel as floats of 32 bits, not 4.
 - Updates of one aggregation may be stale and belong to several fragments; each fragment moves by
-  the mean of its own updates. A client with a lost job receives what was due since the job before.
-- Traffic counts the fragments that were due since the client's last job. For a client that missed
-  rounds it counts as if these were the last ones.
+  the mean of its own updates. After a lost job, a client receives the fragments that were due since
+  the job before it.
+- Traffic counts the fragments that were due since the client's last job. It assumes that a client
+  with k earlier jobs trained from the versions 0 to k - 1, and missed only later ones.
 """
 
 from __future__ import annotations
@@ -57,11 +59,15 @@ WHOLE_MODEL_METHODS = (
 
 
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
-    """Return the places of each fragment in the vector.
+    """Return the slices of the vector that each fragment consists of.
 
-    A layer is what has one name up to the first number in it ("model.net.blocks.0"), or one module.
-    strided: layer i belongs to fragment i mod count. sequential: neighbouring layers belong
-    together, in equal numbers. With fewer layers than fragments some fragments are empty.
+    A layer has all parameters whose names are equal up to the first number ("model.net.blocks.0");
+    parameters without a number in their name are in the layer of their module. With fewer layers
+    than fragments some fragments are empty.
+
+    count: the number of fragments.
+    pattern: with "strided" layer i belongs to fragment i mod count; with "sequential" each fragment
+    has equally many neighbouring layers.
     """
     layers: dict[str, list[Entry]] = {}
     for entry in layout.entries:
@@ -82,7 +88,10 @@ def _layer_name(name: str) -> str:
 
 
 def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
-    """Return the fragments that were due from one version to another."""
+    """Return the numbers of the fragments that were due in the versions since, ..., version - 1.
+
+    count: the number of fragments. Each number appears once.
+    """
     return [number % count for number in range(max(since, version - count), version)]
 
 
@@ -110,7 +119,7 @@ class StreamingDiLoCo(Method):
         self.pattern = one_of("method.streaming_diloco.pattern", pattern, ("strided", "sequential"))
 
     def setup(self, run: Setup) -> None:
-        """Keep both models of each client and the momentum; count one fragment for each job."""
+        """Declare what clients and server keep; count only the fragments that are sent."""
         for other in WHOLE_MODEL_METHODS:
             run.excludes(other, "it uses all parameters of a job, and a job sends a part of them")
         run.owns("step")
@@ -153,7 +162,7 @@ class StreamingDiLoCo(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the client's own model, with the fragments that were due as received."""
+        """Start from the client's own model, with due fragments replaced by received ones."""
         trained = job.layout.trained
         version = int(job.state["version"])
         received = job.broadcast[:trained].clone()
@@ -182,7 +191,7 @@ class StreamingDiLoCo(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step of Nesterov's momentum for the fragments with updates, else 0."""
+        """Return the step with Nesterov's momentum for fragments that have updates; else 0."""
         weights = [0.0] * self.fragments
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             weights[update.version % self.fragments] += weight

@@ -1,7 +1,7 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
-The noise (the virtual data) is the same for all clients. Pulling the features of each class to
-those of its noise makes the features of all clients similar.
+The noise (the virtual data) is the same for all clients. Pulling the features of real images to the
+features of the noise with the same label makes the features of all clients similar.
 
 Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
 Heterogeneity in Federated Learning" (ICML 2022). With h the features in front of the classifier, T
@@ -12,7 +12,7 @@ the temperature, and virtual rows marked v,
     loss     = CE(x, y) + alpha CE(x_v, y_v)
                + gamma SC([h; constant h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-with |h_i| = 1 and P_i the other rows of label l_i (none: 0).
+with |h_i| = 1 and P_i the other rows of label l_i; a row without others adds 0.
 
 Departures from the paper
 - FedBR's baseline forwards the two batches separately and aligns logits, and with its "shared"
@@ -23,13 +23,13 @@ Departures from the paper
 - The noise generator is the authors', not their untrained StyleGAN. They clip its noise to [0, 1]
   and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set is
   standardised, with about the same result.
-- Crops pad with zeros after that, so with the mean; a step draws its virtual images without
-  replacement.
-- If another method changes the inputs (Mixup, FedMix), only the changed ones are classified. The
-  unchanged ones are aligned in a second forward pass with the virtual ones, as in FedBR's code,
-  which BatchNorm's statistics see as well.
-- BatchNorm's running statistics are of both kinds of images, and evaluation uses them on real ones:
-  the data should be normalised, too.
+- Crops are padded with zeros after the standardisation, which is the mean of the images. A step
+  draws its virtual images without replacement.
+- If another method changes the inputs (Mixup, FedMix), only the changed images are classified. The
+  unchanged ones are aligned in a second forward pass with the virtual ones, as in FedBR's code.
+  This pass updates BatchNorm's statistics, too.
+- BatchNorm's running statistics are computed from real and virtual images, and evaluation applies
+  them to real ones: the data should be normalised like the virtual images.
 - The authors' distance between domains has weight 0 in their code and is left out.
 """
 
@@ -229,7 +229,7 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of one pass over virtual samples; two if another method changes inputs.
 
-        It assumes as many virtual samples as real samples in each batch.
+        The unit is a trained sample; each batch is assumed to have as many virtual as real samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -308,9 +308,9 @@ class Vhl(Method):
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
-        """Return the features of the real and of the virtual batch, from one pass.
+        """Return the features of the real and of the virtual samples, from one forward pass.
 
-        The real batch is not mixed with other samples.
+        The real samples are as they were before another method, such as Mixup, changed them.
         """
         if not self._are_inputs_changed:
             return out.features, out.rows(self.name)

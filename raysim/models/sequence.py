@@ -21,7 +21,7 @@ from raysim.primitives.kinds import Tokens
 def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
     """Return the values [B, T, D] at each row's last token that is not padding, as [B, D].
 
-    A row of nothing but padding gives its first value.
+    For a row that has only padding, it is the value at its first token.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)
@@ -51,7 +51,7 @@ class Gru(ModelRecipe):
 
 
 class _RecurrentExtractor(nn.Module):
-    """A network from tokens [B, T] to features [B, width]: its last layer's state at the end."""
+    """A network from tokens [B, T] to features [B, width]: the last layer's state at the end."""
 
     def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
         super().__init__()

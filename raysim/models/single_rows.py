@@ -33,7 +33,7 @@ def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> st
 
 
 def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
-    """Return the inputs with a parameter's device and, unless they are token numbers, its dtype."""
+    """Move inputs to the device of a parameter; convert inputs of floats to its dtype."""
     dtype = parameter.dtype if inputs.is_floating_point() else inputs.dtype
     return inputs.to(parameter.device, dtype)
 

@@ -1,8 +1,8 @@
 """Store the frozen weights of a network in bfloat16 or in 4 bits; its layers compute as before.
 
 A stored weight is read when a layer needs it: in the forward pass, and again in the backward pass.
-So no more than one weight at a time exists in the type of the computation. The results are those of
-the same layers with rounded weights, bit by bit.
+So no more than one weight at a time exists in the type of the computation. The results are
+bit-identical to those of the same layers with rounded weights.
 
 Source of the 4 bits: Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning of
 Quantized LLMs" (NeurIPS 2023), the type NF4. A block of 64 entries has a scale, its largest
@@ -50,8 +50,8 @@ class _ViewOfWeight(NamedTuple):
 class HalfWeight(nn.Module):
     """A frozen weight that is stored in bfloat16.
 
-    Its parameter has the weight's bits, int16 of its shape: integers keep their type when the
-    network gets another one.
+    Its parameter has the weight's bits as int16, in the weight's shape. Integers keep their type if
+    the network is converted to another type.
     """
 
     def __init__(self, weight: Tensor):
@@ -94,7 +94,7 @@ class FourBitWeight(nn.Module):
 
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return the levels of the two entries in each byte, float32 [256, 2]."""
+    """Return the levels of the two entries that each byte value stores, float32 [256, 2]."""
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([levels[byte % 16], levels[byte // 16]], 1)
@@ -193,9 +193,10 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
-    """Yield the layers in `LAYERS` whose weight is frozen and used by no other kind of module.
+    """Yield the layers of the types `LAYERS` whose frozen weight no module of another type uses.
 
-    A class derived from `LAYERS` may use its weight in other ways, so it does not count.
+    A class that is derived from one of these types may use its weight in another way, so its layers
+    are left out.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

@@ -1,4 +1,4 @@
-"""Recipes for networks of torchvision, timm and Hugging Face, by their names there."""
+"""Recipes for networks of torchvision, timm and Hugging Face, chosen by the libraries' names."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class HuggingFaceModel(ExternalModel):
     bert.
     pretrained: True loads the weights of that folder or name.
     options: values that replace those of the model's configuration.
-    task: "classify" makes logits of a sequence or an image, [B, C]; "causal" makes those of the
-    next token at each position, [B, C, T], for language data; its tokens are the outputs.
+    task: "classify" returns a logit for each class, [B, C], for a sequence or an image; "causal"
+    returns a logit for each token that may follow at each position, [B, C, T], for language data.
     """
 
     name: str

@@ -28,9 +28,10 @@ Refused = RefusedError  # the name in version 0.1
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Replace errors inside `with` that a wrong setting causes by `RefusedError`.
+    """Raise `RefusedError` in place of an error inside `with` that a wrong setting can cause.
 
-    Other errors pass unchanged.
+    These are `ValueError`, `OSError`, `OverflowError` and errors about missing memory. Other errors
+    pass unchanged.
     """
     try:
         yield
@@ -73,7 +74,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
-    """Return the end of an error about a wrong name: the nearest valid name, or all of them."""
+    """Return the end of an error about a wrong name: the nearest valid name, or all of them.
+
+    what: the words in front of all valid names.
+    """
     names = list(valid)
     if not names:
         return f"{what} no settings" if what.endswith("has") else f"{what} none"

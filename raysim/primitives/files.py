@@ -114,7 +114,9 @@ def user_path(text: str | Path) -> Path:
     Raise `RefusedError` for a value that cannot be a path.
     """
     if "\0" in str(text):
-        raise RefusedError(f"{str(text)!r} is not a path: it contains a NUL character")
+        raise RefusedError(
+            f"{str(text)!r} is not a path, because it contains a NUL character. Remove it."
+        )
     try:
         str(text).encode()
     except UnicodeEncodeError:
@@ -126,7 +128,9 @@ def user_path(text: str | Path) -> Path:
         path.is_dir()
         return path
     except OSError as error:  # a name that is too long
-        raise RefusedError(f"{str(text)[:60]}... is not a path: {error.strerror}") from None
+        raise RefusedError(
+            f"{str(text)[:60]}... cannot be used as a path ({error.strerror}). Give another one."
+        ) from None
     except RuntimeError:
         raise RefusedError(
             f"{text} names a user whose home folder is unknown. Write the path in full."
@@ -187,8 +191,9 @@ def parse_json(text: str | bytes) -> Any:
 def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
     """Lock a folder inside `with`; wait while another process has locked it.
 
-    A missing folder is created, and a long wait is reported on stderr. `setting` is the key of the
-    folder in errors. Raise `ValueError` if the folder cannot be written.
+    A missing folder is created, and a long wait is reported on stderr. Raise `ValueError` if the
+    folder cannot be written.
+    setting: the key of the configuration that chose the folder, which the error names.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +257,7 @@ def _lock(handle: TextIO, wait: bool = False) -> bool:
 
 
 def this_process() -> str:
-    """Return a name of this process with its machine, for readers on other machines."""
+    """Return text that names this process and its machine: "process 7 on node-a"."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -16,8 +16,9 @@ _interrupted = threading.Event()
 def notice_interrupts() -> None:
     """Remember from now on that Ctrl-C was pressed. It still raises `KeyboardInterrupt`.
 
-    Where Python cannot raise it, for example in the callback of a weak reference, it is raised a
-    moment later. Where Ctrl-C is ignored, as in the background commands of a shell, it stays so.
+    If Python cannot raise it at that place, for example in the callback of a weak reference, it is
+    raised a moment later. If the process ignores Ctrl-C, as background commands of a shell do, it
+    continues to ignore it.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -50,7 +51,7 @@ def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]
 def keep_interrupts() -> Iterator[None]:
     """Raise `KeyboardInterrupt` if the code inside `with` fails after Ctrl-C was pressed.
 
-    A library in C, such as the one under Matplotlib, may answer a Ctrl-C with an error of its own.
+    A C library, such as one that Matplotlib uses, may raise its own error in place of Ctrl-C.
     """
     try:
         yield

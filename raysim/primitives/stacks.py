@@ -1,4 +1,4 @@
-"""Show where the threads of a process stand, also of a process that hangs.
+"""Show which code the threads of a process execute, even if the process hangs.
 
 A process writes the stacks of its threads when it gets the signal SIGUSR1. `faulthandler` does that
 without the interpreter's lock, so it works while a library blocks the process.
@@ -28,7 +28,11 @@ _SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 
 
 class StackSource(NamedTuple):
-    """A process that writes its stacks on request. file: its descriptor of the file for them."""
+    """A process that writes its stacks into a file on request.
+
+    process: the number (pid) of the process.
+    file: the descriptor of the file in that process.
+    """
 
     process: int
     file: int
@@ -43,9 +47,9 @@ def open_stack_source() -> StackSource | None:
 
 @functools.cache
 def _own_file() -> IO[bytes]:
-    """Make the file into which this process writes its stacks; return it.
+    """Open the file into which this process writes its stacks; return it.
 
-    The file has no name any more, so that nothing is left when the process ends.
+    Its name is removed at once, so that no file remains when the process ends.
     """
     assert _SIGNAL is not None, "the caller checks it"
     import fcntl

@@ -180,7 +180,7 @@ def open_store(address: str | Path) -> Store:
 
 
 def local_path(address: str) -> str:
-    """Return the path of a URL of a folder on this machine; other addresses are unchanged."""
+    """Return the path "/a/b" for the URL "file:///a/b"; return other addresses unchanged."""
     for prefix in _LOCAL_PREFIXES:
         if address.startswith(prefix):
             return address.removeprefix(prefix)
@@ -188,7 +188,7 @@ def local_path(address: str) -> str:
 
 
 def is_url(address: str | Path) -> bool:
-    """Return True if an address is a URL, also one of a folder on this machine."""
+    """Return True if an address is a URL, even if its folder is on this machine (file://)."""
     return "://" in str(address)
 
 

@@ -53,16 +53,18 @@ def torch_seed(seed: int, purpose: str, *keys: int) -> int:
 
 # --- random numbers by key, independent of the order of the calls ---------------------------------
 def stream_key(seed: int, purpose: str) -> int:
-    """Return the key of a purpose for `uniform`."""
+    """Return the key that `uniform` needs for a purpose, from 0 to 2^63 - 1."""
     return int(stream(seed, purpose).integers(1 << 63))
 
 
 def uniform(key: int, *place: int) -> float:
-    """Return the random number in [0, 1) of a key and a place, such as (client, job).
+    """Return the random number in [0, 1) that belongs to a key and a place.
 
-    The order of the calls has no effect. A virtual clock needs a million such numbers, and making a
-    generator for each would take ten times as long. Each part of the place goes through the
-    finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    Equal arguments always give the same number. The virtual clock needs a million such numbers, and
+    making a generator for each would take ten times as long. Each part of the place goes through
+    the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    key: what `stream_key` returned.
+    place: what the number is for, such as (client, job).
     """
     for part in place:
         key = (key + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK_64

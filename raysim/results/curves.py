@@ -168,10 +168,7 @@ def _bounds(ylabel: str) -> tuple[float, float]:
 
 
 def in_percent(curve: Curve) -> Curve:
-    """Return the curve with its values multiplied by 100.
-
-    curve: of shares.
-    """
+    """Return a curve of shares as a curve of percentages: 0.8 becomes 80."""
     points = [(row, 100 * y) for row, y in curve.points]
     return replace(curve, points=points, deviations=[100 * value for value in curve.deviations])
 
@@ -219,8 +216,9 @@ def _draw_note(ax: Axes, text: str) -> None:
 
 
 def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
-    """Draw the lines of a legend without the gaps that show the lines below.
+    """Give the lines of a legend the dashes of their curves.
 
+    In the plot a line may have other dashes, whose gaps show the lines below (`gap_dashes`).
     curves: one for each line of the legend.
     """
     for line, curve in zip(legend.get_lines(), curves, strict=True):
@@ -266,7 +264,8 @@ def gap_dashes(
 ) -> tuple[float, tuple[float, float]] | None:
     """Return dashes whose gaps show the lines below; None if the line hides no other line.
 
-    points: y by x.
+    The result has the form that matplotlib expects: (offset, (length of a dash, length of a gap)).
+    points: the points of the line, as y by x.
     drawn: the points of the lines below.
     tolerance: a difference of y that is too small to be seen.
     """

@@ -76,7 +76,9 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of received and local features of the same rows, by one t-SNE.
+    """Write a picture of the features of the same rows in received and local models.
+
+    One t-SNE maps all of them to the plane.
 
     The picture shows up to 10 classes, about 150 rows, and up to 4 clients that received the same
     version, like Figures 2 and 15 of the FedBR paper.
@@ -119,7 +121,7 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 def _shown_rows(labels: Ints) -> Ints:
     """Return the positions of the rows to plot: the first rows of each of up to 10 classes.
 
-    Each class gets equally many rows, if it has enough; all together are about `_FEATURE_ROWS`.
+    Each class gets equally many rows if it has enough. The result has about `_FEATURE_ROWS` rows.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))
@@ -383,7 +385,9 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of each domain's score over the rounds, a panel for each kind of model.
+    """Write a picture of each domain's score over the rounds.
+
+    There is a panel for each kind of scored model, such as the shared one.
 
     Returns False, and writes nothing, if there are no domains.
     """

@@ -153,7 +153,7 @@ class Mlflow:
         )
 
     def _find_run(self, record: Record) -> Run | None:
-        """Return MLflow's run of a record; None if the server has no such run, or deleted it."""
+        """Return MLflow's run for a record; None if there is none, or if it was deleted."""
         from mlflow.exceptions import MlflowException
 
         identity = str(record.get("run_id") or "") or self._find_id(record)
@@ -186,7 +186,7 @@ class Mlflow:
             parent_id = parent_record.get("run_id") or self._find_id(parent_record)
             if not parent_id:
                 # The tracker tries again with the next row.
-                raise ConnectionError(f"the run of {parent} is not there yet")
+                raise ConnectionError(f"MLflow does not have the run of the parent {parent} yet")
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
@@ -307,7 +307,7 @@ class Mlflow:
         """Log the model in a folder, unless the record's run has a model on the server already."""
         run = self._find_run(record)
         if run is None:
-            raise ConnectionError(f"the run {record['name']} is not there")
+            raise ConnectionError(f"MLflow does not have the run {record['name']}")
         self._use(run)
         if not self._has_model:
             self._log_model(folder)

@@ -338,17 +338,17 @@ class AbsentClients(Observer):
 
 
 class IdleWorkers(Observer):
-    """An observer that prints at the end how long workers waited in a run planned in steps.
+    """An observer that prints at the end how busy workers were.
 
-    Such a run plans one aggregation at a time, so that workers may have nothing to do.
-    reason: why the run is planned so, as a sentence without its full stop.
+    A run has it if it plans one aggregation at a time, so that workers may have nothing to do.
+    reason: why the run does so, as a sentence without its full stop.
     """
 
     def __init__(self, say: PrintLine, reason: str):
         self._say, self._reason = say, reason
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Print the share of wall time in which workers worked and waited."""
+        """Print the share of wall time in which workers were busy, and the reason."""
         busy = mean_worker_busy(run.rows)
         if busy is not None:
             self._say(
@@ -444,7 +444,7 @@ class JobFiles(Observer):
         self._write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write all jobs, also those that are still in flight."""
+        """Write all jobs, including those that are still in flight."""
         if self._writer:
             self._writer.add(event.jobs)
         self._write()
@@ -646,8 +646,8 @@ class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker.
 
     If all clients share one model, the observer saves the model for MLflow.
-    leaves_model: True leaves the model to the sender (`raysim ui`), which builds it from the run's
-    folder.
+    leaves_model: True saves no model, because `raysim ui` builds it from the run's folder when it
+    sends the run.
     """
 
     FILES = (

@@ -794,7 +794,7 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _format_checksum(value: object) -> str:
-    """Return a checksum as text; a dash if it is missing, or if it is that of empty data."""
+    """Return a checksum as text; a dash if it is missing, or the checksum of no data."""
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)
 

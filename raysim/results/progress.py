@@ -76,7 +76,7 @@ def activity_line(console: Console, text: str) -> Iterator[None]:
 class Progress:
     """The progress of a run: round, scores, seconds per round, time left and failures.
 
-    done: the number of rounds that an earlier session has made.
+    done: the number of rounds that were finished before the run was resumed.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Progress:
             limit = format_duration(replaced_after)
             self._wait_text += f", and is replaced after {limit} (faults.timeout)"
         if stacks:
-            self._wait_text += f"; where its threads stand: {stacks}"
+            self._wait_text += f"; see what its threads execute: {stacks}"
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:

@@ -106,7 +106,10 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 
 
 def _rank(runs: Sequence[Run]) -> float:
-    """Return a number that is lower for better runs: from the mean of their best five rounds."""
+    """Return the mean score of the best five rounds, negated if a higher score is better.
+
+    So the best runs come first if runs are sorted by this number; inf if they have no score.
+    """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
     if not scores:
         return math.inf
@@ -636,13 +639,13 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the columns of a table of what each setting costs until it reaches a score.
+    """Return the columns of the table of costs: what each setting needs to reach a score.
 
-    The table has a row for each score and setting.
-    Rounds, bytes, virtual and wall seconds are those until the first round that reaches the score:
-    means ± sample deviations over the seeds that reach the score. Returns [] if no score was
-    reached.
-    limit: the most scores if the view chooses none; the highest reached ones are taken.
+    The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
+    and wall seconds until the first round that reaches the score: means ± sample deviations over
+    the seeds that reach it. Returns [] if no score was reached.
+    limit: without `view.thresholds`, the number of scores; the highest ones that a run reached are
+    taken.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

@@ -1,4 +1,4 @@
-"""Load the model that all clients share; its inputs are those that the data set stores."""
+"""Load the model that all clients share, for inputs as the data set stores them."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def _signed_rank_p(differences: np.ndarray) -> float:
 def holm_correction(values: Sequence[float | None]) -> list[float | None]:
     """Return p-values after Holm's step-down correction (Holm 1979); None stays None.
 
-    Of m values in ascending order, the k-th becomes the largest of (m - i + 1) p_i over i <= k, at
-    most 1.
+    For m values p_1 <= ... <= p_m, the corrected k-th value is the largest of (m - i + 1) p_i over
+    i <= k, but at most 1.
     """
     p_values = {index: value for index, value in enumerate(values) if value is not None}
     order = sorted(p_values, key=lambda index: p_values[index])

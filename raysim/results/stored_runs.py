@@ -84,7 +84,7 @@ def load_run(folder: Path, url: str = "") -> Run:
         if inside:
             hint = f"did you mean {folder / inside[0]}?"
         raise ValueError(
-            f"{folder} is no folder of a run, it has no {' and no '.join(missing)}; {hint}"
+            f"{folder} is not the folder of a run: it has no {' and no '.join(missing)}; {hint}"
         )
     rows = read_history(folder / "history.parquet")
     if not rows:
@@ -160,7 +160,7 @@ def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, objec
         ) from error
     mapping = as_mapping(content)
     if not mapping:
-        raise ValueError(f"{path} has no names and values; restore it or make the run again.")
+        raise ValueError(f"{path} has no keys with values; restore it or make the run again.")
     return dict(mapping)
 
 
@@ -269,8 +269,8 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    If several runs have one name, the settings that differ replace it; if none differ, the folder
-    is added.
+    If several runs have the same name, the settings that differ replace it; if none differ, the
+    folder is added.
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:

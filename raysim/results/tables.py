@@ -51,7 +51,7 @@ class Column:
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
     bold: a name in `BOLD_RULES`.
-    incomplete: the rows in whose mean a seed is missing; they are never marked as the best.
+    incomplete: the rows whose mean lacks a seed; they are never marked as the best.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Column:
     def best(self) -> set[int]:
         """Return the rows with the best score.
 
-        Return none if all scores are equal, or if only one row has a score.
+        The set is empty if all scores are equal, or if only one row has a score.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -124,7 +124,7 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
 
 
 def number_column(title: str, texts: Sequence[str]) -> Column:
-    """Return a column of numbers, of which none is marked as the best."""
+    """Return a column of numbers in which none is marked as the best."""
     return Column(title, list(texts), [None] * len(texts))
 
 
@@ -221,7 +221,7 @@ def _without_repeats(cells: Sequence[str]) -> list[str]:
 def _group_starts(columns: Sequence[Column]) -> set[int]:
     """Return the rows at which a new group of rows starts, without the first row.
 
-    Return none if the rows of some group are not neighbours.
+    The set is empty if the rows of some group are not neighbours.
     """
     groups = next((column.groups for column in columns if column.groups), [])
     starts = {row for row in range(1, len(groups)) if groups[row] != groups[row - 1]}

@@ -111,7 +111,10 @@ def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
 
 
 def _mean_scores(scores: np.ndarray, network: Network) -> np.ndarray:
-    """Return the mean score of each replica's clients, as far as scored; nan without any."""
+    """Return the mean score of each replica's scored clients; nan if none was scored.
+
+    scores: [clients], nan for a client that was not scored.
+    """
     is_scored = ~np.isnan(scores)
     replica_of = network.replica_of[is_scored]
     counts = np.bincount(replica_of, minlength=network.replicas)

@@ -138,7 +138,7 @@ class StoredTracker:
     ) -> None:
         """Write the record of a run that begins or continues, and collect its unsent rows.
 
-        sender: who sends the run: the run itself, or `raysim ui`.
+        sender: what sends the run to MLflow: the run itself, or `raysim ui`.
         """
         self._record.update(read_record(self._folder))
         for key in END_KEYS:
@@ -248,7 +248,7 @@ class StoredTracker:
 class Tracker(StoredTracker):
     """A tracker that sends a run to MLflow from another thread.
 
-    At its end the run waits at most `patience` seconds.
+    At the end of the run it waits at most `patience` seconds for MLflow.
     folder: the run's folder.
     say: function that prints one sentence. It is called from another thread.
 
@@ -434,7 +434,7 @@ def replay(
     """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
     If the server never had the run (another server, or a new database), it gets all rows from the
-    history. A folder needs nothing if its run was not tracked or was sent completely.
+    history. Nothing is sent if the run was not tracked or was sent completely.
     uri: the address of the server; "" takes the SQLite file next to the folder.
     say: function that prints one sentence.
     connect: function that returns a connected server.

@@ -55,7 +55,7 @@ class InProcess:
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
-        """Return the first index, because all values exist."""
+        """Return 0, the index of the first value, because all values exist at once."""
         return 0
 
     def revive(self, worker: int) -> None:
@@ -70,18 +70,18 @@ class InProcess:
         return ""
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:
-        """Return nothing, because all workers are in this process."""
+        """Return no worker, because this process has no other node."""
         return {}
 
     def release(self, worker: int, may_return: bool = True) -> None:
         """Do nothing: a worker in this process is never lost."""
 
     def take_new_workers(self) -> Sequence[int]:
-        """Return nothing, because no worker joins."""
+        """Return no worker, because none joins a run in this process."""
         return ()
 
     def take_notices(self) -> Sequence[str]:
-        """Return nothing."""
+        """Return no notice: they are about workers that fail to join."""
         return ()
 
 

@@ -114,7 +114,7 @@ class Size:
 
 
 class NoRoomError(ValueError):
-    """The error of a cluster whose total resources are less than the workers need."""
+    """The error if the nodes of a cluster together have too few resources for the workers."""
 
 
 # --- workers --------------------------------------------------------------------------------

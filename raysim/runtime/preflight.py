@@ -73,7 +73,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
         faults=Faults(1.0),  # clients may fail
         state=StateBudget(),  # client states stay in memory, where they are counted
     )
-    data = only(spec.data, clients, spec.score_batch)
+    data = restrict_data(spec.data, clients, spec.score_batch)
     trial = replace(spec, data=data, settings=settings, topology=Star(), selection=Random())
     runtime = InProcess(Worker(trial))
     trial_on_cpu = replace(trial, device="cpu")
@@ -84,17 +84,18 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
     return MemoryNeed(*read(spec.device), state)
 
 
-def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return the data with samples for these clients only.
+def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
+    """Return data in which only these clients have samples.
 
-    Each of them gets the samples of the first one.
-    central: the number of rows of the central test set that remain.
+    Each of them has the samples that the first one has in `data`.
+    central: the number of rows of the central test set that are kept.
     """
-    partition = Partition(_only(data.partition.train, clients), _only(data.partition.test, clients))
+    train = _repeat_samples(data.partition.train, clients)
+    partition = Partition(train, _repeat_samples(data.partition.test, clients))
     return replace(data, partition=partition, central=data.central[:central])
 
 
-def _only(part: CSR, clients: Sequence[int]) -> CSR:
+def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
     if not len(part):
         return part
     rows = part.rows(clients[0])

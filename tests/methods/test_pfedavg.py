@@ -148,7 +148,7 @@ def test_pfedavg_after_local_scores_last_trained_model(
     assert ended.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
 
-def test_pfedavg_shared_model_has_separate_columns() -> None:
+def test_pfedavg_shared_model_is_scored_in_separate_columns() -> None:
     ended, plain = run(study(PFedAvg())), run(study())
     for row, reference in zip(ended.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
@@ -166,7 +166,7 @@ def test_pfedavg_scores_untrained_client_with_shared_model() -> None:
     assert torch.equal(worker.vector.shared, shared)
 
 
-def test_pfedavg_failed_first_job_leaves_the_shared_model() -> None:
+def test_pfedavg_scores_shared_model_after_a_failed_first_job() -> None:
     class Failing(Method):
         name, paper = "failing", "a test"
 
@@ -187,14 +187,14 @@ def finetuning(method: PFedAvg) -> Finetune | None:
     return declared.finetune
 
 
-def test_pfedavg_mode_declares_its_fine_tuning() -> None:
+def test_pfedavg_mode_decides_how_evaluation_fine_tunes() -> None:
     assert finetuning(PFedAvg()) is None
     assert finetuning(PFedAvg("finetune", 3)) == Finetune(3)
     head = PFedAvg("finetune_last", 2, head_only=True)
     assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
-def test_pfedavg_scores_tuned_models_always_or_at_the_end() -> None:
+def test_pfedavg_finetune_last_scores_in_the_last_round_only() -> None:
     always, last = (run(study(PFedAvg(mode))).rows for mode in ("finetune", "finetune_last"))
     assert ["accuracy_finetuned" in row for row in always] == [True, True, True]
     assert ["accuracy_finetuned" in row for row in last] == [False, False, True]
@@ -202,7 +202,7 @@ def test_pfedavg_scores_tuned_models_always_or_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["all", "head only"])
-def test_pfedavg_fine_tunes_like_the_evaluation(head: bool) -> None:
+def test_pfedavg_fine_tunes_as_the_setting_evaluate_finetune(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
     by_setting = run(study(), evaluate=asked).rows

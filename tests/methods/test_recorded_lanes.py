@@ -115,7 +115,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_every_method_in_recorded_lanes_equals_one_by_one(
+    def test_recorded_lanes_give_each_method_the_loops_numbers(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         operations = waits_of_recorded_steps(monkeypatch)
@@ -137,18 +137,18 @@ class TestNumbers:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_recording_has_distance_of_classes(self) -> None:
+    def test_distance_mmd_classes_can_be_recorded(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_recorded_convolutions_equal_training_one_by_one(self) -> None:
+    def test_recorded_convolutions_give_the_loops_numbers(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
-    def test_second_pass_of_a_later_stage_is_recorded(self) -> None:
+    def test_second_gradient_in_a_later_stage_can_be_recorded(self) -> None:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
-    def test_frozen_networks_have_the_clients_personal_layers(self) -> None:
+    def test_recorded_frozen_network_has_the_clients_own_layers(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
     def test_recorded_lanes_may_start_from_different_vectors(self) -> None:
@@ -163,7 +163,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_recorded_bfloat16_products_train_a_float32_vector(self, name: str) -> None:
+    def test_recorded_steps_in_bfloat16_keep_float32_parameters(self, name: str) -> None:
         def in_loop(precision: str) -> FinishedRun:
             return run(study(name, precision=precision, lanes=1, graph=False), rounds=2)
 
@@ -224,7 +224,7 @@ class TestBits:
         computed = run(study(name), rounds=3)
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
-    def test_dropped_recordings_change_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_limit_on_recordings_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         complete = run(study("moon"), rounds=3)
         monkeypatch.setattr(recorded_lanes, "MAX_RECORDINGS", 1)
         dropped = run(study("moon"), rounds=3)
@@ -234,7 +234,7 @@ class TestBits:
 class TestInputs:
     """Tests of the inputs of a recording, and of the choice of a recording."""
 
-    def test_recording_has_only_tensors_that_a_step_reads_as_inputs(self) -> None:
+    def test_inputs_of_recording_are_the_tensors_that_a_step_reads(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         assert list(loop.reads.entries) == [
             ("state", "scaffold.control"),
@@ -254,7 +254,7 @@ class TestInputs:
         ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
-    def test_recording_depends_on_python_values_that_a_step_reads(self) -> None:
+    def test_each_python_value_that_a_step_reads_is_recorded(self) -> None:
         loop = loop_of(run(study(Ramping()), rounds=4))
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
@@ -262,7 +262,7 @@ class TestInputs:
     def test_recording_depends_on_client_number_if_a_step_reads_it(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_recording_depends_on_entries_that_a_job_adds_later(self) -> None:
+    def test_entry_that_a_step_adds_needs_another_recording(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
     def test_recording_has_no_input_for_entry_that_is_only_written(self) -> None:
@@ -365,7 +365,7 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_error_of_a_hook_in_lanes_does_not_mention_lanes(self, method: Method) -> None:
+    def test_error_of_wrong_hook_in_lanes_names_the_method_only(self, method: Method) -> None:
         with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
@@ -392,7 +392,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_later_module_modes_replace_earlier_ones_in_recording() -> None:
+def test_train_and_eval_modes_of_later_stages_replace_earlier() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [
@@ -408,7 +408,7 @@ def recorded(*methods: Method, asked: bool | None = None, **others: Any) -> bool
 
 
 class TestUsual:
-    def test_built_in_parts_are_recorded_on_a_gpu(self) -> None:
+    def test_runs_of_built_in_parts_are_recorded_on_a_gpu_by_default(self) -> None:
         assert (
             recorded(device="cuda")
             and recorded(TABLE["fedbr"].make(), device="cuda")
@@ -416,7 +416,7 @@ class TestUsual:
         )
         assert not recorded(asked=False, device="cuda") and recorded(asked=True)
 
-    def test_third_party_parts_and_draws_are_not_recorded(self) -> None:
+    def test_third_party_or_random_parts_are_not_recorded_by_default(self) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 

@@ -54,14 +54,14 @@ def contrast(features: Tensor, labels: Tensor, temperature: float = 0.07) -> Ten
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [2, 2], [1]])
-def test_vhl_contrast_without_positives_or_negatives_is_zero(labels: list[int]) -> None:
+def test_vhl_contrast_loss_is_0_without_positives_or_negatives(labels: list[int]) -> None:
     features = random(len(labels), 3).requires_grad_()
     value = contrast(features, torch.tensor(labels))
     assert value == 0
     assert torch.equal(torch.autograd.grad(value, features)[0], torch.zeros_like(features))
 
 
-def test_vhl_contrast_at_a_low_temperature_is_finite() -> None:
+def test_vhl_contrast_loss_at_a_low_temperature_is_finite() -> None:
     opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 1e-4], [0.0, 0.0]], requires_grad=True)
     value = contrast(opposite, torch.tensor([0, 0, 1, 1]), 0.001)
     assert value > 100 and torch.isfinite(value)
@@ -84,7 +84,7 @@ def test_virtual_set_depends_on_seed_and_data_only() -> None:
     assert not torch.equal(first[0], other)
 
 
-def test_virtual_set_is_standardised_with_classes_in_turn() -> None:
+def test_virtual_set_is_standardised_and_has_equal_classes() -> None:
     method = Vhl(virtual=33, virtual_batch=6)
     images, labels = virtual_set(method, run_spec(method))
     assert images.shape == (33, *tiny_data().open().shape) and images.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_virtual_set_is_standardised_with_classes_in_turn() -> None:
     assert images.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
-def test_virtual_images_scatter_around_the_mean_of_their_class() -> None:
+def test_virtual_images_are_noise_around_the_mean_of_their_class() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(400) % 2
     images = virtual_images(
@@ -130,7 +130,7 @@ def views(method: Vhl) -> Tensor:
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))
 
 
-def test_vhl_step_draws_different_images_and_all_offsets() -> None:
+def test_vhl_step_draws_images_without_replacement_and_crops() -> None:
     drawn = views(Vhl(**SMALL))
     assert drawn.shape == (40, 4, 6) and drawn.dtype == torch.int64
     rows, offsets, flips = drawn[:, 0], drawn[:, 1:3], drawn[:, 3]
@@ -206,7 +206,7 @@ def test_vhl_probes_score_the_classes_of_the_data() -> None:
 # --- with other methods -----------------------------------------------------------------------
 
 
-def test_vhl_aligns_changed_inputs_in_any_order_of_methods() -> None:
+def test_vhl_with_mixup_does_not_depend_on_order_of_methods() -> None:
     first, second = (
         run(run_spec(*methods, model=NORMED_MLP), rounds=2)
         for methods in ([Vhl(**SMALL), Mixup()], [Mixup(), Vhl(**SMALL)])

@@ -133,7 +133,7 @@ def on_meta(row: Row) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_network_has_the_parameters_and_cost_of_the_table(name: str) -> None:
+def test_network_has_the_known_number_of_parameters_and_flops(name: str) -> None:
     row = TABLE[name]
     net = on_meta(row)
     layers, kinds, norm_parameters, buffers = row.norms
@@ -221,7 +221,7 @@ def sequential(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["cnn pool 2", "mlp 64", "mlp 2700"])
-def test_benchmark_networks_start_like_plain_sequential_ones(name: str) -> None:
+def test_benchmark_network_equals_a_plain_sequential_network(name: str) -> None:
     ours, plain = TABLE[name].recipe.build(MNIST, 10, seed=20240), sequential(name)
     assert len(list(ours.parameters())) == len(list(plain.parameters()))
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
@@ -244,7 +244,7 @@ def test_initial_parameters_depend_on_the_seed_only(
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
-def test_network_stages_have_the_shapes_of_their_sources() -> None:
+def test_feature_maps_have_the_shapes_of_the_papers_networks() -> None:
     vgg = [(64, 32, 32), (128, 16, 16), *2 * [(256, 8, 8)], *2 * [(512, 4, 4)], *2 * [(512, 2, 2)]]
     assert outputs(on_meta(TABLE["vgg11"]), (nn.Conv2d,), CIFAR) == vgg
     assert outputs(on_meta(TABLE["mnist_cnn"]), GN, MNIST) == [(64, 28, 28), *3 * [(128, 14, 14)]]
@@ -268,7 +268,7 @@ def test_network_stages_have_the_shapes_of_their_sources() -> None:
         ("resnet50 bn", (64, 32), [(256, 32), (512, 16), (1024, 8), (2048, 4)]),
     ],
 )
-def test_resnet_stages_have_the_shapes_of_their_source(
+def test_resnet_feature_maps_have_the_shapes_of_the_paper(
     name: str, stem: tuple[int, int], maps: list[tuple[int, int]]
 ) -> None:
     net = on_meta(TABLE[name]).extractor
@@ -311,7 +311,7 @@ def test_cnn_accepts_three_channels_and_32_pixels() -> None:
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_resnet_with_imagenet_stem_equals_torchvisions(depth: int) -> None:
+def test_resnet_with_imagenet_stem_computes_as_torchvision(depth: int) -> None:
     import torchvision
 
     torch.manual_seed(0)
@@ -326,7 +326,7 @@ def test_resnet_with_imagenet_stem_equals_torchvisions(depth: int) -> None:
 
 
 @pytest.mark.parametrize("stem", ["small", "imagenet"])
-def test_resnet_starts_with_variance_of_fan_out(stem: str) -> None:
+def test_resnet_initial_weights_have_the_variance_of_fan_out(stem: str) -> None:
     net = ResNet(18, stem=stem).build((1, 32, 32), 10, seed=1)  # type: ignore[arg-type]
     convolutions = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 20 and all(m.bias is None for m in convolutions)
@@ -339,7 +339,7 @@ def test_resnet_starts_with_variance_of_fan_out(stem: str) -> None:
         assert not isinstance(m, BN) or bool((m.weight == 1).all() and (m.bias == 0).all())
 
 
-def test_vgg_starts_with_variance_of_fan_out() -> None:
+def test_vgg_initial_weights_have_the_variance_of_fan_out() -> None:
     net = Vgg11().build(CIFAR, 10, seed=1)
     for m in (m for m in net.modules() if isinstance(m, nn.Conv2d)):
         want = (2 / (9 * m.out_channels)) ** 0.5
@@ -347,7 +347,7 @@ def test_vgg_starts_with_variance_of_fan_out() -> None:
         assert not m.bias.any()
 
 
-def test_cct_starts_with_deviations_of_its_source() -> None:
+def test_cct_initial_weights_have_deviations_of_authors_code() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)
@@ -393,7 +393,7 @@ def test_cct_drop_rates_rise_evenly() -> None:
     assert torch.equal(path.eval()(out), out)
 
 
-def test_is_stochastic_finds_randomness() -> None:
+def test_is_stochastic_finds_dropout_and_stochastic_depth() -> None:
     import torchvision
 
     assert not is_stochastic(Cct7(attention_dropout=0.0, drop_path=0.0).build(CIFAR, 10, seed=1))
@@ -498,7 +498,7 @@ def test_every_model_file_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_model_option_files_have_every_default(name: str, tmp_path: Path) -> None:
+def test_model_option_file_has_each_setting_with_its_default(name: str, tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 

@@ -110,14 +110,14 @@ def test_network_with_operation_after_head_is_not_split() -> None:
         ),
     ],
 )
-def test_network_of_unfit_outputs_is_rejected(
+def test_network_with_wrong_head_inputs_or_outputs_is_rejected(
     net: Callable[[], nn.Module], head: str | None, value: str
 ):
     with pytest.raises(ValueError, match=value):
         split_network(net(), 5, inputs(), head)
 
 
-def test_squeezed_outputs_are_rejected() -> None:
+def test_network_that_squeezes_its_outputs_is_rejected() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
     with pytest.raises(ValueError, match="squeeze"):
         split_network(net, 1, inputs())
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
     "after",
     [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)],
 )
-def test_network_with_hidden_step_after_head_is_not_split(
+def test_network_that_scales_outputs_of_the_head_is_not_split(
     after: nn.Module | None,
 ) -> None:
     net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()
@@ -209,7 +209,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_model_description_without_named_head_is_split() -> None:
+def test_recipe_that_names_no_head_is_split() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]

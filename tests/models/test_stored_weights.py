@@ -67,7 +67,7 @@ def outputs_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tens
     ],
     ids=str,
 )
-def test_stored_layer_equals_a_rounded_layer_exactly(
+def test_stored_layer_computes_exactly_as_a_rounded_layer(
     layer: Any, shape: tuple[int, ...], kind: type[HalfWeight | FourBitWeight]
 ) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -106,7 +106,7 @@ def test_stored_embedding_returns_rounded_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_backward_pass_of_frozen_layer_reads_the_stored_weight(
+def test_backward_pass_decodes_the_stored_weight_again(
     kind: type[HalfWeight | FourBitWeight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
@@ -133,7 +133,7 @@ def test_stored_layer_under_autocast_equals_a_rounded_layer(
         assert torch.equal(kept(inputs), rounded(layer, kind)(inputs))
 
 
-def test_bfloat16_weight_decodes_into_its_own_memory() -> None:
+def test_bfloat16_weight_is_decoded_without_a_copy() -> None:
     weight = HalfWeight(torch.randn(3, 4))
     assert weight.decode(torch.bfloat16).data_ptr() == weight.bits.data_ptr()
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_hugging_face_type_fits_tokens_and_classes() -> None:
+def test_hugging_face_model_type_fits_tokens_and_classes() -> None:
     model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     assert model.is_split and model.feature_dim == 8
     assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (

@@ -99,7 +99,7 @@ def test_error_of_unknown_choice_lists_choices_and_nearest() -> None:
         one_of("depth", 34, (18, 50))
 
 
-def test_first_line_is_that_of_the_error_or_its_cause() -> None:
+def test_first_line_of_error_from_another_process_is_its_cause() -> None:
     assert first_line(ValueError("\n one\ntwo")) == "one"
     assert first_line(KeyError()) == "KeyError"
     crossed: Any = RuntimeError("a traceback\nof the other side")

@@ -26,7 +26,9 @@ def git(*words: str) -> str:
     return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_submitted_job_has_packed_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_submitted_job_is_read_from_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 

@@ -55,7 +55,7 @@ def test_stacks_of_a_blocked_process_name_its_function() -> None:
     assert read_stacks(source) == ""
 
 
-def test_stacks_are_not_requested_from_other_processes() -> None:
+def test_process_without_a_stack_file_gets_no_signal() -> None:
     with open(os.devnull) as file:
         assert read_stacks(StackSource(os.getpid(), file.fileno())) == ""
     assert read_stacks(None) == ""

@@ -66,13 +66,13 @@ def test_unusable_url_error_has_no_password(url: str, why: str) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_address_is_split_into_folder_and_checkpoint() -> None:
+def test_address_is_split_into_parent_and_last_name() -> None:
     assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
     assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
     assert split_address("round-000010") == (".", "round-000010")
 
 
-def test_store_keeps_the_last_checkpoints(address: str) -> None:
+def test_store_keeps_only_the_newest_checkpoints(address: str) -> None:
     checkpoints = Checkpoints(address, keep=2)
     for version in range(1, 5):
         checkpoints.write(version, Snapshot({}, {}, {}, {}))

@@ -156,5 +156,5 @@ def test_package_uses_no_global_generator() -> None:
         "import random as r",
     ],
 )
-def test_search_for_global_generators_finds_examples(line: str) -> None:
+def test_check_finds_code_that_uses_a_global_generator(line: str) -> None:
     assert list(global_draws(ast.parse(line)))

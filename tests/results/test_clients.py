@@ -76,7 +76,7 @@ def test_table_of_clients_has_no_accuracy_for_unscored_ones(
     assert int(np.isfinite(clients["accuracy"]).sum()) == 3 and len(clients["accuracy"]) == 8
 
 
-def test_pooled_client_is_scored_on_all_test_samples(tmp_path: Path) -> None:
+def test_centralized_run_stores_scores_of_all_clients(tmp_path: Path) -> None:
     run([*TINY, "method=[centralized]", f"out={tmp_path / 'a'}"], quiet=True)
     clients, split = read_clients(tmp_path / "a"), read_split(tmp_path / "a")
     assert clients is not None and split is not None

@@ -81,7 +81,7 @@ def test_differences_are_paired_and_corrected(study: Path) -> None:
     assert rows["moon"]["holm"] == pytest.approx(max(2 * p["fedprox"], p["moon"]))
 
 
-def test_settings_of_other_data_are_not_compared(tmp_path: Path) -> None:
+def test_settings_with_different_data_are_not_compared(tmp_path: Path) -> None:
     for method, finals in {"fedavgm": FEDAVG, "fedprox": FEDPROX}.items():
         for alpha in (0.1, 1.0):
             for seed, final in enumerate(finals):
@@ -114,7 +114,7 @@ def test_settings_are_ordered_by_the_mean_of_their_seeds(tmp_path: Path) -> None
     assert [group.label for group in report.groups] == ["fedprox", "fedavgm"]
 
 
-def test_latex_costs_show_each_score_once(study: Path) -> None:
+def test_latex_table_of_costs_shows_each_score_once(study: Path) -> None:
     text = raysim.report(study, thresholds=[0.3, 0.4]).latex_thresholds()
     scores = re.findall(r"^([\d.]*) & (?:fedavgm|fedprox|moon)", text, re.MULTILINE)
     assert scores == ["0.30", "", "", "0.40", "", ""]
@@ -130,7 +130,7 @@ def test_two_seeds_are_not_tested(tmp_path: Path) -> None:
     assert "3 seeds" in report.latex()
 
 
-def test_percent_scales_scores_and_curves_alike(study: Path) -> None:
+def test_percent_multiplies_scores_and_curves_by_100(study: Path) -> None:
     plain, percent = (raysim.report(study, percent=flag) for flag in (False, True))
     for key in ("final", "final_std", "best5_mean", "accuracy_worst"):
         assert percent.results[key].tolist() == pytest.approx((100 * plain.results[key]).tolist())
@@ -154,7 +154,7 @@ def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
         raysim.report(study, percent=True, columns=columns)
 
 
-def test_costs_of_a_score_are_those_of_its_first_round(study: Path) -> None:
+def test_cost_of_a_score_ends_with_the_first_round_reaching_it(study: Path) -> None:
     table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
     row = table.loc["fedprox"]
     # 0.8 * 0.7 is above 0.5, so each seed needs two rounds of 2,000 floats of four bytes.
@@ -219,7 +219,7 @@ def test_error_of_wrong_choice_names_its_flag(
         raysim.report(study, **choice)  # type: ignore[arg-type]
 
 
-def test_labels_appear_in_rows_curves_and_page(study: Path) -> None:
+def test_labels_appear_in_tables_and_curves(study: Path) -> None:
     report = raysim.report(study, labels="moon=MOON,fedprox=FedProx", order="MOON")
     assert report.results["setting"].tolist() == ["MOON", "FedProx", "fedavgm"]
     lines = report.figures["accuracy-round"].axes[0].get_lines()
@@ -305,7 +305,7 @@ def test_unknown_format_of_a_figure_is_refused(study: Path, tmp_path: Path) -> N
     assert not (tmp_path / "paper").exists()
 
 
-def test_mean_that_lacks_seeds_is_never_the_best(study: Path) -> None:
+def test_mean_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
     rounds = {"fedavgm": [3, 3, 3, 3], "moon": [1, 1, None, None]}
     for method, seed in itertools.product(rounds, range(4)):
         path = study / "runs" / f"{method}-{seed}" / "summary.json"

@@ -91,7 +91,7 @@ def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
         ),
     ],
 )
-def test_axis_is_informative_if_use_per_round_differs(
+def test_axis_is_informative_if_the_cost_of_a_round_differs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """But wall time, which is a machine's, never does; nor what nobody would see."""
@@ -108,7 +108,7 @@ def test_axis_is_informative_if_use_per_round_differs(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_without_common_round_have_all_used_axes() -> None:
+def test_curves_without_a_common_round_are_drawn_on_all_axes() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"

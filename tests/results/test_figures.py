@@ -35,7 +35,7 @@ def test_same_probes_give_the_same_feature_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
 @pytest.mark.parametrize("features", [1, 5])
-def test_features_figure_accepts_any_width_and_scale(
+def test_features_figure_accepts_any_number_and_size_of_features(
     tmp_path: Path, features: int, scale: float
 ) -> None:
     probe = make(rows=1, features=features)
@@ -88,12 +88,12 @@ def test_outputs_figure_shows_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_outputs_figure_explains_lack_of_unseen_classes(tmp_path: Path) -> None:
+def test_outputs_figure_explains_that_no_class_is_missing(tmp_path: Path) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 
 
-def test_output_bars_fit_the_common_axis() -> None:
+def test_axis_of_outputs_figure_fits_the_largest_bar() -> None:
     from matplotlib.figure import Figure
 
     panels = Figure().subplots(1, 2, sharey=True)

@@ -140,7 +140,7 @@ def test_labels_of_equal_runs_are_their_folders(tmp_path: Path) -> None:
         (None, "–"),
     ],
 )
-def test_chosen_option_is_read_from_every_form_of_config(value: object, name: str) -> None:
+def test_chosen_option_is_read_from_old_and_new_configurations(value: object, name: str) -> None:
     assert stored_runs.chosen_option({"data": value}, "data") == name
     config = {"data": value, "choices": {"data": "mnist"}}
     assert stored_runs.chosen_option(config, "data") == "mnist"
@@ -261,7 +261,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Path) -> None:
+def test_summary_with_a_wrong_value_raises_only_value_errors(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -283,7 +283,7 @@ def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[stored_runs
     ]
 
 
-def test_seeds_share_a_row_with_mean_and_deviation(
+def test_runs_of_one_setting_share_a_row_with_mean_and_deviation(
     tmp_path: Path,
 ) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
@@ -339,7 +339,7 @@ def test_deviation_has_unit_and_digits_of_its_mean(
     ] == [text]
 
 
-def test_virtual_time_has_a_best_value_and_wall_time_none(tmp_path: Path) -> None:
+def test_best_value_is_marked_for_virtual_but_not_wall_time(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5, score]) for name, score in (("a", 0.5), ("b", 0.75))]
     runs[0].summary.update(virtual_seconds=1.0, wall_seconds=1.0)
     best = {
@@ -371,7 +371,7 @@ def test_table_names_metric_and_tests(tmp_path: Path) -> None:
     assert report.describe_scores([both]) in table([both]).splitlines()
 
 
-def test_repeated_seed_is_another_row(tmp_path: Path) -> None:
+def test_second_run_with_the_same_seed_is_another_row(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5], "{method: {}, seed: 3}") for place in "ab"]
     groups = report.group_by_setting(runs)
     assert [len(group.runs) for group in groups] == [1, 1]

@@ -303,7 +303,7 @@ def test_tracked_run_continues_after_any_error_of_the_server(tmp_path: Path) -> 
     assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
 
 
-def test_message_says_why_a_model_is_not_sent(
+def test_message_says_why_mlflow_gets_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told(error: Exception) -> str:
@@ -423,12 +423,14 @@ def test_mlflow_gets_the_data_set(tracked: Path, client: MlflowClient, name: str
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_mlflow_experiment_has_the_kind_for_models(tracked: Path, client: MlflowClient) -> None:
+def test_mlflow_experiment_is_tagged_for_model_training(
+    tracked: Path, client: MlflowClient
+) -> None:
     experiment = client.get_experiment_by_name("raysim")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_old_mlflow_experiment_gets_the_kind_for_models(tmp_path: Path) -> None:
+def test_old_mlflow_experiment_gets_the_tag_for_model_training(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     older = MlflowClient(tracking_uri=default_uri(tmp_path))

@@ -57,7 +57,7 @@ from raysim.runtime.placement import (
     worker_capacity,
     worker_resources,
 )
-from raysim.runtime.preflight import MemoryNeed, measure, only, workers_per_gpu
+from raysim.runtime.preflight import MemoryNeed, measure, restrict_data, workers_per_gpu
 from raysim.runtime.ray import RayCoordinator
 from raysim.simulation.events import Finished, Round, Started, TooManyFailuresError
 from raysim.simulation.fleet import Ideal, Lognormal
@@ -106,7 +106,7 @@ def test_gpu_share_fits_exactly_the_number_of_workers(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
-def test_error_of_shortage_names_resource_nodes_and_fit() -> None:
+def test_error_of_too_many_workers_names_nodes_and_the_maximum() -> None:
     nodes = "a node of 4 CPU and 1 GPU and 2 nodes of 2 CPU and 0 GPU each"
     with pytest.raises(NoRoomError, match=rf"^runtime\.workers=9 .*{nodes}.* GPU.*workers=4\.$"):
         choose_size(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
@@ -127,7 +127,7 @@ def test_error_of_shortage_names_resource_nodes_and_fit() -> None:
     ],
     ids=["declared resource", "no GPU", "too few GPUs", "one node"],
 )
-def test_error_of_shortage_names_what_to_change(
+def test_error_of_too_many_workers_names_what_to_change(
     options: RayOptions, each: Any, nodes: Any, advice: str
 ) -> None:
     with pytest.raises(NoRoomError, match=advice):
@@ -246,14 +246,14 @@ def test_preflight_trains_the_largest_client_once() -> None:
 
 
 def test_preflight_data_has_samples_for_one_client() -> None:
-    data = only(tiny_data(), [2], central=3)
+    data = restrict_data(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()
     assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
 def test_preflight_trains_one_largest_client_per_lane() -> None:
-    data = only(tiny_data(), [3, 0], central=3)
+    data = restrict_data(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny_data().partition.train.rows(3).tolist()
     assert data.partition.train.rows(0).tolist() == data.partition.train.rows(3).tolist() == largest
@@ -269,7 +269,7 @@ def test_preflight_trains_one_largest_client_per_lane() -> None:
 
 # --- what a run shows -----------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_history_has_busy_workers_and_bytes_in_the_store(
+def test_history_has_shares_of_busy_workers_and_store_bytes(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
@@ -289,7 +289,7 @@ def test_history_has_busy_workers_and_bytes_in_the_store(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_sum_of_a_group_counts_as_one_vector() -> None:
+def test_store_bytes_count_a_sum_of_updates_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
@@ -307,7 +307,9 @@ def test_progress_without_terminal_has_plain_lines() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_copied_dataset_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dataset_copied_to_another_node_is_written_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "other"))
     reads = []
 
@@ -480,7 +482,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
     )
 
 
-def test_two_nodes_have_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
+def test_run_on_two_nodes_has_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
     study = run_spec(Scaffold(), model=LARGE, data=equal_clients())
     schedule = Buffered(concurrency=4, size=2)
     here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
@@ -538,7 +540,7 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     return found
 
 
-def test_sums_of_nodes_change_no_bit(driver: Call) -> None:
+def test_sums_computed_on_nodes_change_no_bit(driver: Call) -> None:
     here = run(SUMMED, Synchronous(16), Ideal()).bits
     (apart, with_it), (together, without) = driver(_added_up)
     assert apart == together == here
@@ -809,7 +811,7 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_trial_uses_its_placement_group_and_keeps_it(
+def test_trial_of_a_sweep_uses_and_keeps_its_placement_group(
     driver: Call,
 ) -> None:
     bits, groups, size, kept = driver(_search)

@@ -57,7 +57,7 @@ def test_client_moves_to_a_worker_of_the_same_node() -> None:
     ) == [2]
 
 
-def test_units_by_client_keep_the_order_of_dispatch() -> None:
+def test_jobs_of_a_client_are_grouped_in_order_of_dispatch() -> None:
     units = units_by_client(jobs_of([1, 5, 1, 5, 1], clients=2)[::-1])
     assert [[job.number for job in unit] for unit in units] == [[1, 3], [0, 2, 4]]
 
@@ -96,7 +96,7 @@ def test_equal_jobs_are_divided_into_few_groups() -> None:
     assert sums == {(3, 3): 3, (10, 3): 3, (10, 2): 4, (100, 3): 3, (100, 8): 18}
 
 
-def test_groups_consider_the_work_that_workers_have() -> None:
+def test_busy_worker_gets_fewer_jobs_of_a_group() -> None:
     assigned = assign_groups([jobs_of([1.0] * 4)], [0.0, 2.0], [0, 0])
     assert [len(share) for share in assigned] == [3, 1]
 

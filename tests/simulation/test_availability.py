@@ -86,7 +86,7 @@ def test_interval_includes_its_start_and_not_its_end() -> None:
     ]
 
 
-def test_intervals_without_wrap_end_with_the_last_one() -> None:
+def test_client_is_unavailable_after_a_trace_without_wrap() -> None:
     presence = intervals([10.0, 20.0], wrap=False)
     assert changes(presence, 0, 500.0) == [10.0, 20.0]
     assert not presence.available(0, 110.0)
@@ -109,7 +109,7 @@ def test_constant_availability_has_no_changes() -> None:
     ]
 
 
-def test_interval_until_the_period_end_has_a_change_there() -> None:
+def test_interval_that_ends_with_the_period_has_a_change_there() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
@@ -221,7 +221,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_many_clients_get_the_same_answers_as_single_ones(
+def test_availability_of_many_clients_equals_single_queries(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -266,7 +266,7 @@ def test_list_of_changes_has_every_change_of_every_client(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=60, deadline=None)
-def test_idle_clients_do_not_depend_on_start_of_tracking(
+def test_tracked_idle_clients_equal_a_new_count(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
@@ -318,7 +318,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_draw_is_correct_for_first_and_last_clients() -> None:
+def test_markov_availability_of_many_equals_that_of_one() -> None:
     """Compare clients at the first place that stays or goes, among many and alone."""
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
@@ -343,7 +343,7 @@ def test_memory_of_markov_availability_is_bounded() -> None:
     assert len(presence._draws) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
-def test_markov_share_is_correct_for_few_clients_of_many() -> None:
+def test_markov_availability_is_correct_if_few_are_available() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
     result = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
@@ -371,7 +371,7 @@ def test_interval_contains_its_time_despite_rounding() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_share_and_durations_follow_on_and_off(on: float, off: float) -> None:
+def test_markov_durations_have_the_means_on_and_off(on: float, off: float) -> None:
     presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
@@ -484,7 +484,7 @@ def test_run_without_clients_ends_before_its_last_round(tmp_path: Path) -> None:
     assert run_to_end(again).bits == run_to_end(straight).bits
 
 
-def test_run_continues_if_a_trace_is_repeated() -> None:
+def test_run_continues_in_the_next_period_of_a_trace() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )
@@ -496,7 +496,7 @@ def test_run_continues_if_a_trace_is_repeated() -> None:
     ]
 
 
-def test_changes_include_clients_with_many_changes() -> None:
+def test_list_of_changes_is_complete_for_a_very_active_client() -> None:
     """One client has more changes than are sorted at once before the others' next ones."""
     others = 1500
     bounds = np.array(

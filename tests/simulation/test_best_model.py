@@ -100,7 +100,7 @@ def test_best_model_is_of_the_best_round_in_the_history(tmp_path: Path) -> None:
     assert finished_run.finished.best_model["round"] == finished_run.rows[-1]["best_round"]
 
 
-def test_best_model_is_of_a_scored_round(tmp_path: Path) -> None:
+def test_best_model_is_taken_from_a_scored_round(tmp_path: Path) -> None:
     evaluate = Evaluation(every=3)
     finished_run, _ = weights_by_round(
         study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate
@@ -130,7 +130,7 @@ def test_best_model_file_is_kept_on_resume(
         assert one == other
 
 
-def test_best_weights_are_kept_on_resume_without_a_change() -> None:
+def test_resuming_keeps_best_weights_equal_to_current_ones() -> None:
     """All clients of a later round fail, so that the best weights are the current ones."""
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))

@@ -110,7 +110,7 @@ def test_checkpoint_divides_many_tensors_among_files(
     assert "states-00000002.safetensors is not a regular file" in checkpoint.find_damage(path)
 
 
-def test_number_of_kept_checkpoints_is_that_of_the_settings(tmp_path: Path) -> None:
+def test_setting_keep_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in result:
@@ -126,7 +126,7 @@ def test_number_of_kept_checkpoints_is_that_of_the_settings(tmp_path: Path) -> N
     )
 
 
-def test_rows_of_a_long_history_are_written_once(
+def test_checkpoints_write_rows_of_a_long_history_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 3)
@@ -144,7 +144,9 @@ def test_rows_of_a_long_history_are_written_once(
     assert len(json.loads(Path(path, "run.json").read_text())["rows"]) == 2
 
 
-def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_with_damaged_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
     path = write(tmp_path, 4, Snapshot({"rows": [{"round": 1}, {"round": 2}]}, {}, {}, {}))
     (tmp_path / "log/rows-00000001.json").write_text("[]")
@@ -230,7 +232,7 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
             run = Checkpoints(tmp_path, resume=path)
 
 
-def test_state_log_has_at_most_twice_the_size_of_all_states(
+def test_log_of_states_is_at_most_twice_as_large_as_all_states(
     tmp_path: Path,
 ) -> None:
     run, now, written = Checkpoints(tmp_path, keep=1), states(range(40), job=1), 0
@@ -246,7 +248,9 @@ def test_state_log_has_at_most_twice_the_size_of_all_states(
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_many_small_log_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_files_of_the_state_log_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_log, "MAX_SMALL_FILES", 8)
     run, now = Checkpoints(tmp_path), states([0], job=1)
     for version in range(1, 30):
@@ -256,7 +260,7 @@ def test_many_small_log_files_are_merged(tmp_path: Path, monkeypatch: pytest.Mon
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_later_checkpoints_are_removed_after_going_back(
+def test_resuming_from_a_checkpoint_removes_later_ones(
     tmp_path: Path,
 ) -> None:
     run = Checkpoints(tmp_path, keep=3)
@@ -276,7 +280,7 @@ def test_later_checkpoints_are_removed_after_going_back(
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
 
-def test_run_in_another_folder_begins_a_new_log(tmp_path: Path) -> None:
+def test_run_in_another_folder_begins_a_new_state_log(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path / "a").write(1, states(range(5), job=1))
     before = content(tmp_path / "a")
     now = after(states(range(5), job=1), 2, job=50)
@@ -286,7 +290,7 @@ def test_run_in_another_folder_begins_a_new_log(tmp_path: Path) -> None:
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_has_empty_states_and_fewer_clients(tmp_path: Path) -> None:
+def test_checkpoint_stores_empty_states_and_drops_clients(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -405,7 +409,7 @@ def test_error_of_damaged_checkpoint_names_a_valid_one(
     assert not checkpoint.find_damage(good)
 
 
-def test_error_of_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
+def test_error_of_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
@@ -544,7 +548,7 @@ def test_raysim_does_not_pickle() -> None:
         "np.load(path, allow_pickle=flag)",
     ],
 )
-def test_search_for_pickles_finds_examples(line: str) -> None:
+def test_check_finds_code_that_pickles(line: str) -> None:
     assert unsafe(line)
 
 
@@ -758,7 +762,9 @@ def test_checkpoint_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     assert not checkpoint.find_damage(path)
 
 
-def test_manifest_is_the_last_file_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_of_a_checkpoint_is_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, synced = tmp_path / "round-000001/manifest.json", dict[bool, set[int]]()
     monkeypatch.setattr(
         os,
@@ -789,7 +795,7 @@ def test_error_of_full_disk_has_the_needed_bytes(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_resumed_run_continues_its_log(remote: bool, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_state_log(remote: bool, tmp_path: Path) -> None:
     where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
     Checkpoints(where, 3).write(4, snapshot())
     there = stores.open_store(where)

@@ -158,7 +158,7 @@ def test_personal_tensors_are_saved_by_name(tmp_path: Path) -> None:
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
 
 
-def test_client_state_can_be_converted_by_name() -> None:
+def test_client_state_survives_conversion_to_named_arrays() -> None:
     result = run(study(FedBN(), Scaffold()), rounds=2)
     layout = result.coordinator.layout
     for state in map(result.state, result.coordinator.client_states.accepted_jobs):
@@ -180,7 +180,7 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_fedbss_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None:
+def test_fedbss_cached_losses_are_used_only_without_refresh(refresh: int, matters: bool) -> None:
     with_cache, without_cache = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)

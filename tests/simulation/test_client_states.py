@@ -63,7 +63,7 @@ def values(states: Any) -> list[float]:
     return [float(state.personal[0]) for state in states]
 
 
-def test_states_of_jobs_in_flight_count_as_mean_size() -> None:
+def test_states_of_jobs_in_flight_count_with_the_mean_size() -> None:
     books = Books()
     first, second, third = (books.send(client)[0] for client in range(3))
     assert books.client_states.bytes == 0, "nothing is known yet"
@@ -74,7 +74,7 @@ def test_states_of_jobs_in_flight_count_as_mean_size() -> None:
     assert books.client_states.bytes == 3 * EACH
 
 
-def test_states_read_from_disk_count_until_the_answer() -> None:
+def test_state_read_from_disk_counts_until_its_job_returns() -> None:
     books = Books(budget=0)
     books.done(5)
     assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
@@ -85,7 +85,7 @@ def test_states_read_from_disk_count_until_the_answer() -> None:
     assert books.client_states.bytes == EACH
 
 
-def test_client_counts_the_bytes_of_a_single_state() -> None:
+def test_only_the_newest_state_of_a_client_counts_in_memory() -> None:
     books = Books(budget=2 * EACH)
     books.done(*[7] * 6, 3)
     assert books.client_states.spilled_bytes == 0 and books.client_states.bytes == 2 * EACH
@@ -134,7 +134,7 @@ def test_moved_client_keeps_its_state() -> None:
 
 
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
-def test_reads_of_states_are_split_by_a_workers_budget(budget: float) -> None:
+def test_reads_of_states_are_split_to_fit_a_workers_budget(budget: float) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
     books.client_states.budget = 2 * budget  # of two workers
@@ -146,7 +146,7 @@ def test_reads_of_states_are_split_by_a_workers_budget(budget: float) -> None:
     assert list(books.client_states.split_reads([0, 8, 9, 1])) == [slice(0, 4)], "8, 9: not on disk"
 
 
-def test_restored_states_above_the_budget_are_spilled() -> None:
+def test_states_restored_above_the_budget_are_spilled() -> None:
     states = [
         ClientState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
     ]
@@ -159,7 +159,7 @@ def test_restored_states_above_the_budget_are_spilled() -> None:
     assert values(state for _, state in books.client_states.accepted()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_restored_states_count_in_the_bytes_of_states() -> None:
+def test_states_restored_from_a_checkpoint_count_as_memory() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

@@ -79,7 +79,7 @@ def test_lanes_do_not_change_a_clients_choice_of_cluster() -> None:
     assert choices[0] == choices[1] and len({*choices[0]}) > 1
 
 
-def test_client_with_stale_base_counts_for_its_new_cluster() -> None:
+def test_stale_update_is_aggregated_into_the_clients_new_cluster() -> None:
     """A job that began before a split is aggregated into the model of its client's cluster."""
     result = run(spec(EAGER), Buffered(6, 3), Lognormal(), rounds=8)
     replicas = result.coordinator.replicas
@@ -90,7 +90,7 @@ def test_client_with_stale_base_counts_for_its_new_cluster() -> None:
     assert sum(server.samples for server in replicas.servers) == result.coordinator.counts.sum()
 
 
-def test_choice_of_cluster_costs_all_models_and_their_passes() -> None:
+def test_choice_of_cluster_counts_all_downloads_and_passes() -> None:
     star, choice = (run(spec(topology), ALL, rounds=2) for topology in (_star(), CHOICE))
     size = star.coordinator.layout.shared
     assert choice.rows[-1]["floats_down"] == 3 * star.rows[-1]["floats_down"]
@@ -107,7 +107,7 @@ def _star() -> Topology:
     return Star()
 
 
-def test_measured_selection_sees_the_smallest_loss() -> None:
+def test_selection_by_measured_loss_uses_each_clients_best_model() -> None:
     make = spec(CHOICE, selection=PowerOfChoice(6, loss="measured"))
     result = run(make, Synchronous(3), rounds=3)
     replicas, evaluator = result.coordinator.replicas, result.coordinator.evaluator
@@ -119,12 +119,14 @@ def test_measured_selection_sees_the_smallest_loss() -> None:
 
 @pytest.mark.parametrize("method", [Scaffold(), FedDyn(), GroupDRO()])
 @pytest.mark.parametrize("topology", [EAGER, CHOICE])
-def test_clustered_refuses_methods_with_fixed_clients(method: Method, topology: Topology) -> None:
+def test_clusters_refuse_methods_with_server_values_per_client(
+    method: Method, topology: Topology
+) -> None:
     with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
         coordinate(spec(topology, method), ALL)
 
 
-def test_choice_of_cluster_refuses_messages_to_single_clients() -> None:
+def test_clusters_chosen_by_loss_refuse_messages_per_client() -> None:
     with pytest.raises(ValueError, match="topology: method 'fedpac'"):
         coordinate(spec(CHOICE, FedPAC(), local=Local(epochs=2)), ALL)
 
@@ -153,7 +155,7 @@ def test_error_of_method_ifca_names_the_topology(tmp_path: Path) -> None:
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
 
-def test_model_of_a_client_is_that_of_its_cluster(tmp_path: Path) -> None:
+def test_client_model_is_the_model_of_the_clients_cluster(tmp_path: Path) -> None:
     result = run_experiment(
         "data=synthetic data.samples=120 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
         "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "
@@ -206,12 +208,12 @@ class Pieces(Topology):
         return Network(zeros, shares=np.ones(2), clusters=self.rule)
 
 
-def test_users_rule_moves_clients_to_a_free_replica() -> None:
+def test_users_cluster_rule_moves_clients_to_a_new_replica() -> None:
     result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
-def test_wrong_move_of_clients_is_refused(rule: ClusterRule) -> None:
+def test_wrong_result_of_a_users_cluster_rule_is_refused(rule: ClusterRule) -> None:
     with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
         run(spec(Pieces(rule)), ALL, rounds=2)

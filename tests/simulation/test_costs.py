@@ -42,19 +42,19 @@ def test_cost_of_a_job_is_the_sum_of_its_phases() -> None:
 @pytest.mark.parametrize(
     ("finish", "joules"), [(4.0, 4 * 2), (8.0, 6 * 2 + 2 * 5), (10.0, 6 * 2 + 3 * 5 + 3)]
 )
-def test_cost_of_a_lost_job_ends_with_its_loss(finish: float, joules: float) -> None:
+def test_lost_job_costs_only_until_it_is_lost(finish: float, joules: float) -> None:
     job = Job(0, 0, 0, 0, finish=finish, arrives=False, work=30.0, down=6, up=4)
     energy, money, _ = costs().of(job)
     assert energy == pytest.approx(joules / 3600)
     assert money == pytest.approx(joules / 3.6e6 * 0.2 + 24 / 1e9 * 4), "it sends nothing"
 
 
-def test_costs_follow_the_kind_of_the_client() -> None:
+def test_cost_of_a_job_depends_on_the_clients_device() -> None:
     job = Job(0, 1, 0, 0, finish=6.0, work=40.0, down=6, up=4)
     assert costs(kinds=(0, 1)).of(job).energy_wh == pytest.approx(2 * 1 / 3600)
 
 
-def test_idle_energy_is_that_of_idle_clients() -> None:
+def test_idle_energy_counts_idle_seconds_of_all_clients() -> None:
     """Two clients idle for 1 s, one for 4 s, two for 5 s."""
     added, job = costs(), Job(0, 0, 0, 0, start=1.0, finish=5.0, work=1.0)
     added.start(job, 1.0)
@@ -137,7 +137,7 @@ def test_error_of_wrong_cost_names_its_key(make: object, key: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_state_of_costs_can_be_stored_as_json() -> None:
+def test_total_costs_are_restored_from_json() -> None:
     added, other = costs(), costs()
     added.start(Job(0, 0, 0, 0), 1.0)
     other.restore(json.loads(json.dumps(added.state())))

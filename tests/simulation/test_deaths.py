@@ -358,7 +358,7 @@ def test_death_of_a_worker_at_any_call_changes_no_bits(name: str, schedule: str)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_jobs_of_lost_sums_are_trained_again(schedule: str) -> None:
+def test_jobs_are_trained_again_if_the_sum_of_updates_is_lost(schedule: str) -> None:
     class Unreachable(Mortal):
         """Workers on two nodes; the sums that stay on the second one are lost now and then."""
 
@@ -507,7 +507,7 @@ def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
     assert "T (stopped)" in stacks
 
 
-def test_new_worker_that_is_lost_with_its_node_is_given_up(
+def test_replacement_lost_with_its_node_counts_as_dead_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The new actor dies, and the task that reports its identity never runs."""
@@ -546,7 +546,7 @@ class Sleepy(Method):
             time.sleep(0.1)
 
 
-def test_run_gets_workers_of_ended_runs_with_the_same_bits(
+def test_workers_that_join_when_another_run_ends_change_no_bit(
     ray_session: None, tmp_path: Path
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -610,7 +610,7 @@ def test_coordinator_that_stops_is_a_lost_process(
             study, SCHEDULES["rounds"], Lognormal(), size, say=said.append, folder=str(folder)
         ):
             pass
-    assert f"Where its threads stand: {folder}/stacks/coordinator.txt" in said[-1]
+    assert f"See what its threads execute: {folder}/stacks/coordinator.txt" in said[-1]
     assert "T (stopped)" in (folder / "stacks" / "coordinator.txt").read_text()
     assert [text.partition(". ")[0] for text in said if "no message" in text][-2:] == [
         "no message from the coordinator for 4 s",

@@ -96,7 +96,7 @@ def test_small_jobs_are_sent_in_bundles(seconds: float, jobs: int) -> None:
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
-def test_worker_gets_two_calls_and_those_of_the_next_round() -> None:
+def test_worker_has_two_or_three_calls_in_flight() -> None:
     result = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
     assert 2 <= result.most <= 3
 
@@ -107,7 +107,7 @@ def test_immediate_schedule_keeps_both_workers_busy() -> None:
     assert min(jobs) > 0.4 * sum(jobs)
 
 
-def test_round_is_one_call_to_each_worker() -> None:
+def test_round_of_equal_clients_is_one_call_to_each_worker() -> None:
     result = calls(Synchronous(10), Ideal(), 0.001, 5)
     assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 

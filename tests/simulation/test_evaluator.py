@@ -103,7 +103,7 @@ def test_evaluation_has_the_same_bits_on_three_workers(
     assert one.history == three.history and one.bits == three.bits
 
 
-def test_score_columns_depend_on_personal_layers() -> None:
+def test_personal_layers_decide_which_score_columns_exist() -> None:
     plain = run(run_spec(data=apart())).rows[-1]
     normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
@@ -161,7 +161,7 @@ def test_finetuning_dropout_depends_on_client_and_version() -> None:
     )
 
 
-def test_finetuning_can_use_spare_samples() -> None:
+def test_finetuning_can_also_use_samples_left_out_of_training() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5)
     data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
     whole = federate(source, IID(clients=4, test_fraction=0.2), SEED).partition.train
@@ -184,7 +184,7 @@ def test_finetuning_can_follow_the_last_round_only() -> None:
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_common_score_is_the_mean_of_the_clients_models() -> None:
+def test_common_score_exists_only_if_clients_have_own_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
     ).rows
@@ -330,7 +330,7 @@ def test_best_round_has_the_lowest_error(methods: tuple[Method, ...]) -> None:
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_validation_needs_no_client_tests(methods: tuple[Method, ...]) -> None:
+def test_validation_works_without_test_samples_of_clients(methods: tuple[Method, ...]) -> None:
     data = federate(
         Synthetic(samples=120, test_samples=20, classes=5),
         IID(4, test_fraction=0, validation_fraction=0.2),
@@ -369,7 +369,7 @@ def test_best_round_is_the_first_of_equal_ones() -> None:
     assert best.take_shared(6, 0.75, None) == (6, None)
 
 
-def test_pooled_model_is_scored_on_every_clients_tests() -> None:
+def test_centralized_model_is_scored_on_every_clients_tests() -> None:
     data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
     result = run(run_spec(Pooled(), data=data), Synchronous(1))
@@ -381,7 +381,7 @@ def test_pooled_model_is_scored_on_every_clients_tests() -> None:
         run(run_spec(Pooled(), data=data), evaluate=Evaluation(finetune=Finetune(1)))
 
 
-def test_pooled_round_has_the_samples_of_a_cohort() -> None:
+def test_centralized_round_trains_on_as_many_samples_as_a_cohort() -> None:
     common = [
         "data=synthetic",
         "partition=iid",
@@ -401,7 +401,7 @@ def test_pooled_round_has_the_samples_of_a_cohort() -> None:
         build([*common, "schedule=buffered"])
 
 
-def test_pooled_training_of_one_client_is_fedavg() -> None:
+def test_centralized_training_with_one_client_equals_fedavg() -> None:
     mixed = equal_clients(clients=1).partition
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
     alone = run(run_spec(data=replace(equal_clients(clients=1), partition=ordered)), Synchronous(1))

@@ -178,7 +178,7 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
 @pytest.mark.parametrize(
     "kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name
 )
-def test_failed_client_changes_no_aggregate(kind: Any) -> None:
+def test_failed_client_does_not_change_the_aggregate(kind: Any) -> None:
     result = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
     assert result.finished.model_sha256 == without.finished.model_sha256
@@ -220,20 +220,20 @@ def test_error_of_diverged_client_names_local_lr() -> None:
     assert "local.clip" in failure.error and "method 'diverging'" in failure.error
 
 
-def test_error_of_first_loss_not_finite_names_the_data() -> None:
+def test_infinite_loss_in_first_step_is_not_blamed_on_local_lr() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
     assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
-def test_error_of_upload_not_finite_names_its_method() -> None:
+def test_error_of_infinite_upload_names_its_method() -> None:
     (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
 
 
-def test_personal_parameter_not_finite_is_never_stored() -> None:
+def test_infinite_personal_parameter_is_never_stored() -> None:
     result = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
     assert where(result.failures) == HITS, "each of them only once: the state before it is kept"
 
@@ -505,7 +505,7 @@ def scores_nothing(self: Any, run: Setup) -> None:
         (scores_nothing, "nothing from scores"),
     ],
 )
-def test_values_that_methods_send_and_score_must_be_tensors(setup: Any, sentence: str) -> None:
+def test_hook_that_returns_no_tensor_is_an_error(setup: Any, sentence: str) -> None:
     with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
         run(run_spec(mine(setup=setup)), ALL, rounds=1)
 
@@ -524,7 +524,7 @@ def test_error_of_failing_server_hook_names_its_method(
     assert any(f"in {hook}" in line for line in rest)
 
 
-def test_vector_that_is_not_finite_never_becomes_a_version(tmp_path: Path) -> None:
+def test_infinite_vector_never_becomes_a_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
     with pytest.raises(
         RunStoppedError, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"

@@ -51,7 +51,7 @@ def test_duration_of_a_job_is_download_training_and_upload() -> None:
     assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
 
 
-def test_device_class_time_follows_from_model_flops() -> None:
+def test_duration_on_a_device_class_follows_from_model_flops() -> None:
     only = {"box": DeviceClass(share=1.0, flops=2e9, bandwidth_down=1e6, bandwidth_up=5e5)}
     fleet = DeviceClasses(only, sigma=0.0, bandwidth_sigma=0.0)
     # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2
@@ -144,7 +144,7 @@ def test_device_class_has_its_share_of_the_clients(seed: int, clients: int) -> N
     assert np.all(np.abs(result - wanted) <= 1)
 
 
-def test_device_label_is_the_class_of_the_speed() -> None:
+def test_client_has_the_speed_of_its_device_class() -> None:
     fleet = DeviceClasses(sigma=0.0, bandwidth_sigma=0.0)
     labels, speeds = fleet.labels(7, 200), fleet.speeds(7, 200, lambda: 1.0)
     for client in range(200):
@@ -175,7 +175,7 @@ def test_delays_are_between_the_bounds_of_their_kind() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_client_has_the_delay_kind_of_largest_dirichlet_part() -> None:
+def test_delay_kinds_are_shared_out_by_dirichlet_weights() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -185,7 +185,7 @@ def test_client_has_the_delay_kind_of_largest_dirichlet_part() -> None:
 
 
 # --- drop-outs ------------------------------------------------------------------------------------
-def test_dropout_loses_its_share_of_jobs_at_any_moment() -> None:
+def test_dropout_loses_its_share_of_jobs_at_uniform_times() -> None:
     result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
         result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)

@@ -33,7 +33,7 @@ def test_forecast_counts_discarded_work() -> None:
     assert result == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
-def test_forecast_counts_staleness_of_updates_at_equal_times() -> None:
+def test_forecast_counts_staleness_of_simultaneous_updates() -> None:
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
     assert result == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
@@ -54,14 +54,14 @@ def test_forecast_counts_lost_jobs() -> None:
         (Oversample(2, 2), 2, 1.0, 1.0),  # what is thrown away is not trained
     ],
 )
-def test_forecast_of_busy_workers_respects_dependencies(
+def test_forecast_of_busy_workers_depends_on_the_schedule(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
     result = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= result.workers_busy <= most
 
 
-def test_forecast_without_look_ahead_leaves_workers_idle() -> None:
+def test_forecast_has_idle_workers_without_planning_ahead() -> None:
     """One update at a time: only one of two workers has a job whose aggregation is planned."""
     spec = run_spec(data=equal_clients(16), selection=PowerOfChoice(16, loss="last"))
     fleet = TimedFleet((1.0,) * 16)
@@ -75,7 +75,7 @@ def test_forecast_accepts_jobs_without_duration() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).at_work == 0
 
 
-def test_forecast_keeps_rounds_before_clients_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_uses_the_rounds_before_clients_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)
     real, count = made.next_aggregation, 0
 

@@ -93,7 +93,7 @@ def apart(
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_sums_of_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
+def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
     there, runtime = apart(study(*methods))
     assert (there.bits, there.history) == (alone.bits, alone.history)
@@ -120,7 +120,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added
 
 
-def test_sums_of_a_dead_adder_are_fetched_one_by_one() -> None:
+def test_loss_of_a_nodes_adding_process_changes_no_bit() -> None:
     class Dying(Nodes):
         def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
             return WorkerDiedError("it was told to")
@@ -161,7 +161,7 @@ def test_sums_do_not_depend_on_nodes_and_failures(
     assert (there.bits, there.history) == (alone.bits, alone.history)
 
 
-def test_groups_are_parts_of_the_summation_tree_of_a_replica() -> None:
+def test_groups_of_jobs_are_parts_of_one_summation_tree() -> None:
     trees = SumTrees()
     trees.plan((10, 11, 12, 13, 14))
     trees.plan((20, 21))

@@ -55,21 +55,21 @@ def test_bundle_of_jobs_is_limited_by_work_and_size() -> None:
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
 
 
-def test_refused_jobs_stay_in_the_queue() -> None:
+def test_jobs_that_take_bundle_refuses_stay_in_the_queue() -> None:
     queue = queue_of([(job(number, client=number % 2), 0) for number in range(6)])
     bundle = queue.take_bundle(lambda job, is_first: job.client == 1, 2, math.inf)
     assert [each.number for each in bundle] == [1, 3]
     assert take_bundle(queue) == [0, 2, 4, 5]
 
 
-def test_bundle_skips_a_limited_number_of_jobs() -> None:
+def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
     queue = queue_of([(job(number), 0) for number in range(MAX_PASSED_JOBS + 1)])
     bundle = queue.take_bundle(lambda job, is_first: job.number == MAX_PASSED_JOBS, 10, math.inf)
     assert bundle == []
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_take_bundle_tells_accepts_which_job_is_first() -> None:
+def test_take_bundle_passes_is_first_until_a_job_is_accepted() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

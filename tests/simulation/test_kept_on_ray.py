@@ -28,7 +28,7 @@ from raysim.training.run_spec import build_networks
     [([], Synchronous(4)), ([FedBN()], Buffered(concurrency=4, size=2))],
     ids=["fedavg", "fedbn"],
 )
-def test_ray_gives_the_history_bits_and_best_model_of_inprocess(
+def test_run_on_ray_has_same_history_bits_and_best_model(
     methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)

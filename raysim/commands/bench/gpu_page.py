@@ -27,12 +27,13 @@ def write_page(results: Mapping[str, Any], folder: Path) -> None:
 
 def _page(results: Mapping[str, Any], folder: Path) -> Iterator[str]:
     about = results["about"]
-    yield "# What a GPU shows"
+    yield "# Results of `raysim bench gpu`"
     yield f"\n{about['device']}, torch {about['torch']}, CUDA {about['cuda']}.\n"
     if results.get("correctness"):
         yield from _correctness(results["correctness"], folder)
     if results.get("bits"):
         yield "## The same bits\n"
+        yield "True if a second run, or a run on two workers, ends with the same bits.\n"
         yield from _table(("method", "way", "again", "two workers"), results["bits"])
     if results.get("memory"):
         yield "## Memory: the preflight and the peak\n"
@@ -52,20 +53,14 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     beyond = [row for row in measured if not row["distance"] <= row["allowed"]]
     allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
     yield "## The same numbers as on the CPU\n"
-    yield (
-        "Largest distance from the loop on the CPU, of the model and of what clients keep, as a "
-        "share of the model's"
-    )
-    yield (
-        f"largest change; allowed: {allowed}, in float32 also ten times what its coarser rounding "
-        "makes of the"
-    )
-    yield "distance in float64."
-    yield (
-        "Models that draw in their steps are compared with the loop on the device, and are not "
-        "recorded."
-    )
-    yield f"Beyond: {len(beyond)}.\n"
+    yield "Every run is compared with a run of the same method in the loop on the CPU. A number is"
+    yield "the largest distance of a value of the model or of the clients' states, as a share of"
+    yield f"the largest change of the model. Allowed are {allowed}. In float32, a larger"
+    yield "distance is allowed if it is at most ten times the distance in float64, times the ratio"
+    yield "of the rounding errors of both types. Models that draw random numbers in their steps are"
+    yield "compared with the loop on the GPU, and are not recorded.\n"
+    yield "`loop` trains one client after another, `lanes K` trains K clients at once, and `graph`"
+    yield f"records steps as CUDA graphs. Numbers beyond the allowed distance: {len(beyond)}.\n"
     if measured:
         _draw_distances(measured, folder / "correctness.png")
         yield "![distances](correctness.png)\n"
@@ -79,7 +74,7 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     yield from _table(("method", "dtype", *modes), list(lines.values()))
     refused = [row for row in rows if "refused" in row]
     if refused:
-        yield "Refused:\n"
+        yield "These runs ended with an error:\n"
         for row in refused:
             yield f"- {row['method']}, {row['way']}: {row['refused']}"
         yield ""
@@ -103,13 +98,13 @@ def _speed(name: str, workload: Mapping[str, Any], rows: Rows, folder: Path) -> 
     plain = next((row for row in measured if row["way"] == PLAIN_LOOP), None)
     yield f"## {name}: {workload['title']}\n"
     clients = f"{workload['cohort']} of {workload['clients']} clients"
-    yield f"{clients} a round, batches of {workload['batch']};"
-    yield f"asked: {workload['least']:g} times the plain loop.\n"
+    yield f"{clients} per round, batches of {workload['batch']}. The goal is to be"
+    yield f"{workload['least']:g} times as fast as the plain loop.\n"
     columns = (
         "way",
-        "seconds a round",
+        "seconds per round",
         "client steps/s",
-        "to the plain loop",
+        "times as fast as the plain loop",
         "1,000 rounds",
         "device use",
     )
@@ -128,12 +123,13 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
     if "seconds_per_round" not in row:
         return line
     seconds, share = row["seconds_per_round"], row.get("device_use")
-    line["seconds a round"] = f"{seconds:.4f}"
+    line["seconds per round"] = f"{seconds:.4f}"
     line["client steps/s"] = f"{row['client_steps_per_second']:,.0f}"
     line["1,000 rounds"] = f"{1000 * seconds / 60:.1f} min"
     line["device use"] = "unknown" if share is None else f"{share:.0%}"
     if plain is not None:
-        line["to the plain loop"] = f"{plain['seconds_per_round'] / seconds:.2f}"
+        speed = plain["seconds_per_round"] / seconds
+        line["times as fast as the plain loop"] = f"{speed:.2f}"
     return line
 
 

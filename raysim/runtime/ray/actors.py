@@ -154,9 +154,9 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Let other processes request the stacks of this actor's process; return how.
+        """Let other processes read the stacks of this actor's process; return where to read them.
 
-        Return None if that is not possible.
+        Return None if the system cannot do that.
         """
         return open_stack_source()
 
@@ -548,7 +548,7 @@ class RayRuntime:
         if not self._wait_in_place(worker, ready):
             raise ProcessLostError(
                 f"worker {worker} died, and no other worker started in its place. Its node may be "
-                "lost."
+                "lost; look at the output of ray status."
             )
         self._meet_replacement(worker, ready)
 
@@ -691,7 +691,7 @@ def start_workers_in(
     content: what `store_dataset` returned.
     actors: running actors that become the workers; without any, new actors are started.
     participants: see `RayRuntime`.
-    packages, device: see `identify`.
+    packages, device: see `identify_process`.
     most: the most workers that the run may have after nodes join; 0 never starts more.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)

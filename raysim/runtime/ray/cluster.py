@@ -88,7 +88,7 @@ def _ensure_token() -> None:
 def connection(options: RayOptions) -> Iterator[None]:
     """Connect to a cluster; at the end of the context, disconnect.
 
-    If this process was already connected, neither is done. Errors are those of `connect`.
+    If this process was already connected, do neither. Raises the errors of `connect`.
     """
     has_connected = connect(options)
     try:

@@ -355,7 +355,7 @@ def _receive(
         silent_s += wait_s
         if silent_s < limit_s:
             stacks = write_coordinator_stacks()
-            place = f" Where its threads stand: {stacks}" if stacks else ""
+            place = f" See what its threads execute: {stacks}" if stacks else ""
             say(
                 f"no message from the coordinator for {silent_s:g} s. Either workers are still "
                 "starting, or Ray has no room to replace a dead worker; in that case the run "
@@ -363,8 +363,9 @@ def _receive(
                 f"{place}"
             )
     raise ProcessLostError(
-        f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, the time "
-        "to replace a worker included. Its process may have been stopped."
+        f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, which "
+        "include the time to start or replace a worker. Its process may be stopped or overloaded; "
+        "if it is only slow, increase faults.timeout."
     )
 
 

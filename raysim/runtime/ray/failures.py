@@ -166,7 +166,7 @@ def _describe_local(error: BaseException) -> str:
 
 
 def _temporary_folder() -> tuple[str, str]:
-    """Return the folder of Ray's logs, after the environment variable that sets this folder."""
+    """Return the environment variable that sets Ray's temporary folder, and this folder."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
         folder = os.environ.get(variable)
         if folder:

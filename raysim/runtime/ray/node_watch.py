@@ -75,7 +75,7 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
     """Return label selectors that keep bundles away from nodes that do not answer.
 
     Return None if all nodes answer.
-    bundles: the number of bundles, which is that of the selectors.
+    bundles: the number of bundles; the result has a selector for each of them.
     """
     living = {node["NodeID"] for node in living_nodes()}
     silent = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -86,8 +86,9 @@ def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
 
 
 class ClusterState(NamedTuple):
-    """What the head of a cluster knows about its nodes, by Ray's identifier of a node.
+    """What the head of a cluster knows about its nodes.
 
+    Nodes are named by Ray's identifiers.
     draining: the nodes that will leave, for example spot instances after their notice.
     free: for each node, the resources that are not reserved.
     has_demand: True if a task, an actor or a placement group waits for resources.
