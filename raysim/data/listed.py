@@ -30,7 +30,7 @@ class Listed(Partitioner):
     file: str | None = None
 
     def assign(self, draws: Draws) -> CSR:
-        """Return the listed rows.
+        """Return the training rows that the file gives to each client.
 
         Raise ValueError for a file without lists, and for rows that do not exist or occur twice.
         """
@@ -42,7 +42,7 @@ class Listed(Partitioner):
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the names of the lists, or None if they have none."""
+        """Return the keys of the file's JSON object as client names; None for a list of lists."""
         content = self._read_file()
         return list(content) if isinstance(content, dict) else None
 
@@ -62,9 +62,10 @@ def store_lists(
     rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]],
     settings: Mapping[str, Any] | None = None,
 ) -> Listed:
-    """Store lists from Python in the cache of this machine and return their partition.
+    """Write lists of rows to a file in the cache of this machine; return their partition.
 
-    settings: arguments of `Listed`. The file's name is the checksum of the lists.
+    rows: the training rows of each client, as a list of lists or as lists by client name.
+    settings: other arguments of `Listed`. The file's name contains the checksum of the lists.
     """
     csr = _check_lists(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]
@@ -80,7 +81,11 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True if the value is lists of rows, False if it is a dictionary of settings."""
+    """Return True if `part` holds lists of rows, False if it holds settings of a partition.
+
+    A list is always taken as lists of rows. A dictionary holds lists of rows if it is not empty,
+    and all its values are lists or arrays or none of its keys is text.
+    """
     if isinstance(part, Mapping):
         list_types = (list, tuple, range, np.ndarray)
         are_lists = all(isinstance(value, list_types) for value in part.values())
@@ -92,6 +97,8 @@ def is_lists_of_rows(part: object) -> bool:
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     """Return the rows of each client, as the user lists them; raise ValueError for wrong rows.
 
+    content: the rows of each client, as a list of lists or as lists by client name.
+    place: the setting that gives the lists, for errors.
     total: the number of training rows; None if it is not known yet.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"

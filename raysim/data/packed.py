@@ -25,7 +25,8 @@ class Strips(Source):
     The files are <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json. The splits are
     train and test; other files are not read. meta.json gives the names of the classes (`classes`)
     and the height of an image in pixels (`height`); without a height, images are square.
-    root: this folder, or a folder that contains it as `name`.
+    root: the folder with these files, or a folder in which it is the subfolder `name`.
+    name: the name of the data set; None if `root` is the folder with the files.
     """
 
     root: str | None = None
@@ -76,7 +77,10 @@ def are_strips(folder: Path) -> bool:
 
 
 def _strip_files(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split, in order; if there are none, the path of the missing first."""
+    """Return the picture files of a split in the order of their numbers.
+
+    If there are none, return the path of the first file, which is missing.
+    """
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 
@@ -124,16 +128,16 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
     images = np.concatenate(strips)
     if labels.shape != (len(images),):
         raise ValueError(
-            f"{label_file} has labels of the shape {labels.shape}, its strips hold {len(images)} "
-            "images. Give each image one label."
+            f"{label_file} has labels of the shape {labels.shape}, but its strips hold "
+            f"{len(images)} images. Give each image one label."
         )
     return images, labels
 
 
 def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
-    """Return the images that are side by side in one file.
+    """Return the images that are stacked vertically in one file, uint8 [n, c, h, w].
 
-    height: the height of an image; None for square images.
+    height: the height of an image in pixels; None for square images.
     """
     picture = Picture(str(path), path).open()
     is_grey = picture.mode in ("1", "L", "LA")

@@ -78,7 +78,7 @@ class Parquet(Source):
     taken (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
-    separate: True makes each input column an input of its own, see `TextTable`.
+    separate: True makes each input column a separate input of the network, see `TextTable`.
     length, padding, tokenizer: see `TokenSettings`.
     kind="causal": each row is a document for a language model (causal.py), and needs no label.
     prompt, packing: see `DocumentSettings`.
@@ -110,8 +110,8 @@ class Parquet(Source):
             names = _read_schema(path).names
             if column not in names:
                 raise ValueError(
-                    f"{path} has no column {column}, it has {', '.join(names)}. Set "
-                    "partition.column."
+                    f"{path} has no column {column}; its columns are {', '.join(names)}. Set "
+                    "partition.column to one of them."
                 )
         return replace(self, user=column)
 
@@ -211,7 +211,10 @@ class Parquet(Source):
         )
 
     def _find_columns(self, path: Path) -> ParquetColumns:
-        """Choose the columns by the settings and the first file's schema."""
+        """Choose the columns of inputs, label and user, by the settings and a file's schema.
+
+        path: the first file.
+        """
         types = _column_types(path)
         names = list(types)
         label = label_column(names, self.label, self.label_column, str(path))
@@ -283,7 +286,8 @@ class Parquet(Source):
         for column, key in needed:
             if column not in names:
                 raise ValueError(
-                    f"{path} has no column {column}, it has {', '.join(names)}. Set data.{key}."
+                    f"{path} has no column {column}; its columns are {', '.join(names)}. Set "
+                    f"data.{key} to one of them."
                 )
         present = [name for name in names if name in (columns.label, columns.user)]
         table = _read_columns(path, present)
@@ -309,7 +313,11 @@ class Parquet(Source):
     def _train_first_pictures(
         self, paths: list[Path], is_test: NDArray[np.bool_], sizes: list[int]
     ) -> Iterator[Picture]:
-        """Yield the pictures of all training rows, then those of all test rows."""
+        """Yield the pictures of all training rows, then the pictures of all test rows.
+
+        is_test: the mask of test rows, over the rows of all files.
+        sizes: the number of rows of each file.
+        """
         masks = np.split(is_test, np.cumsum(sizes)[:-1])
         for path, mask in zip(paths, masks, strict=True):
             if not mask.all():
@@ -485,7 +493,8 @@ def _read_names_of_file(path: Path, label: str) -> list[str] | None:
             names = features.get(label, {}).get("names")
     except (ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path}: its class names ({error}) must be a list of different texts in JSON."
+            f"{path}: the class names in its metadata cannot be read ({error}). Write a JSON list "
+            "of different texts."
         ) from error
     has_names = names is None or are_names(names)
     return require(f"{path}: its class names", names, has_names, "a list of different texts")

@@ -132,8 +132,8 @@ class Partitioner:
         """Return each client's part of the central test set, as positions in this set.
 
         labels, domains: the labels and domains of the central test rows.
-        num_domains: the number of domains that have training rows; these domains have the first
-        numbers.
+        num_domains: the number of domains that have training rows. Their numbers are 0 to
+        num_domains - 1; higher numbers are domains with test rows only.
         """
         raise NotImplementedError
 
@@ -197,9 +197,9 @@ class Dirichlet(Partitioner):
     each client, and then scales the clients' shares of each class to sum 1.
     balance: True gives no further classes to a client that has 1/N of all samples (N clients).
     grouping: the number of clients in a group; each group gets a consecutive part of the shuffled
-    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); 0 makes no groups.
-    minimum: the smallest number of samples of a client; None means 1, or half the mean number of
-    samples with `grouping`.
+    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); None makes no groups.
+    minimum: the smallest number of samples of a client. None means 1 without `grouping`, and half
+    of the mean number of samples per client with it.
     """
 
     by_class: ClassVar[bool] = True
@@ -316,7 +316,11 @@ class DirichletClient(Partitioner):
         )
 
     def _draw_distributions(self, draws: Draws, pools: Ints, clients: int) -> Floats:
-        """Draw class distributions, [clients, C]; a class without samples gets probability 0."""
+        """Draw a class distribution for each of `clients` clients: [clients, C].
+
+        pools: the number of samples of each class, [C]. A class without samples gets
+        probability 0.
+        """
         scale = np.ones(len(pools))
         if self.concentration == "prior_scaled":
             scale = pools / pools.sum()
@@ -328,7 +332,11 @@ class DirichletClient(Partitioner):
         return distributions
 
     def _draw_next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
-        """Draw the class of each sample of the next client; take these samples out of `pools`."""
+        """Draw the class of each of the next client's samples: [size].
+
+        pools: the number of samples left in each class, [C]; the drawn samples are subtracted.
+        size: the number of samples of a client.
+        """
         distribution = self._draw_distributions(draws, pools, 1)
         turns = np.zeros(size, dtype=np.int64)
         return draw_classes(distribution, turns, draws.proportions.random(size), pools)

@@ -52,8 +52,8 @@ class Picture:
             ) from error
         if picture.mode.startswith(("I", "F")):
             raise ValueError(
-                f"{self.place} has more than 8 bits per pixel (mode {picture.mode}). Convert it to "
-                "8 bits."
+                f"{self.place} has more than 8 bits per channel (mode {picture.mode}). Convert it "
+                "to 8 bits per channel."
             )
         return picture
 
@@ -88,7 +88,7 @@ def stack_images(
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:
-    """Yield each image as an image of Pillow, with its name for errors."""
+    """Yield the name of each image, for errors, and the image as a Pillow image."""
     from PIL import Image
 
     if not isinstance(images, np.ndarray):

@@ -59,9 +59,11 @@ class Raw:
     """The samples of a source, training rows first: arrays, or pictures that are not decoded.
 
     inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
-    labels: classes [n], or [n, ...] with a class for each position; or [n, outputs] with values, or
-    with 1 for labels that are present and 0 for absent labels.
-    class_names: the names of the outputs.
+    labels: for classification class numbers [n], or [n, ...] with a class for each position (a
+    pixel, a token); for regression values [n, outputs]; for multilabel data [n, outputs], 1 for
+    labels that are present and 0 for absent labels.
+    train_rows: the number of training rows.
+    class_names: the names of the model's outputs: the classes, labels or values.
     domains: the domain of each row; None for one domain.
     tokens: the set of token numbers; with None, all numbers up to the largest one.
     fields: the parts of a row of inputs, if samples have several inputs (`pack_fields`).
@@ -94,9 +96,10 @@ class Source:
     kind: the kind of the task; None lets `labels.infer_kind` decide.
     ignore: the label of samples and positions without a label; losses and scores ignore them.
     label_noise: the share of each client's training labels that become another class.
-    rotation, pool: corruptions of images (corrupted.py).
-    pool: blocks of pool x pool pixels become means. `mean` and the settings after it are those of
-    `Pipeline`.
+    rotation: the rotation of images by fixed or random angles, see `Rotation` (corruption.py).
+    pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
+    mean, std, augment, crop_padding, rotate_degrees, crop_area, jitter, grey: normalisation and
+    augmentation of the inputs, see `Pipeline`.
     """
 
     only: list[str | int] | None = None
@@ -239,7 +242,11 @@ class Source:
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
-        """Return the inputs in the form in which they are stored, and the tokens in them."""
+        """Return the inputs as the data set stores them, and their tokens if they are tokens.
+
+        Pictures are decoded to uint8 [n, c, h, w]; see `convert_inputs` for other inputs.
+        name: the name of the source, for errors.
+        """
         if isinstance(raw.inputs, dict):
             raise ValueError(
                 f"data source {name} has a dictionary of inputs ({', '.join(map(str, raw.inputs))})"
@@ -331,7 +338,11 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 
 
 def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) -> Raw:
-    """Return samples whose labels fit `data.kind`; raise ValueError if that is impossible."""
+    """Convert the labels of samples to the kind of task that `data.kind` sets.
+
+    For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. With
+    None the samples stay unchanged. Raise ValueError if the labels cannot be converted.
+    """
     if kind in (None, raw.kind):
         return raw
     if kind == "causal":
@@ -425,8 +436,8 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
     """Return only the samples of some classes; pictures of other classes are never decoded."""
     if raw.kind != "classification":
         raise ValueError(
-            f"data.only={list(classes)} keeps some classes, but this data has none (it is for "
-            f"{raw.kind}). Set it to null."
+            f"data.only={list(classes)} keeps some classes, but this data has no classes (it is "
+            f"for {raw.kind}). Set data.only=null."
         )
     for name in classes:
         if name not in raw.class_names:

@@ -101,9 +101,9 @@ class Digits(Source):
 
 @dataclass(frozen=True)
 class Mnist(Source):
-    """MNIST by torchvision.
+    """A source of MNIST, which torchvision downloads and reads.
 
-    root: contains the folder MNIST/raw, or receives the download.
+    root: the folder that contains MNIST/raw, or that receives the download.
     """
 
     root: str | None = None
@@ -118,9 +118,9 @@ class Mnist(Source):
 
 @dataclass(frozen=True)
 class FashionMnist(Source):
-    """Fashion-MNIST by torchvision.
+    """A source of Fashion-MNIST, which torchvision downloads and reads.
 
-    root: contains the folder FashionMNIST/raw, or receives the download.
+    root: the folder that contains FashionMNIST/raw, or that receives the download.
     """
 
     root: str | None = None
@@ -135,9 +135,9 @@ class FashionMnist(Source):
 
 @dataclass(frozen=True)
 class Cifar10(Source):
-    """CIFAR-10 by torchvision.
+    """A source of CIFAR-10, which torchvision downloads and reads.
 
-    root: contains the folder cifar-10-batches-py, or receives the download.
+    root: the folder that contains cifar-10-batches-py, or that receives the download.
     """
 
     root: str | None = None
@@ -152,9 +152,9 @@ class Cifar10(Source):
 
 @dataclass(frozen=True)
 class Cifar100(Source):
-    """CIFAR-100 by torchvision.
+    """A source of CIFAR-100, which torchvision downloads and reads.
 
-    root: contains cifar-100-python, or receives the download.
+    root: the folder that contains cifar-100-python, or that receives the download.
     """
 
     root: str | None = None
@@ -169,9 +169,9 @@ class Cifar100(Source):
 
 @dataclass(frozen=True)
 class Svhn(Source):
-    """SVHN by torchvision, without `extra`.
+    """A source of SVHN, which torchvision downloads and reads; its split `extra` is not used.
 
-    root: contains the file train_32x32.mat, or receives the download.
+    root: the folder that contains train_32x32.mat, or that receives the download.
     """
 
     root: str | None = None
@@ -186,9 +186,9 @@ class Svhn(Source):
 
 @dataclass(frozen=True)
 class Usps(Source):
-    """USPS by torchvision.
+    """A source of USPS, which torchvision downloads and reads.
 
-    root: contains the file usps.bz2, or receives the download.
+    root: the folder that contains usps.bz2, or that receives the download.
     """
 
     root: str | None = None

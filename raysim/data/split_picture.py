@@ -23,9 +23,9 @@ MAX_BINS = 30  # of the histogram of sizes
 
 
 def draw_partition(data: FederatedData, path: str | Path) -> None:
-    """Write a PNG of the classes of every client and of the clients' sizes.
+    """Write a PNG with two diagrams: each client's samples by class, and the clients' sizes.
 
-    The classes of clients are drawn as bars; of many clients or classes, as a heat map.
+    The first one has a bar for each client. If there are many clients or classes, it is a heat map.
     """
     from matplotlib.figure import Figure
 

@@ -39,7 +39,10 @@ def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
 
 
 def share_counts(total: int, shares: Floats) -> Ints:
-    """Cut `total` samples at the cumulative shares; the last share gets the remaining samples."""
+    """Return the number of samples in each share, [N], if `total` samples are cut in order.
+
+    The cuts are at the cumulative shares, rounded down; the last share gets the remaining samples.
+    """
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
     cuts[-1] = total
     return np.diff(cuts, prepend=0)
@@ -50,7 +53,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
     sizes: samples of each class, [C].
     proportions: the clients' shares of each class, [C, N].
-    balance: a client that has n/N samples or more gets nothing of the following classes.
+    balance: if True, a client that has n/N samples or more gets no samples of later classes.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
     totals = np.zeros(clients, dtype=np.int64)
@@ -131,11 +134,13 @@ def dirichlet_client_split(
     uniforms: ArrayLike,
     order: ArrayLike,
 ) -> CSR:
-    """Let clients take samples one by one, without replacement.
+    """Let clients take samples in turn, one sample at a time, without replacement.
+
+    At each turn, a client draws a class from its distribution and takes a sample of this class.
 
     proportions: each client's class distribution, [N, C].
-    turns: the client that takes each sample, [n].
-    uniforms: the draw in [0, 1) of each turn, [n].
+    turns: the number of the client that takes a sample at each of T turns, [T].
+    uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
     order: a permutation of the rows; the samples of a class are taken in this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
@@ -168,9 +173,12 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give a sample to the client of each turn, by the turn's class; return each client's rows.
+    """At each turn, give a client a sample of a class; return the rows of each client.
 
     The samples of a class are given in `order`. A client's rows are in the order of its turns.
+    turns: the number of the client at each of T turns, [T].
+    classes: the class of the sample that this client gets at each turn, [T].
+    clients: the number of clients.
     """
     samples = _sort_by_class(labels, order)
     sizes = np.bincount(labels)
@@ -191,9 +199,12 @@ def shard_split(
     order: ArrayLike,
     assignment: ArrayLike,
 ) -> CSR:
-    """Sort by label, cut into N * S even shards, and give S of them to each client.
+    """Sort rows by label, cut them into N * S equal shards, and give each client S shards.
 
-    assignment: the shards in the order in which clients get them, [N * S].
+    shards_per_client: S.
+    order: a permutation of the rows, which orders the rows of each class.
+    assignment: the numbers of the shards in the order in which clients get them, [N * S]. Client 0
+    gets the first S of them.
     """
     samples = _sort_by_class(np.asarray(labels), np.asarray(order))
     bounds = _even_offsets(len(samples), num_clients * shards_per_client)
@@ -226,10 +237,10 @@ def domain_class_split(
     num_domains: int,
     class_groups: Sequence[Sequence[int]],
 ) -> CSR:
-    """Make a client for each pair of domain and group of classes, with ascending rows.
+    """Make one client for each pair of a domain and a group of classes.
 
-    The client's number is `domain * len(class_groups) + group`. Rows whose class is in no group are
-    not used.
+    The client's number is `domain * len(class_groups) + group`, and its rows are ascending. Rows
+    whose class is in no group are not used.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)
     largest = int(labels.max(initial=0))

@@ -50,7 +50,10 @@ class Stored(Source):
         return self.source().read()
 
     def source(self) -> Strips | Parquet | ImageFolder:
-        """Return the source that reads this form of storage. Raise ValueError without a folder."""
+        """Return the source that can read the files in the folder.
+
+        Raise ValueError if `root` is not a folder.
+        """
         set_name = self.name or "the images"
         content = f"the folder with {set_name} as strips, Parquet files or folders of pictures"
         option = f"The data set {self.name}" if self.name else "This data set"
@@ -83,7 +86,7 @@ def find_folder(root: Path, name: str) -> Path | None:
 
 
 def holds_images(folder: Path) -> bool:
-    """Return True if the folder contains something that `Stored` can read."""
+    """Return True if the folder contains strips, Parquet files or folders of pictures."""
     if are_strips(folder) or has_parquet_files(folder):
         return True
     return any(path.suffix.lower() in PICTURE_SUFFIXES for path in folder.glob("*/**/*"))

@@ -172,7 +172,9 @@ class Leaf(Source):
         place = f"{rows.place}: the inputs x"
         values = plain_array(inputs, place)
         if values.dtype.kind not in "biuf":
-            raise ValueError(f"{place} are {values.dtype}. Give text or lists of numbers.")
+            raise ValueError(
+                f"{place} have values of type {values.dtype}. Give text or lists of numbers."
+            )
         try:
             values = values.reshape(len(inputs), *(self.shape or [-1]))
         except ValueError as error:
@@ -216,12 +218,15 @@ class _LeafRows:
     place: str
 
     def origin(self, form: str) -> Origin:
-        """Return the files and fields from which the inputs, labels and users were read."""
+        """Return the fields of LEAF's files from which inputs, labels and users were read.
+
+        form: the form of the inputs, such as "text" or "files".
+        """
         return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 
 
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
-    """Return from each input, a list of fields, the text in one field."""
+    """Return the text in one field of each input; an input is a list of fields."""
     texts = []
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):

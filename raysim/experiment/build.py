@@ -109,8 +109,8 @@ def build(
         duplicates = options.keys() & settings.keys()
         if duplicates:
             raise RefusedError(
-                f"{next(iter(duplicates))} is given twice, as an argument of its own and in "
-                "methods. Keep one of them."
+                f"{next(iter(duplicates))} is given twice, as a keyword argument and by the "
+                "argument methods or metrics. Keep one of them."
             )
         is_whole = isinstance(config, (DictConfig, Mapping))
         overrides: Sequence[str] = ()
@@ -149,8 +149,8 @@ def _compose_node(
         node |= {"method": {}, "choices": node["choices"] | {"method": []}}
     if settings:
         raise RefusedError(
-            f"{next(iter(settings))}=... has no effect next to a whole configuration. Set it in "
-            "that configuration."
+            f"{next(iter(settings))}=... has no effect, because config is already a complete "
+            "configuration. Set it in that configuration."
         )
     return node
 
@@ -303,7 +303,10 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Return the spec with lanes, graph and precision; values that the user left out are chosen."""
+    """Set the lanes, the use of CUDA graphs and the precision of training steps in the spec.
+
+    Lanes and graphs that are None in `runtime` are chosen by the model and the device.
+    """
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise RefusedError(
             f"runtime.precision=tf32 needs an NVIDIA GPU, but device={spec.device}. Set "

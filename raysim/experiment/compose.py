@@ -79,7 +79,7 @@ def compose(
     stored: the configuration file of a run or of a search; its values are used for all keys without
     an override. None with resume= takes the file in the folder of the resumed run.
     settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
-    say the same.
+    have the same effect.
 
     Raise `RefusedError` for keys, options and files that do not exist.
     """
@@ -209,9 +209,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return a configuration as plain data; the values of `keys` are set later.
+    """Return a draft of a sweep's configurations, as plain data, and the errors of its keys.
 
-    Also return an error text for each of `keys` that the configuration does not have, by key. Raise
+    keys: the keys that the sweep varies; `complete_draft` sets their values later.
+    The errors are texts, by key, for each of `keys` that the configuration does not have. Raise
     `RefusedError` for overrides that `compose` would refuse.
     """
     roots = config_folders(folders)
@@ -228,7 +229,10 @@ def draft(
 
 
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
-    """Set the missing values of a draft, by key, and resolve its references. No file is read."""
+    """Return the configuration that `draft` began, with the values of one trial. Read no file.
+
+    values: the values of the keys that the sweep varies, by key.
+    """
     config = OmegaConf.create(drafted)
     values = full_keys(values)
     for key, value in values.items():
@@ -339,7 +343,8 @@ def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) 
                 OmegaConf.update(result, key, value, merge=False, force_add=True)
             except (OmegaConfBaseException, ValueError, TypeError) as error:
                 raise RefusedError(
-                    f"{key}: the stored configuration has no place for it. Restore its file."
+                    f"{key}: the stored configuration cannot hold this key, so its file seems to "
+                    "be damaged. Restore the file."
                 ) from error
         if set_key in config.choices:
             OmegaConf.update(result, f"choices.{set_key}", config.choices[set_key])

@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 def overview(experiment: Experiment, folder: Path) -> str:
     """Describe a run in a few lines: methods, model, data, clients, schedule, workers, folder.
 
-    Raise `ValueError` if the run cannot start with its fleet.
+    Raise `ValueError` if the schedule cannot run with the fleet.
     """
     spec, settings = experiment.spec, experiment.spec.settings
     declarations = declare_as_drawn(spec)

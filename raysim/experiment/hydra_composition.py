@@ -36,7 +36,9 @@ _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
 class ConfigFiles(ConfigSource):
-    """A source of Hydra: the configuration files of several folders; later folders win.
+    """A Hydra config source that reads configuration files from several folders.
+
+    If two folders have a file of the same name, Hydra gets the file of the later folder.
 
     Hydra's own source parses each file again for each composition, which takes a third of the time.
 
@@ -129,10 +131,12 @@ class Composition(NamedTuple):
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
     """Compose the files of the chosen options.
 
-    The result is cached: copy it before you change it. A preset may have values for many options,
-    such as all methods in the tables of a paper. Values for options that are not chosen are
-    dropped. If the user chose the option of a group, only those of the preset's values stay whose
-    keys this option has. The default preset has no effect on such a group.
+    The result is cached: copy it before you change it.
+
+    A preset may have values for many options, such as all methods in the tables of a paper. Values
+    for options that are not chosen are dropped. If the user, not the preset, chose the option of a
+    group, a value of the preset is kept only if this option has its key. The default preset does
+    not change such a group at all.
     """
     chosen = {group: list(names) for group, names in options}
     try:
@@ -210,7 +214,7 @@ def _quote(name: str) -> str:
 
 
 def _values(config: DictConfig) -> Node:
-    """Return the values of a configuration, without those of Hydra itself.
+    """Return the values of a configuration, without Hydra's own settings.
 
     References such as `${seed}` stay unresolved.
     """

@@ -57,7 +57,7 @@ def import_target(
     """Import the object that a `_target_` names; return None if its module has no such name.
 
     path: the key of the node, for errors.
-    key: the last part of the setting that holds the name, for errors.
+    key: what is appended to `path` to name the setting in errors, usually "._target_".
     Raise `RefusedError` for names outside `raysim`, the allowed prefixes and the installed
     packages.
     """
@@ -208,7 +208,8 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
     cls = resolve(value[TARGET], path) if TARGET in value else kind
     if not issubclass(cls, kind):
         raise RefusedError(
-            f"{path}.{TARGET}={format_value(value[TARGET])} does not fit. Give a {kind.__name__}."
+            f"{path}.{TARGET}={format_value(value[TARGET])} is not a {kind.__name__}. Give this "
+            "class or a subclass."
         )
     return build_object(cls, value, path)
 

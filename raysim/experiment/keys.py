@@ -121,7 +121,7 @@ def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, gro
 
 
 def _suggest_top_key(config: DictConfig, key: str) -> str:
-    """Return advice for a key of which not even the first part exists."""
+    """Return advice for a key whose first part ("local" in "local.lr") does not exist."""
     for word, advice in _HYDRA_ADVICE.items():
         if f"{key}.".startswith((f"{word}.", f"{word}/")):
             return advice
@@ -163,7 +163,9 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        raise RefusedError(f"'{text}' does not fit: {key} takes a single value") from error
+        raise RefusedError(
+            f"'{text}' gives several values, but {key} takes a single value. Give one value."
+        ) from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

@@ -30,7 +30,7 @@ MAX_CREATE_ATTEMPTS = 5
 
 # --- names ----------------------------------------------------------------------------------------
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Map each key to its last parts, as many as are needed to tell the keys apart.
+    """Return a short name for each key: its last parts, as many as make the names different.
 
     "method.fedbr.lam" becomes "lam" if no other key ends in "lam".
     """
@@ -88,7 +88,11 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
 
 
 def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
-    """Create a folder and its parents; empty ones are removed again when `cleanup` closes."""
+    """Create a folder and its parents; return its path.
+
+    dated: True adds a number to the name if the folder exists.
+    cleanup: when this stack closes, it removes the created folders that are still empty.
+    """
     for parent in reversed(folder.parents):
         if not parent.exists():
             cleanup.callback(_remove_empty, parent)
@@ -123,7 +127,10 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RefusedError` if a new folder exists, or if another process has locked it."""
+    """Raise `RefusedError` if a new study or sweep cannot be written to this folder.
+
+    The folder must not exist.
+    """
     lock = folder / LOCK_FILE
     if lock.is_file() and os.access(lock, os.W_OK):
         with lock_folder(folder):
@@ -173,7 +180,8 @@ def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
     has_folder = any(override.startswith("out=") for override in overrides)
     if resume != ["resume=latest"] or not has_folder:
         raise RefusedError(
-            f"{' and '.join(resume)}: a {command} is continued with out=DIR resume=latest"
+            f"{' and '.join(resume)} cannot continue a {command}. Write out=DIR resume=latest, "
+            f"with the folder of the {command}."
         )
     return True
 
@@ -200,9 +208,10 @@ def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:
-    """Connect all runs of a session to one Ray.
+    """Connect this process to a Ray cluster, which all following runs share.
 
-    It is the Ray of this process if there is one, else the Ray of `options`.
+    If this process is connected already, nothing changes; otherwise `options` name the cluster.
+    session: the stack that closes the connection at its end.
     """
     listen_on_loopback(options)
     from raysim.runtime import ray
@@ -213,10 +222,11 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 
 # --- scores ---------------------------------------------------------------------------------------
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
-    """Return the last value of a column, and its deviation over the seeds.
+    """Return the last value of a metric, and its standard deviation over the seeds.
 
     A missing number is None.
     rows: the history, which may be unfinished.
+    metric: the name of the column.
     """
     row = last_measured(rows, metric)
     if row is None:

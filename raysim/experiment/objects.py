@@ -66,9 +66,9 @@ class UserObjects:
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return the configuration with these objects.
+        """Return the configuration after adding these objects.
 
-        Methods are added after the methods in `config`.
+        A method is added after the methods in `config`; any other object replaces an option.
         """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
@@ -351,12 +351,17 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
     """Raise `RefusedError` if a node describes an object that the user must give again."""
     if OBJECT in node:
-        raise RefusedError(f"{place}: {node[TARGET]} was {node[OBJECT]}: {_give_again(place)}")
+        raise RefusedError(
+            f"{place}: {node[TARGET]} was {node[OBJECT]}, which config.yaml cannot hold; "
+            f"{_give_again(place)}"
+        )
 
 
 def _give_again(place: str) -> str:
-    call = f"raysim.run({_argument(place)}=..., out=DIR, resume='latest')"
-    return f"give it again to continue the run, {call}"
+    argument = f"{_argument(place)}=..."
+    run_call = f"raysim.run({argument}, out=DIR, resume='latest')"
+    load_call = f"raysim.load(DIR, {argument})"
+    return f"give it again to continue the run, {run_call}, or to load it, {load_call}"
 
 
 def _argument(place: str) -> str:

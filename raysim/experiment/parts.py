@@ -66,7 +66,8 @@ def build_part(
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
         raise RefusedError(
-            f"{group}.{TARGET}={node[TARGET]} is not a {group}: it has no method '{PARTS[group]}'"
+            f"{group}.{TARGET}={node[TARGET]} is not a {group}, because it has no method "
+            f"'{PARTS[group]}'. Give a class that has it."
         )
     return build_object(cls, node, group)
 
@@ -104,10 +105,10 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the learner of a configuration, its methods, and its compressor.
+    """Return the methods of a configuration: its learner, the methods, and its compressor.
 
-    The learner or the compressor is None if the configuration has none.
-    Raise `RefusedError` for names that are not allowed.
+    Learner and compressor are methods, too; they are left out if the configuration has none.
+    Raise `RefusedError` for a class that cannot be used, and for two methods with the same name.
     """
     methods = build_list(config, "method", Method, allow, objects)
     if config.get("learner"):  # older runs have no group learner
@@ -133,9 +134,9 @@ def build_methods(
 def build_list(
     config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[T, ...]:
-    """Return the parts of a group of which a run can have several, such as "observer".
+    """Return all parts of a group that may have several parts, "method" or "observer".
 
-    kind: the class that all parts must extend.
+    kind: the base class that all parts must extend.
     objects: the user's objects, by place.
     """
     nodes = config.get(group, {})
@@ -162,8 +163,8 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
-            f"{path}={format_value(node)} is not a class with settings. Set single keys below "
-            f"{path} instead"
+            f"{path}={format_value(node)} names no class. Give a mapping with {TARGET}, or set "
+            f"keys below {path} instead."
         )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)
@@ -207,7 +208,10 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
 
 
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
-    """Return the settings of a configuration: all values outside of its parts."""
+    """Return a run's settings and its execution options.
+
+    They are the values of a configuration outside of parts such as data, model and methods.
+    """
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     run_keys = {field.name for field in fields(RunSettings)}
     execution_keys = {field.name for field in fields(ExecutionOptions)}

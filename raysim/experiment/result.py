@@ -114,7 +114,7 @@ class Result:
         if not path.is_file():
             raise RefusedError(
                 f"{self._address} has no clients.parquet: an earlier version of raysim wrote this "
-                "run, or it has no round yet"
+                "run, or it has no round yet. Run it again, or continue it with resume=latest."
             )
         return pd.read_parquet(path).set_index("client")
 
@@ -197,8 +197,9 @@ class Result:
             return network.parameters_as_arrays()
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the model that scores a client: personalised, and with its personal tensors.
+        """Return the model with which a client is scored, in eval mode on the CPU.
 
+        It has the client's personal tensors, and methods such as Ditto have personalised it.
         Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
         client states.
         """
@@ -236,9 +237,9 @@ class Result:
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            reason = "the data has no central test set: give a client"
+            reason = "the data has no central test set. Give a client"
             if client is not None:
-                reason = f"{data.label(client)} has none"
+                reason = f"{data.label(client)} has none. Give another client"
             raise RefusedError(
                 f"there are no test samples to predict: {reason}, result.predictions(client=...)"
             )

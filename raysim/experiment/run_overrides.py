@@ -24,11 +24,11 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """Overrides in two parts: those that belong to given places, and all others.
+    """The overrides of parts that the user gives as Python objects, separated from all others.
 
-    overrides: the other overrides that are text.
-    settings: the other overrides that are Python values.
-    by_place: the extracted ones, by place and key.
+    by_place: the overrides of these parts, by place ("data", "method.fedprox") and key.
+    overrides: all other overrides that are text.
+    settings: all other overrides that are Python values.
     """
 
     overrides: list[str]

@@ -1,7 +1,7 @@
 """Collect the scores that a ServerApp computes itself, such as an accuracy on a central test set.
 
-Flower returns them to the app only: a strategy for messages in a `Result`, and a `Server` in a
-`History`. An app may also override the function that makes them. Therefore raysim wraps the
+Flower returns these scores only to the app: a message-based strategy returns a `Result`, an older
+`Server` a `History`. An app may override the function that makes them. Therefore raysim wraps the
 constructors of both classes while the app runs.
 """
 

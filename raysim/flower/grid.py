@@ -377,7 +377,7 @@ class VirtualGrid(SimpleGrid):
                 if attempt == MAX_ATTEMPTS - 1:
                     raise
                 self.runtime.revive(worker)
-        raise AssertionError("the loop returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _with_state(self, pending: _Pending) -> Request:
         return self._request_with_state(pending.request)
@@ -394,7 +394,10 @@ class VirtualGrid(SimpleGrid):
         self.replies.add(pending.request, answer)
 
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
-        """Return the replies to these messages, and end the messages."""
+        """Return the replies to these messages, record them, and stop tracking the messages.
+
+        A message that was lost, or whose app failed, gets a reply with an error.
+        """
         delivered: list[Message] = []
         for one in pending:
             self._pending.pop(one.request.message_id, None)
@@ -433,7 +436,10 @@ class VirtualGrid(SimpleGrid):
 
 
 def _own_message(message: Message, request: Request) -> GridMessage:
-    """Return a copy of the ServerApp's message with the ids and the times that raysim gives."""
+    """Return a copy of the ServerApp's message in which raysim sets ids, time and time limit.
+
+    request: has the message's id, its content, its virtual time and its `ttl`.
+    """
     sent = message.metadata
     metadata = Metadata(
         run_id=RUN_ID,

@@ -84,8 +84,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Send a client a message for evaluation; return the numbers in its reply, by name.
 
-    The number of examples is left out. A number with a usual name of an accuracy, or of a loss, is
-    returned a second time as "accuracy" or "loss". The client's state does not change.
+    The number of examples is left out. If the reply names its accuracy or its loss differently,
+    such as "eval_acc", that number is also returned as "accuracy" or "loss". The client's state
+    does not change.
     state: the packed records that the client keeps; b"" for none.
     Raises AppError if the app fails.
     """

@@ -243,7 +243,9 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a client_fn without optional arguments, which Flower does not accept.
+    """Return a function that calls `client_fn` with its first argument only.
+
+    Flower does not accept a client_fn with more arguments, even if they have defaults.
 
     setting: the setting and its value, for errors.
     Raises `RefusedError` if the client_fn needs more than one argument.

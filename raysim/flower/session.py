@@ -304,9 +304,10 @@ def _summarise(
 
 
 def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
-    """Return a row for all messages that were sent at the same virtual time.
+    """Return one row for each group of messages of one type, sent at the same virtual time.
 
-    The row has the weighted means of the numbers in the replies.
+    A row counts the answered, failed and lost messages, and has the weighted means of the numbers
+    in the replies.
     """
     groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
     for record in records:

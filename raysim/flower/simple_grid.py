@@ -13,9 +13,10 @@ from raysim.flower.messages import RUN_ID
 
 
 class SimpleGrid(Grid):
-    """A Grid of one run, without nodes.
+    """The base class of raysim's Grids: it describes the run and creates messages.
 
-    A subclass overrides which nodes there are and what messages return.
+    It has no nodes and sends nothing. A subclass overrides `get_node_ids` and the functions that
+    send messages.
     """
 
     def __init__(self) -> None:

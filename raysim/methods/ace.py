@@ -24,7 +24,8 @@ Departures from the paper
 - With initialise=true the server makes no step until every client with samples has sent an update
   of the first model. The paper asks all clients at once. Here the schedule decides when they are
   dispatched, and a fast client may return several times before the first step.
-- Floating buffers are averaged over the arriving clients, as in FedAvg. They are not cached.
+- The model's floating-point buffers (BatchNorm's statistics) are averaged over the arriving
+  clients, as in FedAvg. They are not cached.
 - The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
   the same list corrects a similar bias.
 
@@ -168,7 +169,7 @@ class ACE(Method):
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the last update of each client, its base version, and if the sum contains it."""
+        """Keep the last update of each client, its base version, and whether the sum has it."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):

@@ -14,8 +14,8 @@ client i:
 
 Departures from the paper
 - N counts the clients with training samples. All other clients have lambda_i = 0.
-- F_i is measured in eval mode, without augmentation and terms of other methods. Buffers are
-  averaged with the weights of the updates.
+- F_i is measured in eval mode, without augmentation and terms of other methods. The model's buffers
+  (BatchNorm's statistics) are averaged with the weights of the updates.
 - If lambda_i = 0 for all participants, they have equal weights.
 - The projection costs O(N log N) in each round, so N is limited to 100,000.
 """

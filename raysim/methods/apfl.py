@@ -82,7 +82,7 @@ class APFL(Method):
         run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
 
     def cost(self, job: Participation) -> float:
-        """Return a second pass of every batch."""
+        """Return the cost of a second pass of every batch, which trains the client's own model."""
         return job.trained_samples
 
     def prepare(self, job: LocalJob) -> None:

@@ -17,8 +17,8 @@ Departures from the paper
   early steps are short. With average="seen" the mean is over the clients whose update the server
   has.
 - Updates have no staleness weights. N counts the clients with samples.
-- Floating buffers are averaged over the arriving clients as values, not as changes. They are never
-  cached.
+- The model's floating-point buffers (BatchNorm's statistics) are averaged over the arriving clients
+  as values, not as changes. They are never cached.
 - SCAFFOLD corrects the same bias. With both methods in a list it is corrected twice.
 - The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps N updates, by
   default on disk.

@@ -8,8 +8,8 @@ How the run works
 - All training rows belong to one client, in ascending order, so their split over clients does not
   matter. Batches are drawn from all of them. Client k's share of the gradients is n_k / n, as in
   FedAvg.
-- The optimizer, the batch size and the number of rounds are those of the federated run, and a
-  round is one evaluation. A round processes as many samples as a cohort of average clients:
+- The optimizer, the batch size and the number of rounds are those of the federated run. The model
+  is scored after each round. A round processes as many samples as a cohort of average clients:
   local.epochs times the share of clients in a cohort, in passes over all samples (or the
   equivalent number of batches if that is no whole number); or local.steps times the cohort.
 - The optimizer starts again in each round, as it does in a client.

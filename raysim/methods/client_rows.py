@@ -1,7 +1,7 @@
-"""Keep rows on the server, one or more for each client that sent an update so far.
+"""Keep a cache on the server with a row for each client that sent an update so far.
 
-CA2FL and ACE keep updates, FedCDA keeps models. The rows in use are `server.state["cache"]`;
-`server.state["clients"]` has the client of each row.
+In CA2FL and ACE a row is the client's last update; in FedCDA it holds the client's last models. The
+rows in use are `server.state["cache"]`; `server.state["clients"]` has the client of each row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def declare_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> None:
-    """Declare rows of this shape on the server: none at first, at most one per client."""
+    """Declare a cache on the server: no rows at first, at most one row per client.
+
+    shape: function that returns the shape of a row.
+    place: where rows are stored, "disk" or "memory".
+    cache: the name of the cache in `server.state`.
+    """
 
     def room(server: ServerView) -> Tensor:
         return reserve((most_rows(server), *shape(server)), server.params.dtype, place)
@@ -54,7 +59,10 @@ def declare_rows(
 def rows_of(
     aggregation: Aggregation, server: ServerView, place: CachePlace, cache: str = "cache"
 ) -> list[int]:
-    """Return the index of the row of each update's client; new clients get rows of zeros."""
+    """Return the cache's row for the client of each update; new clients get rows of zeros.
+
+    place, cache: as for `declare_rows`.
+    """
     return claim_rows(server.state, aggregation.clients, most_rows(server), place, cache)
 
 

@@ -131,7 +131,7 @@ class Dann(Method):
         self.rate, self.mode = rate, mode
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return a budget of steps that contains a whole cycle of discriminator and classifier."""
+        """Raise `local.steps` to a whole cycle of discriminator and classifier, if it is less."""
         if self.mode != "alternate" or local.steps is None:
             return {}
         return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}

@@ -67,9 +67,10 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
 
 def noise_of_sum(noise: float, bit_noise: float) -> float:
-    """Return the noise for the sum of updates, so that it and `bit_noise` together are `noise`.
+    """Return the noise z_D for the sum of updates, see the formula at the head of this file.
 
-    All three are standard deviations in units of what one client can change.
+    With it, the noisy sum and the noisy clipping bits together reveal as much as the sum alone with
+    `noise`. All three are standard deviations in units of what one client can change.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 

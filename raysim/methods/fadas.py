@@ -49,7 +49,11 @@ MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 def delay_adaptive_lr(
     *, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale"
 ) -> float:
-    """Return the server's learning rate for a buffer with the largest staleness `max_staleness`."""
+    """Return the server's learning rate for a buffer with the largest staleness `max_staleness`.
+
+    threshold: the largest staleness at which the rate is `server_lr`.
+    rule: for a larger staleness s, "scale" returns server_lr / s, "cap" min(server_lr, 1 / s).
+    """
     one_of("method.fadas.rule", rule, RULES)
     if max_staleness <= threshold:
         return server_lr

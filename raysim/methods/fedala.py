@@ -112,7 +112,10 @@ class FedALA(Method):
         run.client_state("weights", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the largest number of passes over the share of samples."""
+        """Return the cost of learning the mixing weights: the largest number of passes.
+
+        A pass covers the share of the client's samples on which the weights are learnt.
+        """
         if not job.earlier_jobs:
             return 0.0
         passes = 1 if job.aggregated_jobs > 1 else MAX_PASSES

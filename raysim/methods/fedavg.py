@@ -9,10 +9,10 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
 Departures from the papers
 - FedBR's eq. (1) weights clients by samples; its Algorithm 1 and its code weight them equally. Here
   the weights are by samples unless the configuration says otherwise.
-- Floating buffers are averaged, and integer buffers take the maximum over the clients. FedBR's code
-  averages both.
-- The sum adds one row after another, in the order of acceptance, so its bits do not depend on a
-  library's order of summation.
+- The model's floating-point buffers are averaged, and its integer buffers (BatchNorm's counters)
+  take the maximum over the clients. FedBR's code averages both.
+- The sum adds one update after another, in the order in which the server aggregates them, so its
+  bits do not depend on a library's order of summation.
 """
 
 from __future__ import annotations

@@ -134,15 +134,20 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (contrast); 0 switches it off.
-    pseudo: "rsm", means of `samples_per_mean` samples of a client; each client sends
-    `means_per_client` (None: B) of them before round 0. "mixture", B means of a public `proxy` set,
-    mixed at every step with `mix_samples` samples of the batch each.
-    pseudo_batch: B, the number of rows.
-    pseudo_refresh: draw B new rows every "round", or "once".
-    fresh: means of raw data every round, which only a simulator can make.
-    sources: which sources are drawn equally often (see the module).
-    projection: the paper's widths (256, 256, 128), the released code's (2F, 2F, F) for F features,
-    or none. max_step=False does not train the projector.
+    tau1, tau2: the temperatures of the contrast; `temperature_mode` multiplies or divides by them.
+    max_step: False does not train the projector.
+    projection: the widths of the projector's layers: "paper" is (256, 256, 128), "code" is
+    (2F, 2F, F) for F features, and "none" leaves the projector out.
+    pseudo: how pseudo-data are made. "rsm" (the paper's random sample mean): each client sends
+    `means_per_client` (None: B) means of `samples_per_mean` of its samples before round 0.
+    "mixture": at every step, each of B means of a public `proxy` set is mixed with `mix_samples`
+    samples of the batch.
+    pseudo_batch: B, the number of pseudo-samples in a step.
+    pseudo_refresh: "round" draws B new pseudo-samples in every round, "once" for the whole run.
+    sources: what is drawn equally often among the collected means, see `pseudo_data.py`.
+    fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
+    global_features: when the received model computes the features of pseudo-data: in every "step",
+    or once for a job ("round").
     """
 
     name = "fedbr"
@@ -272,7 +277,10 @@ class FedBR(Method):
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
 
     def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the received model's features of pseudo-data; reuse them if they stay equal."""
+        """Return the received model's features of pseudo-data.
+
+        They are computed once for a job if the pseudo-data are the same in each step.
+        """
 
         def compute() -> Tensor:
             received = cast("Classifier", job.frozen()["model"])

@@ -12,9 +12,9 @@ Departures from the paper
   "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
 - Weights are not divided by that of a reference staleness. FLSim divides all of them by the weight
   of staleness 1, which multiplies them by sqrt(2).
-- Floating buffers are averaged as values, with normalised weights and rate 1. With weights that do
-  not sum to one, BatchNorm's statistics would shrink. If changes were averaged instead of values, a
-  stale change could make a variance negative.
+- The model's floating-point buffers (BatchNorm's statistics) are averaged as values, with weights
+  that sum to one and rate 1. With other weights the statistics would shrink. If changes were
+  averaged instead of values, a stale change could make a variance negative.
 - Updates that are in the buffer when the run ends are not used.
 """
 

@@ -11,13 +11,15 @@ clients. With S the set of all chosen models and those of absent clients, it min
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of S
 
 Departures from the paper
-- A client counts once the server has seen it. With fewer than K models it chooses among those.
+- Clients without an update so far are left out. A client with fewer than K models chooses among
+  those.
 - F_n is the mean of the batch losses of the last local epoch (with local.steps: of the last tenth
   of the steps), measured while the model was trained. It is 0 for a client without a task loss.
 - Models of the warm-up enter the cache, and the newest is the selected one; the next model is
   FedAvg's mean over the participants.
 - Batches have equal sizes if possible, the larger ones come first, and later batches are not in S.
-- Floating buffers are selected and averaged with their model, but they are not part of a norm.
+- Floating-point buffers (BatchNorm's statistics) are selected and averaged with their model, but
+  they are not part of a norm.
 - A stale client contributes its base version plus its update. A client that arrives twice in a
   buffer is one participant with two more models. Weights of other methods have no effect.
 
@@ -367,10 +369,12 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Record a client's new model as its selected one; return the memory for the model.
+        """Record a new model of a client, and select it; return the memory for the model.
 
-        The caller must write the model into this memory, [layout.shared], which is that of the
+        The caller must write the new model into this memory, [layout.shared]. It still holds the
         client's oldest model.
+        row: the client's row in the cache.
+        loss: the client's loss.
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory

@@ -16,8 +16,9 @@ Departures from the paper
   With local momentum the gradient is mixed first and momentum sees v. FedBR's code shifts the
   momentum buffer in place, which is another method.
 - K_i is the number of steps that the client really made, separately for each group of parameters
-  (FedBR's projector, DANN's discriminator); eta_l is the rate of the round that moved.
-- The server's own rate is 1; `method=fedcm+fedavgm` has others.
+  (FedBR's projector, DANN's discriminator); eta_l is the local learning rate in the round of the
+  movement.
+- The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ Pairs: TypeAlias = Iterable[Sequence[int]]
 
 @dataclass
 class _ConflictCounts:
-    """How many pairs of updates conflicted, and how many projections were made, in a round."""
+    """The numbers of conflicting pairs of updates, and of projections, in a round."""
 
     conflicts: int = 0
     projections: int = 0
@@ -146,7 +146,8 @@ def harmonized_aggregate(
 class FedGH(Method):
     """A server rule that removes conflicts between updates before they are averaged.
 
-    order: the order of the pairs.
+    order: the order of the pairs: "lexicographic", (0, 1), (0, 2), ... by client number, or
+    "random".
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     granularity: "model" harmonises whole updates, "tensor" each tensor separately.
     """
@@ -198,10 +199,11 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return the weights, float64 [m], of m updates in the result of a tree of harmonised pairs.
+    """Return coefficients, float64 [m]: the tree's result is the sum of the updates times these.
 
-    products: the Gram matrix [m + 1, m + 1] of the updates and, last, of the running mean.
-    factors: [m], the weights of the updates before.
+    products: the Gram matrix [m + 1, m + 1] of m updates; the last row and column belong to the
+    running mean.
+    factors: [m], the factor by which each update is multiplied before the tree pairs them.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 

@@ -123,7 +123,7 @@ class FedLC(Method):
         self.count_floor = at_least("method.fedlc.count_floor", count_floor, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Require classes; replace the task loss."""
+        """Require a classification task; replace the task loss."""
         run.needs("classes")
         run.owns("loss")
 

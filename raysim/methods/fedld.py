@@ -34,7 +34,8 @@ Departures from the paper
 - At least one component is kept; the code's int(0.8 m) is 0 for m = 1. Eigenvalues up to
   tol lambda_1 and projections up to tol |g_i| count as 0. The code divides 0 by 0 there, or makes
   noise as long as an update.
-- The rule applies in every round. The code starts with its third and trains nothing in its first.
+- The rule applies in every round. The code applies it from the third round on, and its first round
+  trains nothing.
 - Soft targets (Mixup) count as their heaviest class where a margin needs a label.
 """
 
@@ -125,7 +126,9 @@ class MarginControl(Method):
     """A penalty on large logits in the local loss.
 
     lam: the weight of the penalty.
-    kind: the form of the penalty.
+    kind: the form of the penalty for logits f of each sample. "marg_log" is eq. (3), the mean of
+    log(1 + |f|^2); "logit_l2" the mean of |f|^2; "batch_softmax" log(1 + the sum of all squared
+    softmax probabilities of the batch); "threshold" the mean squared margin above `threshold`.
     threshold: with kind="threshold", the margin up to which there is no penalty.
     """
 
@@ -143,7 +146,7 @@ class MarginControl(Method):
         self.threshold = threshold
 
     def setup(self, run: Setup) -> None:
-        """Require classes."""
+        """Require a classification task."""
         run.needs("classes")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
@@ -173,7 +176,7 @@ class DampedMargin(Method):
         self.temperature = above("method.fedld_damped.temperature", temperature, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Require classes; replace the task loss."""
+        """Require a classification task; replace the task loss."""
         run.needs("classes")
         run.owns("loss")
 

@@ -217,7 +217,7 @@ class FedMix(Method):
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw different rows of the pool [R] for each step."""
+        """Draw rows of the pool without replacement, as int64 [R] for each step."""
         generator, pool = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
         chosen = [generator.choice(pool, size=rows, replace=False) for _ in job.plan.sizes]

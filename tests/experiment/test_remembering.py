@@ -49,7 +49,7 @@ def test_example_method_with_client_state_passes_checks(check: Any) -> None:
     check()
 
 
-def test_example_method_with_client_state_pulls_and_reports() -> None:
+def test_example_method_with_client_state_changes_the_model() -> None:
     result, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
     assert (
         free.summary["model_sha256"]

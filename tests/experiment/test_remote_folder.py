@@ -104,7 +104,7 @@ def test_fetch_copies_the_files_of_a_url(
 
 
 @pytest.mark.parametrize("words", ["report {}", "fetch {}", "run out={} resume=latest"])
-def test_error_of_url_without_a_run_names_it(
+def test_error_of_command_on_url_without_run_names_the_url(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(words.format("memory://nothing/here").split()) == 2

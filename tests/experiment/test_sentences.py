@@ -36,12 +36,12 @@ def refused(*words: str, **parts: Any) -> str:
 
 
 class TestUnknownKeys:
-    def test_error_of_option_without_settings_says_so(self) -> None:
+    def test_error_of_key_says_that_option_has_no_settings(self) -> None:
         sentence = refused("loss.gamma=2")
         assert "loss=usual has no settings" in sentence
         assert "loss=focal" in sentence
 
-    def test_error_of_method_without_settings_says_so(self) -> None:
+    def test_error_of_key_says_that_method_has_no_settings(self) -> None:
         assert "method.scaffold has no settings" in refused(
             "method=scaffold", "method.scaffold.mu=1"
         )
@@ -84,7 +84,7 @@ class TestPartitions:
         )
         assert sentence.startswith("partition.clients=9")
 
-    def test_error_does_not_name_default_minimum(self) -> None:
+    def test_error_of_dirichlet_split_omits_default_minimum(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.alpha=") as error:
             federate(Synthetic(samples=40), Dirichlet(30, 0.01), 0)
         assert "partition.minimum=1 " not in str(error.value)
@@ -104,7 +104,7 @@ class Empty(Source):
 
 
 class TestData:
-    def test_error_of_source_without_root_does_not_ask_for_it(self) -> None:
+    def test_error_of_source_without_root_does_not_name_data_root(self) -> None:
         sentence = refused(data=Empty())
         assert "Empty" in sentence
         assert "data.root" not in sentence

@@ -122,7 +122,7 @@ class TestArrays:
 
 
 class TestListsOfRows:
-    def test_held_out_shares_apply_to_a_users_lists(self) -> None:
+    def test_held_out_fractions_apply_to_lists_of_rows(self) -> None:
         assert not len(
             built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices
         )
@@ -131,7 +131,7 @@ class TestListsOfRows:
         )
         assert partition.spec.data.partition.train.counts.tolist() == [15, 15]
 
-    def test_fraction_applies_to_a_users_lists(self) -> None:
+    def test_partition_fraction_applies_to_lists_of_rows(self) -> None:
         data = built(
             "partition.fraction=0.5", **{"partition.test_fraction": 0}, partition=LISTS
         ).spec.data
@@ -153,7 +153,7 @@ class TestNetworks:
         assert experiment.spec.model.options == {"width": 7}  # type: ignore[attr-defined]
         assert experiment.config["model"]["width"] == 7
 
-    def test_setting_that_a_partial_fixes_is_refused(self) -> None:
+    def test_override_of_a_functools_partial_argument_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 

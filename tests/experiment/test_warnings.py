@@ -80,7 +80,7 @@ def test_fedbuff_with_other_weights_gets_a_warning(normalization: str, count: in
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_methods_know_all_methods_and_the_schedule(
+def test_setup_of_a_method_sees_all_methods_and_the_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx
@@ -179,7 +179,7 @@ def test_hook_may_have_optional_arguments() -> None:
 
 
 @pytest.mark.parametrize(("step", "sentences"), [(1, 0), (2, 0), (10, 1)])
-def test_missing_classes_get_a_warning(step: int, sentences: int) -> None:
+def test_classes_without_samples_get_a_warning(step: int, sentences: int) -> None:
     data = (np.zeros((80, 3), np.float32), np.arange(80) % 4 * step)
     found = [
         text

@@ -118,7 +118,7 @@ def test_parameters_come_from_get_parameters(project, tmp_path):
         ("error", "my reason"),
     ],
 )
-def test_error_of_an_app_is_one_failed_client(project, tmp_path, capsys, kind, text):
+def test_error_of_an_app_fails_one_client_only(project, tmp_path, capsys, kind, text):
     words = "faults.tolerate=0.5 schedule.cohort=6 rounds=1"
     result = run(project, tmp_path, words, **broken(kind))
     assert list(result.history["failures"]) == [1]

@@ -33,7 +33,7 @@ def test_runs_of_asynchrony_study_are_valid_and_do_equal_work(study: ModuleType)
         assert ("fedbr" in config.method) == (local == "FedBR")
 
 
-def test_asynchrony_page_equals_the_text_of_stored_runs(study: ModuleType) -> None:
+def test_asynchrony_page_shows_the_stored_runs(study: ModuleType) -> None:
     store = json.loads(study.STORE.read_text())
     assert study.PAGE.read_text() == study.page_text(store)
     for runs in store.values():

@@ -18,7 +18,7 @@ def test_compression_study_is_valid_and_has_every_compressor() -> None:
     assert chosen == set(find_groups().files["compression"])
 
 
-def test_compression_page_equals_the_text_of_stored_runs() -> None:
+def test_compression_page_shows_the_stored_runs() -> None:
     store = json.loads(study.STORE.read_text())
     assert study.page_text(store) == study.PAGE.read_text()
     assert "none" in store and set(store) <= set(study.COMPRESSORS)

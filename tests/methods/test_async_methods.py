@@ -99,7 +99,7 @@ def arrive(
 # --- FedAsync ---------------------------------------------------------------------------------
 
 
-def test_staleness_hinge_is_continuous_and_exponent_0_constant() -> None:
+def test_fedasync_hinge_is_continuous_and_exponent_0_gives_1() -> None:
     assert staleness_weight(staleness=4, kind="hinge", a=10.0, b=4 - 1e-12) == pytest.approx(1.0)
     assert {staleness_weight(staleness=s, a=0.0) for s in range(9)} == {1.0}
 
@@ -146,7 +146,7 @@ def test_too_stale_update_is_discarded_and_counted() -> None:
     assert torch.equal(at.vector, before) and at.version == 3
 
 
-def test_samples_matter_only_with_weighting_by_samples() -> None:
+def test_fedasync_uses_samples_only_if_weighting_by_samples() -> None:
     counts = (30, 10, 20, 0)  # mean 20: a client without samples is none
     at = server(FedAsync(0.4, "constant"), weighting="samples", counts=counts)
     arrive(at, (0, 1.0))
@@ -159,7 +159,7 @@ def test_samples_matter_only_with_weighting_by_samples() -> None:
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
-def test_clients_without_an_update_count_as_zeros(average: Any, second: float) -> None:
+def test_ca2fl_mean_counts_all_clients_or_those_seen(average: Any, second: float) -> None:
     at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
     arrive(at, (0, 2.0))
     assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)
@@ -255,7 +255,7 @@ def test_update_reads_only_its_own_entry_of_the_cache() -> None:
     assert at.state["ace.total"].tolist() == [6.0] * (WIDTH - 1)
 
 
-def test_cache_entries_expire_also_without_a_step() -> None:
+def test_ace_drops_too_old_updates_also_without_a_step() -> None:
     at, bases = server(ACE(1.0, max_staleness=1)), dict[int, Tensor]()
     arrive(at, (0, 1.0), bases=bases)
     seen = []
@@ -291,7 +291,7 @@ def test_cache_over_budget_is_refused(
 
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE()], ids=lambda method: method.name)
-def test_weights_by_samples_are_refused(method: Method) -> None:
+def test_ca2fl_and_ace_refuse_weighting_by_samples(method: Method) -> None:
     with pytest.raises(ValueError, match=r"^weighting=samples"):
         coordinate(run_spec(method, data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 

@@ -86,7 +86,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_methods_outside_the_step_in_lanes_equal_one_by_one(
+    def test_server_and_personal_methods_in_lanes_equal_one_by_one(
         self, methods: Sequence[Method]
     ) -> None:
         assert_as_in_loop(study(*methods), rounds=4)

@@ -153,7 +153,7 @@ class Spectator(Method):
 
 
 class TestTraffic:
-    def test_upload_counts_the_words_of_the_message(self) -> None:
+    def test_upload_counts_the_32_bit_words_of_a_message(self) -> None:
         compressor = TopK(0.05)
         finished = run(run_spec(compressor), Synchronous(4))
         layout = finished.coordinator.layout

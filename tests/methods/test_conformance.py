@@ -605,7 +605,7 @@ def test_two_ray_workers_have_the_bits_of_one_process(name: str, workers: Worker
 
 # --- staleness ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
-def test_client_state_is_that_of_the_last_accepted_job(
+def test_client_state_is_that_of_the_last_aggregated_job(
     name: str,
 ) -> None:
     spec = study(TABLE[name].make(), model=TABLE[name].model)

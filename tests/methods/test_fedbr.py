@@ -54,7 +54,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Fin
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_fedbr_counts_pseudo_data_whenever_they_change(
+def test_fedbr_traffic_counts_pseudo_data_when_they_change(
     make: Callable[..., FedBR], schedule: Any, refresh: Any
 ) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)
@@ -68,7 +68,7 @@ def test_fedbr_counts_pseudo_data_whenever_they_change(
     assert found.rows[-1]["floats_up"] == finished * shared + pool
 
 
-def test_fedbr_counts_new_means_and_uploads_nothing() -> None:
+def test_fedbr_fresh_means_are_downloaded_but_not_uploaded() -> None:
     found, spy = watched(small(fresh=True), rounds=3)
     shared, jobs = found.coordinator.layout.shared, len(spy.sent)
     assert not any(spy.contributed)
@@ -175,7 +175,7 @@ def test_fedbr_refuses_proxy_set_of_other_images(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("key", ["mean", "std"])
-def test_fedbr_refuses_proxy_constants_of_other_channels(key: str) -> None:
+def test_fedbr_refuses_proxy_mean_or_std_of_other_channels(key: str) -> None:
     constants: dict[str, Any] = {"mean": [0.2], "std": [0.6]} | {key: [0.2, 0.3]}
     proxy = Synthetic(samples=10, test_samples=5, **constants)
     with pytest.raises(ValueError, match=rf"^method\.fedbr\.proxy\.{key}="):
@@ -193,7 +193,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_new_means_with_once_or_mixture(settings: dict[str, Any]) -> None:
+def test_fedbr_refuses_fresh_means_with_once_or_mixture(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 

@@ -32,7 +32,7 @@ def test_fedbss_cost_has_ranking_pass_once_it_selects() -> None:
         ("filter", {"epochs": 1}, None),
     ],
 )
-def test_fedbss_warns_of_a_single_epoch_or_phase(
+def test_fedbss_warns_if_jobs_have_a_single_epoch_or_phase(
     kind: Any, change: dict[str, Any], key: str | None
 ) -> None:
     spec = run_spec(FedBSS(kind=kind), local=replace(LOCAL, **change))

@@ -269,7 +269,7 @@ def test_fedcda_resumes_after_kill_with_same_bits_and_cache(
     assert on_disk == [place == "disk"] * 2
 
 
-def test_fedcda_cache_is_kept_during_resume_and_absence(tmp_path: Path) -> None:
+def test_fedcda_cache_survives_resume_and_client_absence(tmp_path: Path) -> None:
     data = equal_clients(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))

@@ -128,7 +128,7 @@ def test_fedld_with_one_participant_equals_fedavg_exactly() -> None:
     assert torch.equal(step([4], PrincipalGradient()).vector, step([4]).vector)
 
 
-def test_fedld_averages_tensors_of_one_number() -> None:
+def test_fedld_averages_tensors_with_a_single_entry() -> None:
     values = torch.tensor([[1.0], [-2.0], [4.0]]).double()
     close(aggregate(values, 2, torch.tensor([1.0, 1, 2])), torch.tensor([7 / 4]).double())
 
@@ -146,7 +146,7 @@ def test_fedld_margin_accepts_soft_labels(methods: list[Method]) -> None:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def test_fedld_settings_select_its_parts() -> None:
+def test_fedld_options_select_its_component_methods() -> None:
     for option, parts in (
         ("fedld", ["fedld_margin", "fedld_principal"]),
         ("fedld_margin", ["fedld_margin"]),

@@ -170,7 +170,7 @@ def test_fedl2r_variant_has_no_references_and_no_stages() -> None:
             check_composition([FedSR(), other])
 
 
-def test_fedsr_first_rows_of_a_larger_pass_have_the_same_moments() -> None:
+def test_fedsr_moments_ignore_other_rows_of_the_batch() -> None:
     model = network()
     features = model.features(torch.cat([IMAGES, IMAGES[:4]]))
     own, _ = features.split([9, 4])

@@ -278,7 +278,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_ramps_may_have_the_pace_of_a_longer_run(pace: int | None, gamma: float) -> None:
+def test_fraug_ramp_rounds_set_the_pace_of_the_ramps(pace: int | None, gamma: float) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
     assert strengths(3, 6, ramp_rounds=pace) == pytest.approx(expected)
 

@@ -59,14 +59,14 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_inco_mixes_kernels_of_one_number_as_one_tensor() -> None:
+def test_inco_mixes_kernels_of_one_entry_as_a_whole_tensor() -> None:
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_inco_mixes_kernels_of_two_numbers_separately(granularity: str) -> None:
+def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
     alike = torch.equal(
         mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor")
@@ -75,7 +75,7 @@ def test_inco_mixes_kernels_of_two_numbers_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_inco_source_of_zeros_halves_and_equal_one_doubles(
+def test_inco_zero_source_halves_target_equal_source_doubles(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -85,7 +85,7 @@ def test_inco_source_of_zeros_halves_and_equal_one_doubles(
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_inco_does_not_change_values_after_the_rows() -> None:
+def test_inco_compiled_mixing_changes_only_the_given_rows() -> None:
     """Rows are mixed 64 at a time, and 100 is no multiple."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
@@ -140,7 +140,7 @@ def test_inco_warns_of_model_without_pairs_of_blocks(
     assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
-def test_inco_source_of_a_transformers_norm_has_its_prefix() -> None:
+def test_inco_pairs_transformer_norms_of_the_same_block() -> None:
     names = [
         "net.blocks.3.norm1.weight",
         "net.blocks.3.norm2.weight",

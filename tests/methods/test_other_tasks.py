@@ -75,7 +75,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_tokens_or_its_refusal_names_it(name: str, kind: str) -> None:
+def test_method_trains_on_other_tasks_or_the_error_names_it(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
@@ -96,7 +96,7 @@ def test_method_trains_on_tokens_or_its_refusal_names_it(name: str, kind: str) -
         assert not ended.failures and ended.rows[-1]["train_loss"] is not None
 
 
-def test_methods_that_mix_inputs_need_numbers() -> None:
+def test_methods_that_mix_inputs_require_numeric_inputs() -> None:
     assert {name for name in TABLE if "numbers" in declared(name).needs} == MIXES
 
 

@@ -136,8 +136,8 @@ def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Itera
 def table(measurements: Sequence[Measurement]) -> str:
     """Return the table of the measurements in Markdown."""
     lines = [
-        "| schedule | links | seconds per round | ratio | coordinator's node receives | sends "
-        "| all send again |",
+        "| schedule | links | seconds per round | ratio | coordinator's node receives | it sends "
+        "| sent again by all nodes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for schedule in SCHEDULES:

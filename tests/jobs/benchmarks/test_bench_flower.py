@@ -32,13 +32,13 @@ def test_accuracy_is_the_mean_of_the_last_rounds():
     assert read_accuracy("\n".join(lines)) == 4.0
 
 
-def test_accuracy_of_the_server_counts_first():
+def test_server_accuracy_in_a_log_precedes_client_accuracy():
     log = "{'eval_acc': 0.5}\n{'accuracy': 0.25}"
     assert read_accuracy(log) == 0.25
     assert read_accuracy("{'eval_acc': 0.5}") == 0.5
 
 
-def test_accuracy_of_a_history_is_read():
+def test_accuracy_of_a_logged_history_is_its_mean():
     log = "{'accuracy': [(0, 0.25),\n INFO:  (1, 5e-01)],\n 'auc': [(0, 0.9)]}"
     assert read_accuracy(log) == 0.375
 
@@ -48,12 +48,12 @@ def test_log_without_an_accuracy_is_refused():
         read_accuracy("{'train_accuracy': 0.5}")
 
 
-def test_idx_file_is_cut():
+def test_cut_idx_file_has_the_first_share_of_its_images():
     images = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 
 
-def test_data_sets_are_cut(tmp_path):
+def test_copied_data_sets_have_a_share_of_their_samples(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -71,7 +71,7 @@ def test_data_sets_are_cut(tmp_path):
     assert stored == idx_file(labels[:1])
 
 
-def test_both_sides_of_an_app_get_the_same_settings():
+def test_flower_and_raysim_run_an_app_with_equal_settings():
     program = Program("project", 7, ("num-server-rounds=9",))
     commands = app_commands(program, APP, "python", 2)
     settings = json.loads(commands["flower"][-1])
@@ -80,7 +80,7 @@ def test_both_sides_of_an_app_get_the_same_settings():
     assert {"clients=7", "seed=2", "num-server-rounds=9"} <= set(commands["raysim"])
 
 
-def test_both_sides_of_an_older_program_get_the_seed():
+def test_flower_and_raysim_run_an_older_program_with_one_seed():
     commands = older_commands(PROGRAMS["fedpara"], "python", 2)
     assert all("seed=2" in command for command in commands.values())
 

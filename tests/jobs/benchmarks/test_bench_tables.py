@@ -63,7 +63,7 @@ def test_rules_benchmark_compares_with_fedavg(
     assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
 
 
-def test_benchmark_without_blocks_is_refused(
+def test_benchmark_with_zero_blocks_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rules", "--blocks", "0"])

@@ -173,7 +173,7 @@ def test_main_setting_of_a_page_does_not_depend_on_run_order(tmp_path: Path, sto
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
 
-def test_setting_of_the_paper_need_not_be_the_first(tmp_path: Path, store: Path) -> None:
+def test_comparison_finds_papers_setting_among_later_runs(tmp_path: Path, store: Path) -> None:
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
@@ -196,7 +196,7 @@ def test_method_settings_share_a_table_with_fedavg(tmp_path: Path, store: Path) 
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_run_without_the_key_of_the_rows_belongs_to_no_row(tmp_path: Path, store: Path) -> None:
+def test_run_on_data_of_no_table_row_is_left_out(tmp_path: Path, store: Path) -> None:
     shift = [
         "data=synthetic",
         "data.domains=5",
@@ -267,7 +267,7 @@ def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.Mon
     return pages.page("fedbr", runs)
 
 
-def test_page_has_every_scale_and_a_cause_per_difference(
+def test_paper_page_has_every_scale_and_causes_of_differences(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
@@ -325,7 +325,7 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
 FEDBR = PAPER_RUNS["fedbr"]
 
 
-def test_gains_pair_seeds_that_both_methods_have() -> None:
+def test_gains_table_pairs_seeds_that_both_methods_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each
     # side.
     gained = [
@@ -348,7 +348,7 @@ def test_gains_pair_seeds_that_both_methods_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
-def test_gains_use_the_score_of_the_paper() -> None:
+def test_gains_table_uses_the_score_of_the_paper() -> None:
     def run(method: str, seed: int, gained: float) -> Run:
         best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
         scores = [best] * 5 + [early] * 9 + [late]
@@ -392,7 +392,7 @@ def test_numbers_of_equal_value_belong_to_one_setting() -> None:
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_gains_compare_terms_and_central_scores() -> None:
+def test_gains_table_has_loss_terms_and_central_scores() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [
             {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}
@@ -412,7 +412,7 @@ def test_gains_compare_terms_and_central_scores() -> None:
     )
 
 
-def test_gains_show_terms_that_all_runs_measured() -> None:
+def test_gains_table_shows_loss_terms_that_all_runs_have() -> None:
     def run(method: str, seed: int, **terms: float | None) -> Run:
         columns = {f"decomposition.{name}": value for name, value in terms.items()}
         return replace(stored(method, seed, 0.5), rows=[{"accuracy": 0.5, **columns}])
@@ -429,7 +429,7 @@ def test_gains_show_terms_that_all_runs_measured() -> None:
     )
 
 
-def test_gains_show_rank_correlation_with_label_entropy() -> None:
+def test_gains_table_shows_rank_correlation_with_entropy() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
@@ -437,7 +437,7 @@ def test_gains_show_rank_correlation_with_label_entropy() -> None:
     )
 
 
-def test_gains_do_not_order_equal_splits() -> None:
+def test_gains_table_has_no_rank_correlation_of_equal_splits() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")
@@ -475,7 +475,7 @@ def test_picture_shows_means_intervals_and_splits(
     )
 
 
-def test_gains_need_enough_seeds_of_one_setting() -> None:
+def test_gains_table_needs_enough_seeds_of_one_setting() -> None:
     fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
     assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
     assert not list(

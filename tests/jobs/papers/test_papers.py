@@ -290,7 +290,7 @@ def test_papers_command_ignores_other_folders(
         (["fedbr/table1", "nowhere"], "nowhere"),
     ],
 )
-def test_papers_command_refuses_in_one_sentence(
+def test_papers_command_prints_errors_on_one_line(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(*words) == 2
@@ -303,7 +303,7 @@ def test_papers_command_prints_tables_as_json() -> None:
     assert len(json.loads(path.read_text())["tables"]) == 14
 
 
-def test_run_of_another_split_belongs_to_its_columns(tmp_path: Path) -> None:
+def test_run_with_another_split_fills_the_columns_of_its_split(tmp_path: Path) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition=iid"]
     run = make(tmp_path / "a", [*words, "data.label_noise=0.3", "rounds=5"], rows([0.5]))
     text = compare("fedbss/table2", [run], WIDE)

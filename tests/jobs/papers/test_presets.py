@@ -374,7 +374,7 @@ def test_users_preset_keeps_order_of_methods(
     "name",
     sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells}),
 )
-def test_preset_builds_for_images_of_its_size(name: str) -> None:
+def test_preset_builds_a_model_for_its_image_size(name: str) -> None:
     images = {
         "fedbr/rotated_mnist": ["data.shape=[1,28,28]"],
         "fedbr/cifar100": ["data.shape=[3,32,32]", "data.classes=100"],
@@ -489,7 +489,7 @@ def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
 
 
-def test_fraug_preset_of_the_text_differs_from_the_code() -> None:
+def test_fraug_presets_of_paper_text_and_code_differ_as_listed() -> None:
     code, text = (
         composed(f"experiment=fraug/{name}")["method"]["fraug"]
         for name in ("digits", "digits_text")
