@@ -493,8 +493,8 @@ def _read_names_of_file(path: Path, label: str) -> list[str] | None:
             names = features.get(label, {}).get("names")
     except (ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path}: the class names in its metadata cannot be read ({error}). Write a JSON list "
-            "of different texts."
+            f"{path}: its class names cannot be read ({error}). Store them in the file's metadata "
+            "as a JSON list of different texts."
         ) from error
     has_names = names is None or are_names(names)
     return require(f"{path}: its class names", names, has_names, "a list of different texts")

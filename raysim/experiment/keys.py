@@ -163,9 +163,10 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        raise RefusedError(
-            f"'{text}' gives several values, but {key} takes a single value. Give one value."
-        ) from error
+        allowed = f"is a list. Write {key}=VALUE+VALUE"
+        if OmegaConf.is_dict(OmegaConf.select(config, key)):
+            allowed = f"has keys of its own. Set these keys, as in {key}.KEY=VALUE"
+        raise RefusedError(f"'{text}' does not fit: {key} {allowed}") from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

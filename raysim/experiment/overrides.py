@@ -110,8 +110,8 @@ def _check_text(text: str) -> None:
     """Raise `RefusedError` for an override for which Hydra's error would be unclear."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
-            f"{text!r} is not text in UTF-8. If it names a file, rename the file; otherwise set the "
-            "shell's encoding (LANG)."
+            f"{text!r} is not text in UTF-8. Rename the file that it names, or set the shell's "
+            "encoding (LANG)."
         )
     call = _TUNE_CALL.match(text)
     if call and call[2] in TUNE_FUNCTIONS:

@@ -319,6 +319,8 @@ def test_default_weighting_follows_from_the_method() -> None:
         (["data.rotation.pre=image"], ["data.rotation.pre", "did you mean per?"]),
         (["data.rotation={pre: image}"], ["data.rotation.pre", "did you mean per?"]),
         (["data.rotation=5"], ["data.rotation=5", "a mapping"]),
+        (["data.rotation=[1]"], ["data.rotation=[1]", "data.rotation.KEY=VALUE"]),
+        (["evaluate.metrics={a: 1}"], ["evaluate.metrics=", "evaluate.metrics=VALUE+VALUE"]),
         (["data.rotation._target_=os.system"], ["data.rotation._target_"]),
         (["data.augment=[cropp]"], ["data.augment[0]=cropp", "did you mean crop?"]),
         (["model=vgg11"], ["model=vgg11", "32x32"]),

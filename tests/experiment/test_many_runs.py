@@ -61,7 +61,7 @@ def test_resume_of_a_study_needs_out_and_latest() -> None:
         ["out=s", "resume=s/round-1"],
         ["out=s", "resume=latest", "resume=latest"],
     ):
-        with pytest.raises(RefusedError, match="a search. Write out=DIR resume=latest"):
+        with pytest.raises(RefusedError, match=r"a search\. Write out=DIR resume=latest"):
             is_resume_requested(words, "search")
 
 
