@@ -41,8 +41,8 @@ class Change(NamedTuple):
 class Availability(ABC):
     """The moments at which each client can be dispatched.
 
-    A subclass must define `available` and `next_change`. The default of every other function calls
-    these two for one client after another, which is slow.
+    A subclass must define `available` and `next_change`. If it does not define the other functions,
+    they call these two for one client after another, which is slow.
     """
 
     @abstractmethod
@@ -85,9 +85,9 @@ class Availability(ABC):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        The time of each client's next change is stored. These times are not all sorted: each time
-        the yielded changes are used up, the next sixteenth of the times is. Therefore one change
-        costs about the same for any number of clients.
+        The time of each client's next change is stored. Only the earliest sixteenth of these times
+        is sorted; when these changes are yielded, the next sixteenth is sorted. Therefore one
+        change costs about the same for any number of clients.
         clients: ascending.
         """
         times = np.empty(len(clients))  # float64 [clients], the time of each client's next change
@@ -194,12 +194,12 @@ class Diurnal(Availability):
         return min(end, until)
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `available` for each client."""
+        """Return a bool array [clients]: True where a client is available at its time `now`."""
         midnight = self._midnights[clients]
         return np.asarray(now < midnight + (_intervals(now - midnight, DAY) * DAY + self._length))
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `next_change` for each client."""
+        """Return when each client's availability next changes, float64 [clients]."""
         midnight = self._midnights[clients]
         days = _intervals(now - midnight, DAY)
         end = midnight + (days * DAY + self._length)
@@ -272,7 +272,8 @@ class MarkovAvailability(Availability):
     def available(self, client: int, now: float) -> bool:
         """Return True if the client is available.
 
-        The client is as the last step up to `now` that decided its availability left it.
+        Each step decides the availability of some clients. The last step up to `now` that decides
+        it for this client counts.
         """
         return self._state(client, _interval(now, self._step_s))
 
@@ -300,7 +301,7 @@ class MarkovAvailability(Availability):
 
     # --- many clients at once ---------------------------------------------------------------------
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `available` for each client."""
+        """Return a bool array [clients]: True where a client is available at its time `now`."""
         steps = _intervals(now, self._step_s).astype(np.int64)
         states = np.zeros(len(clients), bool)
         for step in np.unique(steps).tolist():
@@ -446,7 +447,7 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return for each client what `_find` returns."""
+        """Return four arrays [clients]: for each client, the four values that `_find` returns."""
         rows = self._rows[clients]
         begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)
         if self._wrap:
@@ -464,12 +465,12 @@ class Intervals(Availability):
         return rows, begin, end, low
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `available` for each client."""
+        """Return a bool array [clients]: True where a client is available at its time `now`."""
         rows, _, _, places = self._find_all(clients, now)
         return np.asarray((places - self._firsts[rows]) % 2 == 1)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return `next_change` for each client."""
+        """Return when each client's availability next changes, float64 [clients]."""
         rows, begin, end, places = self._find_all(clients, now)
         first, last = self._firsts[rows], self._lasts[rows]
         times = np.full(len(clients), math.inf)

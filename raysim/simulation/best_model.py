@@ -94,8 +94,8 @@ class BestModel:
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
         """Return the arrays for a checkpoint, from which `restore` continues.
 
-        current: the vector of the current version. The checkpoint contains it anyway, so the arrays
-        do not contain it again if it is the best one.
+        current: the vector of the current version. The checkpoint contains this vector anyway. If
+        it is also the best one, the returned arrays do not contain it a second time.
         """
         is_current = self.vector is current
         arrays = {

@@ -80,9 +80,10 @@ class WorkerCalls:
     def call(
         self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()
     ) -> Call:
-        """Start a method of a worker; return the call, whose answer `wait` returns.
+        """Start a Python method of a worker; return the call. `wait` returns its answer.
 
-        method: the name of a method of `Worker`.
+        method: the name of a Python method of `Worker`.
+        args: its arguments, without client states.
         states: the client states that the worker needs for the call.
         """
         return self.start(Call(worker, method, args, states))

@@ -112,7 +112,7 @@ class ClientStates:
         return self._places.get(client)
 
     def worker_died(self, worker: int) -> None:
-        """Forget the states that a dead worker had.
+        """Record that a worker died and has no states any more.
 
         The states are sent again with the next jobs of their clients.
         """
@@ -121,7 +121,7 @@ class ClientStates:
         }
 
     def states_of(self, worker: int) -> list[int]:
-        """Return the jobs whose states this worker made and only its node has."""
+        """Return the numbers of the jobs whose states exist only on this worker's node."""
         return [
             number
             for number, maker in self._makers.items()
@@ -154,9 +154,9 @@ class ClientStates:
         """Return the states that a call to a worker must contain, and the bytes read from disk.
 
         A returned state is None if the worker already has it. If the call makes a client's next
-        state (`StateUse.next_job`), this worker has the client's state from now on, and the worker
-        that had it forgets it. The caller must pass the bytes to `release_read` when the call is
-        answered.
+        state (`StateUse.next_job`), this worker has the client's state from now on, and the
+        previous worker of the client forgets its copy. The caller must pass the bytes to
+        `release_read` when the call is answered.
         uses: the states that the call needs.
         """
         sent: list[Ref] = []
@@ -292,15 +292,15 @@ class ClientStates:
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield the number and the committed state of each client that has one.
+        """Yield each client's number with its committed state, and wait for the states.
 
-        Wait for states that are still on their workers.
+        Clients in the initial state are left out.
         """
         for client in self._accepted:
             yield client, self.accepted_state(client)
 
     def accepted_state(self, client: int) -> StoredState:
-        """Return a client's committed state, which must exist; wait until it is here."""
+        """Return a client's committed state, which must exist; wait until it is available."""
         if client in self._on_disk:
             return self._read(client)
         state: StoredState = self.runtime.get(self._stored[self._accepted[client]])
@@ -311,15 +311,18 @@ class ClientStates:
         return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """Return a client's committed state; None for the initial state. Wait until it is here."""
+        """Return a client's committed state; None for the initial state.
+
+        Wait until the state is available in this process.
+        """
         return self.accepted_state(client) if client in self._accepted else None
 
     # --- checkpoints ------------------------------------------------------------------------------
     def named_tensors(self) -> Mapping[int, Arrays]:
         """Return each client's committed state as tensors by name.
 
-        A state is read, and waited for, when it is accessed. Examples of names are
-        "model.bn1.weight" and "method.name".
+        A state is read when it is accessed; the access waits until the state is available. Examples
+        of tensor names are "model.bn1.weight" and "scaffold.control".
         """
         return StatesByClient(
             self._accepted, lambda client: to_named_arrays(self.accepted_state(client), self.layout)

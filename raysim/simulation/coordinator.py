@@ -257,7 +257,7 @@ class Coordinator:
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
-        """Let workers score the current version before they train from it.
+        """Start scoring the current version on the workers, before they train its jobs.
 
         pending: the finished round, to which the scores belong.
         """

@@ -140,7 +140,7 @@ class Dispatcher:
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
-        """Return the load of each active worker: the samples that it has yet to train."""
+        """Return the load of each active worker: the number of samples still to train."""
         return [self._loads[worker] for worker in self._calls.active]
 
     def _active_nodes(self) -> list[int]:

@@ -167,7 +167,7 @@ Event: TypeAlias = Started | Waiting | Notice | Round | Saved | Profiled | Finis
 
 
 class RunStoppedError(RuntimeError):
-    """The error of a run that could not continue; its folder has the results so far."""
+    """The error of a run that could not continue; the run's folder has the results so far."""
 
 
 class ProcessLostError(RunStoppedError):

@@ -92,10 +92,10 @@ class RemoteSum(NamedTuple):
 def fetch_sums(
     sums: Sequence[RemoteSum], trees: SumTrees, runtime: Runtime
 ) -> tuple[dict[Group, np.ndarray], list[Group]]:
-    """Let nodes add up their sums to larger groups, and fetch these.
+    """Let nodes add up their sums to the sums of larger groups, and fetch the results.
 
     Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
-    jobs all failed is left out of both.
+    jobs all failed is in neither of the two.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []

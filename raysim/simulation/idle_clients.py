@@ -91,7 +91,7 @@ class IdleClients:
         return self._ahead[-1].at
 
     def _read_change(self) -> bool:
-        """Read the next change of availability ahead; return False if there is none."""
+        """Read the next change of availability in advance; return False if there is none."""
         if not self._ahead:
             change = next(self._changes, None)
             if change is not None:

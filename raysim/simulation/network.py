@@ -127,8 +127,8 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
             )
         if not declared.has_parameters:
             raise ValueError(
-                f"topology: the parameters of '{declared.method}' are bytes, which the models of a "
-                "topology cannot exchange. Set topology=star."
+                f"topology: the parameters of '{declared.method}' are bytes, but a topology with "
+                "several models needs parameters that are arrays. Set topology=star."
             )
         if declared.pools:
             raise ValueError(

@@ -10,8 +10,8 @@ the number of the current round, and L is the number of the round in which the c
 last. D is the duration of the client's last job. T is the preferred duration.
 
 Choices and departures:
-- The paper's U is samples times the root mean square of the samples' losses. Here it is samples
-  times their mean, the loss that every job reports.
+- The paper's U is the number of samples times the root mean square of their losses. Here it is the
+  number of samples times the mean of their losses, because every job reports this mean.
 - U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
 - The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
   window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.

@@ -726,8 +726,8 @@ class Planner:
 
         For a small count the numbers are computed one by one, because making a generator costs as
         much as ten of them.
-        purpose, cohort: the name of the random stream, and the number of the cohort. Equal ones
-        give the same numbers.
+        purpose, cohort: the name of the random stream, and the number of the cohort. Together they
+        decide the numbers.
         count: about how many numbers are needed.
         """
         if count < EXTRA_DRAWS:
@@ -785,7 +785,7 @@ class Planner:
     def received(self) -> np.ndarray | None:
         """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if the server's steps are not compressed, because only then it is needed.
+        None if the server's steps are not compressed: without compression, nothing needs it.
         """
         return None if self._messages is None else self._messages.received
 

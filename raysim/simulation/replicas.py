@@ -385,8 +385,8 @@ class Replicas:
     def _mean_weights(self) -> list[float]:
         """Return the weight of each replica in the mean of all replicas.
 
-        If clients move between replicas, it is the replica's share of all samples, by the clients
-        that it serves now. Otherwise the topology gives fixed weights.
+        If clients move between replicas, the weight is the share of all samples that belongs to the
+        clients of the replica now. Otherwise the topology gives fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())

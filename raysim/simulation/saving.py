@@ -52,7 +52,7 @@ class RunSaver:
     def is_due(self) -> bool:
         """True if a checkpoint must follow the current aggregation.
 
-        After the last aggregation it is False.
+        False after the last aggregation of the run.
         """
         version = self._run.replicas.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
@@ -63,7 +63,7 @@ class RunSaver:
         return bool(self._folder)
 
     def save(self) -> Saved:
-        """Write a checkpoint; return the event that tells about it."""
+        """Write a checkpoint; return the event `Saved` for it."""
         version = self._run.replicas.version
         address = self._checkpoints.write(version, snapshot.take(self._run))
         return Saved(version, address, self._checkpoints.removal_failure)

@@ -385,7 +385,7 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Dispatch idle clients until `concurrency` clients are busy; otherwise wait."""
+    """Return the action that makes `concurrency` clients busy; `Wait` if none can be dispatched."""
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
 

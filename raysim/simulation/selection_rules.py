@@ -100,7 +100,7 @@ class PowerOfChoice(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         """Draw candidates and return those with the largest losses.
 
-        Among candidates with equal losses, the ones that were drawn first are returned.
+        If candidates have equal losses, those that were drawn earlier are preferred.
         """
         if self.candidates < view.count:
             raise ValueError(
@@ -129,9 +129,9 @@ class FedCS(Selection):
     deadline: the virtual seconds of a round.
     candidates: the number of clients that are drawn and asked for their durations; None asks all
     idle clients.
-    uplink: "shared": clients send one after another, as in the paper. "own": each client has its
-    own link, as on the virtual clock; then every client that finishes in time on its own can be
-    chosen.
+    uplink: "shared": all clients send over one link, one after another, as in the paper. "own":
+    each client has a separate link, as on the virtual clock, so every client that meets the
+    deadline alone can be chosen.
     """
 
     deadline: float = 60.0
@@ -160,9 +160,9 @@ class FedCS(Selection):
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
         """Return the positions of clients that meet the deadline, in the order of their uploads.
 
-        ready: for each client the virtual time at which it has received and trained.
-        sending: for each client the seconds that it needs to send.
-        count: the most clients to return.
+        ready: for each client, the seconds until it has received and trained and can send.
+        sending: for each client, the seconds that it needs to send.
+        count: the largest number of positions to return.
         """
         is_left = np.ones(len(ready), bool)
         chosen: list[int] = []

@@ -112,8 +112,8 @@ class Selector:
     pools: the clients of each pool.
     concurrency: the largest number of jobs in flight.
     load: see `Planner`.
-    participations, accepted: int32 [clients], the jobs of each client so far, and those of them
-    that were aggregated. The planner updates these arrays.
+    participations, accepted: int32 [clients], the number of each client's jobs so far, and the
+    number of its aggregated jobs. The planner updates these arrays.
     """
 
     def __init__(

@@ -501,7 +501,7 @@ def make_server(
 
     vector, counters: see `Server`; several replicas may share them.
     size: the most updates in one aggregation.
-    counts, unseen: see `Server`; None means those of all clients.
+    counts, unseen: see `Server`; with None, the server has all clients of the run.
     replica: see `Server`.
     """
     settings, partition = spec.settings, spec.data.partition

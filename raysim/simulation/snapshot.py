@@ -28,7 +28,7 @@ from raysim.simulation.versions import Versions
 
 
 class _ServerArrays(Mapping[str, np.ndarray]):
-    """The arrays of a snapshot by name; those of a replica are read from disk when accessed.
+    """The arrays of a snapshot by name; a replica's vector is read from disk when accessed.
 
     replica_of: the replica of each vector, by the vector's name.
     note_read: function that is called with a replica before its vector is read.

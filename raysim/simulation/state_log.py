@@ -5,8 +5,9 @@ index says which file has the state of each client. A file is abandoned in two c
 half of its bytes are still in use, or when there are very many small files. The states of an
 abandoned file that are still in use are written again, together with the changed states.
 
-A checkpoint costs as much as the changed states need; over a long run it is at most about twice
-that. The log needs at most twice the space of all states.
+A checkpoint writes the changed states, and those of abandoned files. Over a long run this is at
+most about twice the size of the changed states. The log needs at most twice the space of all
+states.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ class Hierarchical(Topology):
         in_range("topology.bandwidth_sigma", self.bandwidth_sigma, least=0, most=10)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the network of edges, which exchange through the cloud.
+        """Return the network of the edge servers, which exchange through the cloud.
 
-        Raises ValueError if an edge would have no clients with samples.
+        Raises ValueError if an edge server would have no clients with samples.
         """
         able = int(np.count_nonzero(federation.counts))
         if self.edges > able:
@@ -310,7 +310,8 @@ class Gossip(Topology):
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
         """Return for each client the weights of the mean that becomes its replica.
 
-        The weights are given by client: those of its neighbours, and its own.
+        The mean is over the replicas of its neighbours and its own replica; a dictionary has the
+        weight of each of these replicas, by its client.
         neighbours: the neighbours of each client.
         """
         rows: list[dict[int, float]] = []
@@ -361,7 +362,7 @@ def _read_edges(
 def _rows_of_edges(
     weights: Mapping[tuple[int, int], float], clients: int
 ) -> list[dict[int, float]]:
-    """Return for each client the weights of the mean that becomes its replica.
+    """Return for each client the weights of the mean that becomes its replica, by client.
 
     The user gives the weights of the neighbours; the client's own weight is 1 minus their sum.
     weights: the weight of each edge, in both directions.

@@ -211,9 +211,9 @@ class BatchedLanes(LaneLoop[Lane]):
         return x
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients for the optimizer; `local.clip` limits the norm in each lane.
+        """Scale down the gradients of each lane whose norm is above `local.clip`; return all.
 
-        With `local.clip` they are flat tensors [K, n].
+        The results are flat tensors [K, n]. If `local.clip` is 0, return `gradients` unchanged.
         """
         clip = self.trainer.step.clip
         if not clip:

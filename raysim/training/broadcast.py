@@ -35,7 +35,7 @@ class Receiver:
         self._constants = self.tensors(constants)
 
     def receive(self, published: PublishedVersion) -> Broadcast:
-        """Return a published version on the device; copy it unless it is the last one."""
+        """Return a published version on the device; copy it unless it was the last one received."""
         key = published.version, published.number, published.mark
         if self._last is None or self._last_key != key or self.device.type == "cpu":
             self._last_key = key

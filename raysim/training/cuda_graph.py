@@ -51,7 +51,10 @@ def _capture(compute: Compute, pool: Any) -> Compute:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Stop the garbage collector inside `with`: freeing another graph would fail the capture."""
+    """Stop the garbage collector inside `with`.
+
+    If it freed another CUDA graph during a capture, the capture would fail.
+    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

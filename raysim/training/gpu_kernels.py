@@ -35,9 +35,9 @@ _ALIGNMENT_BYTES = 16  # alignment that some GPU kernels need
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its address is not aligned as some GPU kernels need it.
+    """Return the tensor, or a copy at an aligned address if its own address is not aligned.
 
-    At an unaligned address such kernels would abort the process.
+    At an unaligned address some GPU kernels would abort the process.
     """
     if tensor.device.type != "cuda" or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
@@ -80,7 +80,7 @@ class GpuKernels(TorchFunctionMode):
         self.layout = torch.contiguous_format if has_group_norm else torch.channels_last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute `func` with aligned tensors, a convolution in the fastest way."""
+        """Call `func` with aligned tensors; compute a 2D convolution in the fastest way."""
         kwargs = kwargs or {}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:
             return self._conv2d(*map(_align_argument, args))
@@ -140,11 +140,12 @@ _READING = {
 class NoReading(TorchFunctionMode):
     """A torch function mode that forbids Python to read values of tensors.
 
-    During the capture of a CUDA graph it is impossible, too.
+    A CUDA graph does not repeat what Python does with such a value. With this mode, a step that
+    reads one raises an error on every device, and not only during the capture of a graph.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute `func`. Raises RuntimeError if it reads a value."""
+        """Call `func`. Raises RuntimeError if it reads a value."""
         if func in _READING:
             raise RuntimeError(f"the step reads the value of a tensor with `{func.__name__}`")
         return func(*args, **(kwargs or {}))

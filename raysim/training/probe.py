@@ -48,8 +48,8 @@ def feature_distance(local: Reals, received: Reals) -> float:
 def feature_similarity(local: Reals, received: Reals) -> float:
     """Return the mean cosine between a row of `local` and the same row of `received`.
 
-    The result is exactly 1 if both are equal. The cosine of two rows of zeros counts as 1, and that
-    of a row of zeros and another row as 0.
+    The result is exactly 1 if both are equal. The cosine of two rows of zeros counts as 1. If only
+    one of the two rows is zero, the cosine counts as 0.
     local, received: [rows, features], the features of the local and of the received model.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)

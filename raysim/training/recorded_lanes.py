@@ -157,8 +157,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
         """Make a step of lanes whose steps have the same key.
 
-        The first time it is computed without a recording, the second time it is recorded, and later
-        the recording is replayed.
+        The first step of a key is computed without a recording, the second step is recorded, and
+        later steps replay this recording.
         """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)

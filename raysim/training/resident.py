@@ -91,7 +91,7 @@ class ResidentStates:
         return state
 
     def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
-        """Keep the final client state of a job."""
+        """Keep the final client state of a job; return a handle to it."""
         handle = self._handles[client] = StateHandle(job, state)
         self._mark_used(client, handle)
         return handle

@@ -470,7 +470,7 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
 def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
-    For a learner without gradients it is 6 operations for each number that its clients send.
+    For a learner without gradients, return 6 operations for each number that its clients send.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

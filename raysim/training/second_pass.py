@@ -52,7 +52,10 @@ class RecordedOutputs(Outputs):
         self.starts: dict[str, Tensor] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value stored as `name`; store the random state before computing it."""
+        """Return the value stored as `name`; compute it at the first use.
+
+        Before the computation, store the state of torch's generator.
+        """
         if self._kept.get(name) is None:
             self.starts[name] = generator_state(self.ctx.vector.data.device)
         return super().once(name, compute)
@@ -72,7 +75,10 @@ class RepeatedOutputs(Outputs):
         self._first = first
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value stored as `name`, computed with the random state of the first pass."""
+        """Return the value stored as `name`; compute it at the first use.
+
+        The computation draws the same random numbers as in the first pass.
+        """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:
             return super().once(name, compute)

@@ -242,7 +242,8 @@ class Step:
     ) -> None:
         """Make a step with each optimizer of a group of parameters.
 
-        grads: in the order of the group's targets.
+        grads: the gradient of each tensor of `optimized_tensors`. If the group has several
+        optimizers, it is the gradient of each parameter of the group instead.
         """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]

@@ -116,7 +116,7 @@ class Worker(SeparateSums):
 
     @property
     def personalises(self) -> bool:
-        """True if a method makes a separate model for every client before it is scored."""
+        """True if a method makes each client's own model before the client is scored."""
         return bool(self.scorer.personalisers)
 
     def ready(self) -> str:
@@ -299,7 +299,10 @@ class _TrainingCall:
         return worker.trainer.begin(job, base, counters, download, state)
 
     def _receive(self, number: int) -> Broadcast:
-        """Copy a version to the device, unless the job before has the same version; return it."""
+        """Return a version on the device; copy it there unless the previous job used it as well.
+
+        number: the number of the version.
+        """
         if self._received is None or self._received[0] != number:
             broadcast = self.worker.receiver.receive(self.published[number])
             self._received = number, broadcast

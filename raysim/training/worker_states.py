@@ -51,7 +51,7 @@ class WorkerStates:
         return sent.each(lambda array: to_device(array, self.device))
 
     def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
-        """Keep the final client state of a job."""
+        """Keep the final client state of a job; return a handle to it."""
         return self.resident.put(client, job, state)
 
     def release(self, clients: Sequence[int]) -> None:
@@ -70,6 +70,6 @@ class WorkerStates:
         return ClientState(self.initial.personal, self.initial.counters, methods)
 
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor is stored: for floats the run's, else its own."""
+        """Return the dtype in which a tensor is stored: the run's for floats, else the tensor's."""
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

@@ -38,7 +38,7 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT
 
     def products(columns: slice) -> np.ndarray:
-        """Return the inner products over some columns, without those above the diagonal."""
+        """Return the inner products over some columns; entries above the diagonal may be 0."""
         sums = np.zeros((count, count))
         buffer = np.empty(count * _BLOCK, arrays[0].dtype)
         for start in range(columns.start, columns.stop, _BLOCK):

@@ -225,7 +225,7 @@ class Vector:
 
         data: the flat tensor of all parameters and float buffers.
         counters: the flat tensor of all integer buffers.
-        The result also has a view into one of them for each tensor of the modules.
+        The result also has, for each tensor of the modules, a view into one of these two tensors.
         """
         # .data: otherwise autograd takes a change of one view for a change of all views
         views = [

@@ -35,8 +35,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
     size, folder = math.prod(shape) * dtype.itemsize, tempfile.gettempdir()
     if size > (free := shutil.disk_usage(folder).free):
         raise ValueError(
-            f"a cache needs {size / GIB:.3g} GiB, {free / GIB:.3g} GiB are free in {folder}. Set "
-            "TMPDIR to a folder with more space."
+            f"the cache of a method needs {size / GIB:.3g} GiB on disk, but {folder} has "
+            f"{free / GIB:.3g} GiB free. Set TMPDIR to a folder with more space."
         )
     handle, path = tempfile.mkstemp(prefix="raysim-cache-", dir=folder)
     try:

@@ -69,7 +69,7 @@ def test_loss_is_mean_over_samples(kind: Kind, labels: Tensor, losses: list[floa
     assert float(objective.loss(OUT, labels)) == pytest.approx(np.mean(losses))
 
 
-def test_top_five_of_six_is_a_metric() -> None:
+def test_top5_accuracy_with_six_classes_misses_the_lowest() -> None:
     out = torch.arange(6.0).repeat(2, 1)
     assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [
         False,
