@@ -73,7 +73,12 @@ def fedadagrad_step(
     beta1: float = 0.0,
     tau: float = 1e-3,
 ) -> dict[str, Tensor]:
-    """Return "params", "first_moment" and "second_moment" after a FedAdagrad step, all [D]."""
+    """Return "params", "first_moment" and "second_moment" after a FedAdagrad step, all [D].
+
+    delta: the mean update, which points towards improvement.
+    server_lr: the server's learning rate eta.
+    beta1, tau: the numbers of these names in the module's docstring.
+    """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau)
 
@@ -92,6 +97,9 @@ def fedadam_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedAdam step, all [D].
 
+    delta: the mean update, which points towards improvement.
+    server_lr: the server's learning rate eta.
+    beta1, beta2, tau: the numbers of these names in the module's docstring.
     step: the number of the server's step, counted from 1, by which both moments are corrected for
     their start; None for no correction.
     """
@@ -113,7 +121,7 @@ def fedyogi_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedYogi step, all [D].
 
-    step: see `fedadam_step`.
+    For the arguments see `fedadam_step`.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)

@@ -194,7 +194,9 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
     """Return the weights a >= 0 with sum 1 that minimise a'Pa, in float64.
 
     P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A the minimum
-    is b / sum(b), where b >= 0 minimises |Ab|^2 + (sum(b) - 1)^2.
+    is b / sum(b), where b >= 0 minimises |Ab|^2 + (sum(b) - 1)^2. If a participant has neither a
+    variance nor an offset, it gets the whole weight.
+    preferred: the participant that is taken if this is true for several.
     """
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
@@ -216,6 +218,7 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
     sizes: the number of samples in each batch of the job.
     samples: the number of the client's samples.
+    head_epochs: see `FedPAC`.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.

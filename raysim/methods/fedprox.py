@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
-    """Return mu/2 |params - global_params|^2 of two vectors [d], at least in float32.
+    """Return mu/2 |params - global_params|^2 of two vectors [d], computed in float32 or more.
 
     `global_params` get no gradient.
     """
@@ -40,7 +40,7 @@ def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
 
 
 def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
-    """Return the gradient of `proximal_term` in `params`: mu (params - global_params), [d]."""
+    """Return the derivative of `proximal_term` by `params`: mu (params - global_params), [d]."""
     return mu * (params - global_params)
 
 

@@ -145,7 +145,7 @@ class FedSR(Method):
     alpha_l2r: the weight of the norm.
     alpha_cmi: the weight of the KL divergence.
     width: the number of features; None takes as many as the model has.
-    samples: the number of draws of the features in a score.
+    samples: the number of draws whose predictions are averaged when the model is scored.
     """
 
     name = "fedsr"

@@ -167,7 +167,7 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 
 
 def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return the setting `model.lora.layers` that has all adapted layers but one."""
+    """Return "model.lora.layers=..." with all layers that have adapters, except one."""
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
     names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     return f"model.lora.layers={'+'.join(names)}"

@@ -382,7 +382,7 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set the sums to 0 from which `end` reports: real norm, generated norm, correct, steps."""
+        """Set the four sums of `_add_sums` to 0, from which `end` computes what it reports."""
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -534,8 +534,10 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step's mean feature norms and its share of correct predictions to the job's sums.
+    """Add a step to the job's sums.
 
+    The sums are the mean norms of real and of generated features, the share of correct predictions,
+    and the number of steps.
     is_correct: bool, for each synthetic feature whether the head predicts its class.
     """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()

@@ -22,9 +22,9 @@ Departures from the paper
 - p_i multiplies the weight that the run and other methods give client i, which is uniform unless
   `weighting` says otherwise. It applies to the head, too, which is trained and averaged like any
   other parameter.
-- A client keeps its pruned rank as client state. The paper's server learns it from the smaller
-  matrices, and sends no more from then on; here virtual time and traffic count the rank before
-  pruning, because a plan cannot depend on training.
+- A client keeps its pruned rank as client state. The paper's server learns it from the size of the
+  client's matrices, and sends matrices of this rank afterwards. Here virtual time and traffic count
+  the rank before pruning, because a plan cannot depend on training.
 """
 
 from __future__ import annotations

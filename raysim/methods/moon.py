@@ -100,7 +100,7 @@ class Moon(Method):
             run.client_state("previous", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the cost, in trained samples, of the forward passes of the other models."""
+        """Return the cost of forward passes of received and previous models, in trained samples."""
         previous = min(job.earlier_jobs, self.previous)
         if not self.mu or not previous:
             return 0.0

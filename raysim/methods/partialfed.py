@@ -21,8 +21,8 @@ Departures from the paper
   and parameters that stay on the client anyway (FedBN) are not mixed.
 - The first job loads the shared model of its round. So `none` is local training, and no_bn is
   FedBN, only if all clients start together.
-- The normalisation of no_bn is BatchNorm by its type, so that it trains as FedBN does.
-  no_classifier keeps the head.
+- no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does; no_classifier keeps
+  the head.
 - The policy's batches are the client's own samples, not augmented, from separate random streams.
   The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
   is the plain cross-entropy.
@@ -122,7 +122,9 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: the layers that are loaded.
+    strategy: which layers are loaded: the first ("bottom_up") or last ("top_down") `num_loaded`;
+    all but BatchNorm ("no_bn"), the head ("no_classifier") or both ("no_bn_no_classifier"); "all";
+    "none"; or those that the client's policy chooses ("adaptive").
     num_loaded: the number of loaded layers, for bottom_up and top_down.
     max_staleness: load all layers if the client's last job is more versions ago; None for no limit.
     policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,

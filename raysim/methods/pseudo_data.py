@@ -222,7 +222,10 @@ def rows_by_samples(
 
 
 def _share_of_clients(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each client's part of [0, 1) starts, and its width; see `_share_ends`."""
+    """Return where the parts of some clients in [0, 1) start, and the widths of these parts.
+
+    ends: what `_share_ends` returned.
+    """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
 
@@ -245,9 +248,11 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _share_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
-    """Divide [0, 1) by the clients' probabilities to be drawn; return the end of each part.
+    """Divide [0, 1) into a part for each client; return the end of each part, float64 [clients].
 
-    The result is float64 [clients], and cached.
+    The width of a part is the probability that the client is drawn.
+    is_uniform: True draws all clients that have samples equally often, False in proportion to their
+    samples.
     """
     chances = (partition.counts > 0) if is_uniform else partition.counts
     ends = (chances / chances.sum()).cumsum()

@@ -60,7 +60,7 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum of changed updates over the divisor, [layout.trained].
+    """Return the weighted sum of changed updates, divided by the divisor: [layout.trained].
 
     Each changed update is a linear combination of the original updates, and is never computed.
     granularity: "model" changes whole updates, "tensor" changes the part of each tensor separately.

@@ -48,7 +48,7 @@ class Cnn(ModelRecipe):
     pool: the size of the max-pools; FedBSS has 3, benchmark W1 has 2.
     padding: the padding of the convolutions.
     stride: the stride of the max-pools. With pool 3, padding 2 and stride 2 the pools are padded by
-    1, so that they halve the maps and the number of parameters is the usual one of the literature.
+    1, so that they halve the maps and the network has as many parameters as papers usually report.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -107,7 +107,9 @@ class MnistCnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class DigitsCnn(ModelRecipe):
-    """A recipe for the network for the digit domains. A batch needs at least two samples.
+    """A recipe for the CNN that FRAug and FedBN train on domains of digits.
+
+    A batch needs at least two samples.
 
     variant: the paper; "fraug" has max-pools that overlap, "fedbn" has pools that do not.
     """

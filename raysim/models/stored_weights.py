@@ -40,7 +40,7 @@ NF4_LEVELS = (
 
 
 class _ViewOfWeight(NamedTuple):
-    """How to view a stored weight as a tensor that the backward pass needs."""
+    """The size, stride and offset with which a stored weight is viewed as a layer's tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -156,8 +156,9 @@ class StoredLayer(nn.Module):
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Replace the layers of a model whose frozen weights are stored as `lora.base` says.
 
-    These are linear layers, convolutions and embeddings. dtype: the type of the computation. Raise
-    ValueError if a weight below an adapter is not frozen, or if no layer is left.
+    These are linear layers, convolutions and embeddings. Raise ValueError if the weight of a layer
+    with an adapter is not frozen, or if no layer has a frozen weight.
+    dtype: the type of the computation.
     """
     if lora.base == "float32":
         return

@@ -87,7 +87,11 @@ class UNetNetwork(nn.Module):
 
 
 def _block(before: int, after: int, norm: str) -> nn.Sequential:
-    """Return two 3x3 convolutions, each followed by a normalisation layer and ReLU."""
+    """Return two 3x3 convolutions, each followed by a normalisation layer and ReLU.
+
+    before, after: the numbers of channels of the input and of the output.
+    norm: see `UNet`.
+    """
     layers: list[nn.Module] = []
     for channels in (before, after):
         layers.append(nn.Conv2d(channels, after, 3, padding=1))

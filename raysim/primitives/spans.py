@@ -72,7 +72,11 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
-        """Measure the time of the code inside this context."""
+        """Measure the time of the code inside this context.
+
+        name: what the code does, as traces show it.
+        kind: the kind of work for which the time counts.
+        """
         if self._open and self._open[-1][0] in self.whole:
             yield
             return
@@ -98,7 +102,10 @@ class Spans:
             self.calls.append(span)
 
     def watch(self, owner: object, name: str, kind: str) -> None:
-        """Measure every later call of one object's method."""
+        """Measure every later call of the method `name` of one object.
+
+        kind: the kind of work for which the time counts.
+        """
         function = getattr(owner, name)
 
         def timed(*args: object, **options: object) -> object:

@@ -274,7 +274,11 @@ def gap_dashes(
 
 
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
-    """Return True if a large part of the shorter line lies on the longer line."""
+    """Return True if a large part of the shorter line lies on the longer line.
+
+    one, other: the points of both lines, as y by x.
+    tolerance: see `gap_dashes`.
+    """
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
     if len(same) == 1:

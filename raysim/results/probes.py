@@ -51,7 +51,7 @@ def save_probes(probes: Sequence[Probe], path: Path) -> None:
 
 
 def load_probes(path: Path) -> list[Probe]:
-    """Read the probes that `save_probes` wrote, with equal bits and in equal order.
+    """Read the probes that `save_probes` wrote, bit-identical and in the same order.
 
     Raises `ValueError` if the file contains no probes.
     """

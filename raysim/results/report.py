@@ -328,7 +328,10 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Map each kind of score, "METRIC on TEST SET", to True if runs also have central scores."""
+    """Return the kinds of the runs' main scores, such as "accuracy on the clients' test sets".
+
+    The value is True if a run with this kind of score also has scores on the central test set.
+    """
     kinds: dict[str, bool] = {}
     for run in runs:
         metric = metric_of(run.rows)
@@ -764,7 +767,10 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the numbers of a summary, by keys with dots, except those that describe the run."""
+    """Return the numbers of a summary, by keys with dots, except those that describe the run.
+
+    prefix: the beginning of all keys.
+    """
     flat: dict[str, object] = {}
     for key, value in summary.items():
         if key in ("identity", "choices"):

@@ -193,6 +193,7 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 
     Leave out the keys in `OMITTED_KEYS` at every level: paths, tracking and others that are no
     settings.
+    prefix: the beginning of all keys.
     """
     flat: dict[str, str] = {}
     for key, value in config.items():

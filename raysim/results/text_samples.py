@@ -39,6 +39,7 @@ def continue_text(
     model: function from tokens [B, T] to logits of the next tokens [B, C, T].
     length: the largest T that the model accepts.
     generate: the number of new tokens and the temperature.
+    rng: the generator with which tokens are drawn.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
     first = len(written)

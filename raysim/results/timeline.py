@@ -93,7 +93,10 @@ def _count_fates(jobs: Jobs) -> str:
 def fill_figure(
     figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[str]
 ) -> None:
-    """Draw all panels into a figure."""
+    """Draw all panels into a figure.
+
+    colours: the colours of the curves.
+    """
     ends = np.array([row.get("virtual_seconds") or 0.0 for row in rows], np.float64)
     end = float(ends.max(initial=0.0)) or float(jobs.finish.max())
     size, unit = time_unit(end)
@@ -123,10 +126,10 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 
 
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
-    """Return clients by kind of device, from fast to slow in each kind.
+    """Choose the clients to draw: the fastest, some random ones, and the slowest.
 
-    If there are few clients, all of them are returned as one kind "". Equal jobs always give equal
-    clients.
+    The result has a name and clients for each of these three kinds, from fast to slow. If there are
+    few clients, it has all of them as one kind "". The random ones are the same in each call.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
     # A lost job ends early, so it does not show how fast the client is. It counts only if the
@@ -178,6 +181,7 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
     """Write the numbers of versions above the panel, at the times of the aggregations.
 
     A job that starts to the right of a number trains this version or a later one.
+    ends: the times of all aggregations in virtual seconds.
     low, high: the shown period in virtual seconds.
     size: seconds in the unit of the axis.
     """
@@ -228,6 +232,9 @@ def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, hig
     """Draw a bar for each job.
 
     An aggregated job has the colour of its staleness. Any other job is empty and has a marker.
+    y: the height at which each job is drawn.
+    size: seconds in the unit of the axis.
+    low, high: the shown period in virtual seconds.
     """
     from matplotlib.collections import PolyCollection
 
@@ -375,9 +382,10 @@ def _draw_workers(
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `_BINS` points of a curve between 0 and `end`.
+    """Return the coordinates x and y of a curve with at most `_BINS` points.
 
     A point is the mean of neighbouring points.
+    end: the largest x of the axis.
     """
     if len(x) <= _BINS:
         return x, y

@@ -142,7 +142,10 @@ def _draw_servers(
     positions: np.ndarray,
     rows: Sequence[Row],
 ) -> None:
-    """Draw each replica's links to clients, its name, and its traffic in megabytes."""
+    """Draw each replica's links to clients, its name, and its traffic in megabytes.
+
+    replicas, positions: the positions of the replicas and of the clients, [..., 2].
+    """
     from matplotlib.collections import LineCollection
 
     lines = [

@@ -68,6 +68,7 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
     """Return {"a": {"b": 1}} as {"a.b": 1}.
 
     An empty mapping stays as the value of its key.
+    prefix: the beginning of all keys.
     """
     flat: dict[str, object] = {}
     for key, value in nested.items():

@@ -275,7 +275,7 @@ def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
 
 
 def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
-    """Return the number of workers and their resources in a trial of a search.
+    """Return the number of workers and their resources in a trial of a sweep.
 
     bundles: the bundles of the trial's placement group. The first bundle is for the trial itself,
     all other bundles are for workers.

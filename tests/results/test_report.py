@@ -118,7 +118,7 @@ def test_labels_of_settings_with_one_name_list_differences(tmp_path: Path) -> No
     assert labels == ["local.lr=0.1", "local.lr=0.2", "other"]
 
 
-def test_labels_have_methods_before_parameters(tmp_path: Path) -> None:
+def test_labels_of_settings_list_methods_before_parameters(tmp_path: Path) -> None:
     plain = make(tmp_path / "a" / "run", [0.5], "{method: {}}")
     prox = make(tmp_path / "b" / "run", [0.5], "{method: {fedprox: {mu: 0.1}}}")
     assert stored_runs.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]

@@ -418,10 +418,10 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return the positions of a worker's threads, as the previous call requested them.
+        """Return the stacks of a worker, which the previous call requested.
 
         Return "" if they are not known yet. Each call also starts a task on the worker's node that
-        reads the current positions.
+        reads the current stacks.
         """
         text = ""
         request = self._stacks.get(worker)

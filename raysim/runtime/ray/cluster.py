@@ -157,8 +157,8 @@ def reserve(
 ) -> Iterator[PlacementGroup]:
     """Wait until Ray has reserved a run's resources; release them at the end of the context.
 
-    Ray calls such a reservation a placement group. Inside a trial of a search the trial's placement
-    group is used, and not removed. Ray also removes the group if this process dies.
+    Ray calls such a reservation a placement group. Inside a trial of a sweep, the placement group
+    of the trial is used, and not removed. Ray also removes the group if this process dies.
     bundles: the resources to reserve.
     say: function that gets a text about what the run waits for.
     Raises ValueError if other runs still use the resources after `options.wait` seconds.

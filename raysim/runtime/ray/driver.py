@@ -103,7 +103,7 @@ def plan_now(
 
     If `runtime.workers` is set, it is that number. Otherwise it is the largest number that the
     CPUs, GPUs and memory of the nodes allow and that can have work. Inside a placement group (a
-    trial of a search) the bundles of the group decide.
+    trial of a sweep) the bundles of the group decide.
     concurrency: the number of clients in flight.
     say: function that gets texts for the user.
     measure: function that measures the memory of a job; see `preflight.measure`.
@@ -336,7 +336,7 @@ def _receive(
     timeout: `faults.timeout`; None waits forever.
     extra_s: additional seconds for the first message.
     say: function that prints a text for the user.
-    write_coordinator_stacks: function that writes the positions of the coordinator's threads and
+    write_coordinator_stacks: function that writes the stacks of the coordinator into a file, and
     returns the file.
     Raises ProcessLostError if no message comes in time.
     """

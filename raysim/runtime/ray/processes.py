@@ -57,7 +57,7 @@ class RunProcesses:
 
 
 def is_inside_trial() -> bool:
-    """Return True inside a trial of a search.
+    """Return True inside a trial of a sweep.
 
     The placement group of the trial then decides on the number of workers.
     """
