@@ -24,8 +24,8 @@ class ClientState(Generic[T]):
     """Everything that is kept for one client: tensors on a worker, NumPy arrays elsewhere.
 
     Network tensors that stay on the client (normalisation layers of FedBN, RTNet of FRAug) are
-    stored in two flat buffers, so that a job loads and stores all of them at once. The layout has
-    their names.
+    stored in two flat buffers, one for floats and one for integers, so that a job loads and stores
+    all of them at once. The layout has the name and the position of each tensor.
     """
 
     personal: T  # [layout.personal] floating: parameters, then buffers

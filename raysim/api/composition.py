@@ -159,7 +159,10 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return the public functions of a user's method that are no hooks and that it never uses."""
+    """Return the public functions of a user's method that neither raysim nor the method calls.
+
+    A misspelt hook is such a function.
+    """
     classes = [
         parent
         for parent in cls.__mro__
@@ -204,9 +207,10 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 
 
 def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError for methods that exclude each other.
+    """Raise ValueError if two methods of a list cannot be combined.
 
-    The same holds for methods that declare something that only one method of a list may declare.
+    This is so if one of them excludes the other, or if both declare or override something that only
+    one method of a list may have, such as the stages or the hook `combine`.
     """
     _check_single_owners(all_declared)
     _check_targets(all_declared)

@@ -93,10 +93,11 @@ class Compressor(Method):
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
-        """Return the factor on decoded values under error feedback.
+        """Return the factor by which decoded values are multiplied if there is error feedback.
 
-        Error feedback needs a code with |C(v) - v| < |v|. An unbiased code of relative variance
-        omega has this property if its values are divided by 1 + omega (EF21, Section 2).
+        Error feedback needs a code C with |C(v) - v| < |v|. An unbiased code of relative variance
+        omega has this property if its values are divided by 1 + omega (EF21, Section 2), that is,
+        if this factor is 1 / (1 + omega).
         """
         return 1.0
 
@@ -132,8 +133,9 @@ class Compressor(Method):
     ) -> dict[str, Tensor]:
         """Replace values, in place, by the values that the receiver decodes; return the next state.
 
-        values: [layout.trained].
-        state: `memory` and `kept` of the sender, if it has them; an empty memory is 0.
+        values: [layout.trained], the vector to send.
+        state: the sender's state after its last message: "memory" (with error feedback; an empty
+        tensor stands for zeros) and "kept" (if the compressor overrides `initial`).
         Raise ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)

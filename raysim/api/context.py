@@ -51,7 +51,7 @@ class Plan:
 
 
 class WorkerView(Protocol):
-    """The worker as a job sees it: settings, data, and a second set of networks."""
+    """The worker as a job sees it: settings, data, and frozen copies of the networks."""
 
     task: Task
     local: Local
@@ -66,7 +66,7 @@ class WorkerView(Protocol):
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a client's training samples in order, in batches fit for evaluation."""
+        """Yield a client's training samples in order, in batches of the size for evaluation."""
         ...
 
     def class_counts(self, client: int) -> Tensor:
@@ -74,7 +74,7 @@ class WorkerView(Protocol):
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return a second set of networks, see `LocalJob.frozen`."""
+        """Return copies of the networks that are not trained; see `LocalJob.frozen`."""
         ...
 
 
@@ -109,8 +109,8 @@ class Stage:
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
     methods add terms.
-    ascend: True maximises the loss; hooks then see the gradient of the negated loss.
-    rate: factor on the learning rate.
+    ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
+    rate: the factor by which the learning rate is multiplied in this stage.
     modes: networks or modules to put into train mode (True) or eval mode (False) before the step,
     in this order.
     """
@@ -186,7 +186,7 @@ class Context:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return a second set of networks, see `LocalJob.frozen`."""
+        """Return copies of the networks that are not trained; see `LocalJob.frozen`."""
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -217,9 +217,9 @@ class Context:
 
 
 def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
-    """Return the result of `compute()`, computed without a gradient.
+    """Return the tensor `compute()`, computed in inference mode.
 
-    The result is a copy, which may be used in a computation with a gradient.
+    The result is a normal tensor (a copy), so that later computations with gradients may use it.
     """
     with torch.inference_mode():
         value = compute()
@@ -303,10 +303,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A client before round 0: the argument of the client function of `run.gather`.
+    """A client's samples before round 0: the argument of the function `client` of `Setup.gather`.
 
-    generator: the client's random generator for this purpose.
-    gather: a function that reads samples.
+    client: the number of the client.
+    gather: a function that reads the client's training samples: inputs and labels.
+    generator: a random generator for this client and this use.
+    num_classes: the number of the model's outputs.
     """
 
     client: int

@@ -45,7 +45,8 @@ class Task:
     unseen: the number of clients that are never trained.
     scores: the metrics that are computed: names, or metrics of the user.
     lower: the names of further metrics for which a lower score is better.
-    label_shape: the shape of one label: () for one class per sample, else that of the positions.
+    label_shape: the shape of one label: () for one class per sample, (height, width) for a class
+    per pixel.
     has_unlabelled: True if some samples have no class.
     targets: the arrays of a structured target; () for other labels.
     """
@@ -74,7 +75,7 @@ class Task:
 
     @property
     def population(self) -> int:
-        """The number of clients that may be trained, with or without samples."""
+        """The number of clients except the unseen ones, including clients without samples."""
         return self.clients - self.unseen
 
     @property
@@ -113,7 +114,10 @@ class Task:
 
 @dataclass(frozen=True)
 class ExtraNetwork:
-    """A network in addition to the model; a personal network never travels."""
+    """A network that a method adds to the model.
+
+    personal: True if each client has its own copy, which is never sent.
+    """
 
     module: nn.Module
     personal: bool = False
@@ -147,7 +151,7 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings `evaluate.generate.*`: texts that the final model of language data writes.
+    """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
 
     tokens: the largest number of tokens of a text; 0 writes no texts.
     prompts: the texts that the model continues; without prompts it begins a new document.
@@ -172,10 +176,11 @@ class Evaluation:
     finetune: how client models are adapted before they are scored; these scores have separate
     columns.
     common: True also scores client models on the central test set.
-    probe: the number of aggregations between probes of local models before they are averaged, on
-    `probe_rows` images of the central test set; 0 means never.
-    decompose: the number of aggregations between loss decompositions, on at most `decompose_rows`
-    training samples of a client; 0 means never.
+    probe: the number of aggregations between two probes; 0 means never. A probe stores features
+    and outputs of each local model before it is averaged, on `probe_rows` images of the central
+    test set.
+    decompose: the number of aggregations between two loss decompositions (see
+    `loss_decomposition`), on at most `decompose_rows` training samples of a client; 0 means never.
     metrics: the names of the metrics that are computed.
     metric: the main metric; None means the first of `metrics`, or the usual metric for the data.
     lower: the user's metrics for which a lower score is better.
@@ -214,11 +219,14 @@ class Evaluation:
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if the local models that are averaged into this version are probed."""
+        """Return True if there is a probe (see `Evaluation`) of the models averaged into a version.
+
+        version: the number of the version.
+        """
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
-        """Return True if the loss is decomposed for this version."""
+        """Return True if there is a loss decomposition (see `Evaluation`) for this version."""
         return self.decompose > 0 and version % self.decompose == 0
 
 
@@ -231,28 +239,28 @@ class Local:
 
     optimizer: "sgd", "adam", "adamw", "lion", or "muon" for matrices with "adamw" for all other
     parameters.
-    rates: factors on the learning rate of parts of the model: "head", "body", "adapters", or the
-    full name of a module ("model.extractor.0").
+    rates: factors by which the learning rate of a part of the model is multiplied. A part is
+    "head", "body", "adapters", or the full name of a module ("model.extractor.0").
     lr: learning rate.
-    lr_decay: factor on the learning rate for each version.
+    lr_decay: the learning rate is multiplied by this factor after each version.
     schedule: how the learning rate also changes with the version; see `rate`.
-    schedule_rounds: the number T of versions of "cosine" and "linear".
-    final_lr: their learning rate at version T.
+    schedule_rounds: the number T of versions after which the schedules "cosine" and "linear" end.
+    final_lr: the learning rate of "cosine" and "linear" at version T.
     drop_every, drop_factor: "step" multiplies the rate by drop_factor after each drop_every
     versions.
-    warmup_rounds: number W of versions in which the rate grows.
-    schedule_over: "steps" lets the schedule run from the first to the last step of each job
-    instead.
-    warmup_steps: number of steps of each job in which the rate grows.
+    warmup_rounds: number W of first versions in which the rate grows.
+    schedule_over: "rounds" changes the rate from version to version. "steps" changes it from step
+    to step, and every job goes through the whole schedule.
+    warmup_steps: number of first steps of each job in which the rate grows.
     clip: largest norm of a gradient; 0 for no limit.
     epochs, steps: number of passes over the client's samples, or number of batches; one is None.
     batch: number of samples in a batch.
     sampling: "shuffle" shuffles for every pass and keeps the smaller last batch; "replacement"
     draws full batches.
-    phases: number of parts that `steps` are cut into, for methods that select the samples of an
-    epoch.
-    keep_optimizer: True lets a client's optimizer continue, with momentum and step counts, where
-    the client's last job left it.
+    phases: number of parts into which the `steps` of a job are cut. Methods that select other
+    samples for each epoch treat such a part as an epoch.
+    keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
+    job of the client to the next.
     """
 
     optimizer: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
@@ -349,9 +357,11 @@ class Local:
     def step_factors(self, steps: int) -> list[float] | None:
         """Return a factor on the learning rate for each step of a job; None if all factors are 1.
 
+        steps: the number of steps of the job.
+
         With `schedule_over="steps"` the factors follow the formulas of `rate`, with the step
-        instead of the version, T = steps and W = warmup_steps. In the first W steps they always
-        grow.
+        instead of the version, T = steps and W = warmup_steps. With "rounds" only the first W steps
+        have factors below 1.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
@@ -368,7 +378,7 @@ class Local:
 
         place: the number of the step or version, from 0.
         end: the number of steps or versions after which the schedule ends.
-        warmup: the number of steps or versions before it begins.
+        warmup: the number of first steps or versions before the schedule begins.
         """
         if self.schedule == "constant":
             return self.lr
@@ -382,14 +392,17 @@ class Local:
         return self.final_lr + (self.lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
     def budget(self, samples: int) -> float:
-        """Return the number of samples that a client trains on; a sample counts in every pass."""
+        """Return how many samples a job trains on, summed over all of its epochs or steps.
+
+        samples: the number of the client's training samples.
+        """
         if self.epochs:
             return samples * self.epochs
         return (self.steps or 0) * min(self.batch, samples)
 
 
 class Labels(NamedTuple):
-    """The kind of each client's device."""
+    """The kind of each client's device, such as "phone"."""
 
     names: tuple[str, ...]
     kinds: np.ndarray  # [clients] int: an index into `names`
@@ -397,7 +410,7 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that `Method.cost` and the conditions `when` receive.
+    """The facts of a run that do not change from job to job; part of a `Participation`.
 
     local: the settings `local.*`.
     clients_with_samples: how many clients have training samples.
@@ -412,7 +425,11 @@ class RunFacts:
 
 
 class Participation(NamedTuple):
-    """A job at its dispatch: the argument of `Method.cost` and of the conditions `when`."""
+    """A job when it is dispatched, before training.
+
+    It is the argument of `Method.cost`, and of the functions `when` that methods pass to
+    `Setup.send`.
+    """
 
     version: int
     samples: int  # training samples of the client

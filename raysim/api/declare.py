@@ -97,7 +97,10 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Describe how methods use single updates; with any such use workers do not sum updates."""
+        """Describe how methods use single updates, as ends of a sentence: "method 'krum' ...".
+
+        If the list is not empty, workers send single updates to the coordinator, and not their sum.
+        """
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
         if combiner is not None:
@@ -154,10 +157,10 @@ def with_required_settings(local: Local, method: Method) -> Local:
 def declare(
     methods: Sequence[Method], task: Task, model: nn.Module, settings: RunSettingsForMethods
 ) -> Declarations:
-    """Call `setup` of each method and return the declarations, equal in all processes.
+    """Call `setup` of each method and return the declarations.
 
-    torch's generator is seeded for each method, so that its networks do not depend on other
-    methods.
+    The coordinator and each worker call this, and get equal results. torch's generator is seeded
+    for each method, so that a method's networks do not depend on the other methods.
     Raises ValueError if the methods do not fit each other, the data or the model.
     """
     has_features = is_split(model)

@@ -103,7 +103,11 @@ def _describe(value: Any) -> str:
 
 
 def check_report(report: Mapping[str, Any], where: str) -> None:
-    """Raise HookError for a column of the history that is not a number."""
+    """Raise HookError if a method reports a value for the history that is not a number.
+
+    report: the values by "method.column".
+    where: "job" or "server", the object whose attribute `report` it is.
+    """
     for name, value in report.items():
         is_scalar_tensor = isinstance(value, Tensor) and value.numel() == 1
         if isinstance(value, (int, float)) or is_scalar_tensor:

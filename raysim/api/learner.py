@@ -36,9 +36,9 @@ class LearnerUpdate:
     """The update of one client, for a learner whose parameters are bytes.
 
     parameters: what `fit` returned.
-    weight: the client's share of the aggregation, after methods such as fedbuff changed it; the
-    shares of equal weights add up to 1.
-    samples: the client's training samples.
+    weight: the weight of the update divided by the divisor of the aggregation. The weights add up
+    to 1, unless a method such as fedbuff lowers those of stale updates.
+    samples: the number of the client's training samples.
     staleness: aggregations since the version that the client started from.
     """
 
@@ -52,10 +52,13 @@ class LearnerUpdate:
 class EvaluationData:
     """The samples that a learner is evaluated on.
 
-    client: the number of the client; -1 for sets that belong to no client. name: "client",
-    "validation", "central", or the name of a domain. rows: the samples, int64 positions in the data
-    set. state: the client's state by the learner's names; empty for sets that belong to no client.
-    task: the learning task. seed: the seed of the run.
+    client: the number of the client; -1 for sets that belong to no client.
+    name: "client", "validation", "central", or the name of a domain.
+    rows: the samples, int64 positions in the data set.
+    state: the client state that the learner declared, by name; empty for sets that belong to no
+    client.
+    task: the learning task.
+    seed: the seed of the run.
     """
 
     def __init__(self, scored: ScoredModel):
@@ -93,7 +96,14 @@ class Learner(Method):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult | None]:
-        """Train on a client's samples, inputs [n, ...] and labels [n]; return new parameters."""
+        """Train on a client's samples; return the new parameters, and a `LocalResult` or None.
+
+        parameters: a copy of the version that the client received.
+        inputs, labels: the client's training samples, [n, ...] and [n].
+        job: the client's job, with its settings, random generators and client state.
+
+        The `LocalResult` has numbers for the history, such as the training loss.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
@@ -108,7 +118,9 @@ class Learner(Method):
         (`evaluate.metric`, accuracy for classes) should be one of the names, because curves,
         summaries and best rounds use it. Return an empty dictionary if there is no score.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no function 'evaluate'")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no function 'evaluate'. Define it, or use 'predict'."
+        )
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
         """Return the next version of parameters that are bytes; called on the server.
@@ -117,7 +129,8 @@ class Learner(Method):
         updates: at least one, in the order of their arrival.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'"
+            f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'. "
+            "Define it, or use arrays."
         )
 
     def upload_bytes(self, task: Task, received: int) -> int:
@@ -142,7 +155,7 @@ class Learner(Method):
         return WholeNetwork(network, task.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Train clients with `fit`."""
+        """Declare that clients train with `fit`, and how bytes are sent and aggregated."""
         run.train(self.fit_client)
         run.without_gradients()
         if type(self).evaluate is not Learner.evaluate:

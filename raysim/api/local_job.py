@@ -183,18 +183,18 @@ class LocalJob:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return a second set of networks, by full name, in eval mode and without gradients.
+        """Return copies of the networks, by full name, in eval mode and without gradients.
 
-        Their parameters are `values` [layout.total], such as the vector of an earlier job; None
-        means the received model with the client's personal parameters. The values are loaded once
-        for each job and name.
+        name: a name for the copies; one name always has the same values within a job.
+        values: their parameters [layout.total], such as the vector of an earlier job; None means
+        the received model with the client's personal parameters.
         """
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield a tuple for each trained slice of the shared parameters.
+        """Yield each slice of the shared parameters that the job trained, and how.
 
-        The tuple has the slice, the number of steps and the mean learning rate.
+        Yields (slice, number of optimizer steps so far, mean learning rate of these steps).
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
@@ -260,7 +260,7 @@ class LocalJob:
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """Return the gradient of the scalar `loss` with respect to `inputs`.
 
-        It can be differentiated again.
+        The gradient is part of the graph, so that a loss may contain it.
         """
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return gradient
@@ -272,8 +272,8 @@ class PersonalModel:
     task: the learning task.
     vector: the shared parameters and the client's personal parameters; change it in place.
     state: the client's state after its last aggregated job, or its initial state.
-    received: the tensors that the method would send to this client. data(): yields (inputs, labels)
-    of the client's training samples.
+    received: the tensors that the method would send to this client, by the method's names.
+    data(): a function that yields batches (inputs, labels) of the client's training samples.
     trained: True if a job of the client was aggregated.
     """
 
@@ -299,7 +299,10 @@ class PersonalModel:
         self.received: Entries[Tensor] = Entries(self, "all_received", method)
 
     def of(self, method: str) -> PersonalModel:
-        """Return the same client as another method sees it, with that method's names."""
+        """Return a copy in which `state` and `received` have the entries of another method.
+
+        method: the name of the method.
+        """
         return PersonalModel(
             self.client,
             self.task,
@@ -347,7 +350,10 @@ class ScoredModel(PersonalModel):
         self._gather = gather
 
     def of(self, method: str) -> ScoredModel:
-        """Return the same model as another method sees it, with that method's names."""
+        """Return a copy in which `state` and `received` have the entries of another method.
+
+        method: the name of the method.
+        """
         return ScoredModel(self, self.rows, self.name, self.seed, self._gather, method)
 
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """The features of a local model, before it is averaged, on rows of the central test set."""
+    """Features and outputs of a local model on rows of the central test set; see `Evaluation`."""
 
     client: int
     version: int
@@ -211,7 +211,8 @@ class SetReport:
     """The metrics that a method computed for a set of samples.
 
     client: the number of the client; -1 for the shared model.
-    name: the name of the task's samples.
+    name: the name of the set: "client", "validation", "central", or the name of a domain.
+    metrics: the metrics, by name.
     """
 
     client: int

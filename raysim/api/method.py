@@ -157,8 +157,9 @@ class Method:
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Combine all updates to one direction [layout.trained]; only one method may do so.
 
-        By default the direction is the weighted mean of the updates. A longer vector
-        [layout.shared] also replaces the mean of the buffers of floats.
+        By default the direction is the weighted mean of the updates. Buffers of floats, such as
+        BatchNorm's statistics, are averaged, unless this hook returns a longer vector
+        [layout.shared], which has a direction for them, too.
         """
         raise NotImplementedError
 

@@ -191,12 +191,15 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the distinct functions `rows` of some metrics; several metrics may share one."""
+    """Return the attribute `rows` of each metric, without repetitions.
+
+    Metrics that share such a function then call it only once.
+    """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
 
 class ScoresOfRows:
-    """The values of the metrics' `rows` functions for samples, collected in batches."""
+    """The results of the functions `rows` of some metrics, collected batch by batch."""
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
         self._functions = row_functions(metrics)
@@ -242,8 +245,9 @@ def resolve_metrics(
         return tuple(rules) or task.objective.metrics[: task.objective.usual_metrics]
     if "+" in main:
         raise ValueError(
-            f"evaluate.metric={main} names several metrics, and only one is the main metric. Set "
-            f"evaluate.metrics={main}, whose first one is the main metric."
+            f"evaluate.metric={main} names several metrics, but it must name one, the main metric. "
+            f"To compute all of them, set evaluate.metrics={main}; the first one is then the main "
+            "metric."
         )
     if main not in names:
         return (_resolve(main, task, "evaluate.metric"), *rules)
@@ -266,8 +270,8 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
         )
     if name in LOSS_NAMES:
         raise ValueError(
-            f"evaluate.metrics: {name} is the name of a column of each run. Give another name, "
-            'raysim.Metric(function, name="mine").'
+            f"evaluate.metrics: {name} is already a column of every history. Give the metric "
+            'another name, raysim.Metric(function, name="mine").'
         )
     function, per = metric.function, metric.per
     if task.kind == "structure":
@@ -350,7 +354,11 @@ def _structured(outputs: Tensor, labels: Tensor) -> np.ndarray:
 
 @functools.cache
 def _torch_classes(kind: Kind, setting: str) -> dict[str, Any]:
-    """Map the names of torchmetrics' metrics for a kind of task to their classes."""
+    """Map the names of torchmetrics' metrics for a kind of task to their classes.
+
+    setting: the beginning of the error if torchmetrics is not installed, such as
+    "evaluate.metrics=f2 is none of accuracy, f1, and".
+    """
     family = "regression" if kind == "regression" else "classification"
     import_optional("torchmetrics", setting)
     module = import_optional(f"torchmetrics.{family}", setting)

@@ -76,7 +76,8 @@ class SelectionView:
     """The argument of a selection rule: the clients that can be dispatched now, with facts.
 
     count: the largest number of clients to choose.
-    pool: the pool to which the clients must belong; -1 means all clients.
+    pool: the number of the group of clients to choose from, if the schedule or the topology divides
+    the clients into groups; -1 means all clients.
     now: the virtual time in seconds.
     version: the current model version.
     concurrency: the largest number of clients that the schedule keeps in flight.
@@ -160,7 +161,7 @@ class SelectionView:
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
         """Return the part of `expected_seconds` in which clients send, float64 [clients].
 
-        It is 0 for devices of which only the time of a whole job is known.
+        It is 0 for a device if the fleet has only the time of a whole job, and not of its parts.
         """
         return self.estimate_sending([int(client) for client in clients])
 
@@ -234,7 +235,7 @@ class Selection:
         `view.count`, it is called again after the next event. It must return at least one client if
         no job is in flight.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not override select")
+        raise NotImplementedError(f"{type(self).__name__} does not override select. Define it.")
 
 
 @dataclass(frozen=True)

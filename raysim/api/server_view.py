@@ -22,7 +22,7 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: the messages of the clients, in the order of acceptance.
+    updates: the messages of the clients, in the order in which the planner accepted them.
     deltas: for each update the change [layout.shared], trained minus received, on the CPU. It is
     empty if workers sum the updates, which they may do if no method overrides `weigh` or `combine`
     or declares `read_updates`.
@@ -169,7 +169,10 @@ class ServerView:
 
     @property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative shares of samples in (0, 1]: float64 [clients_with_samples]."""
+        """The cumulative shares of training samples: float64 [clients_with_samples].
+
+        Entry k is the share of all samples that the first k + 1 clients with samples have.
+        """
         return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:

@@ -53,7 +53,10 @@ def num_parameters(layout: Layout) -> int:
 
 
 def number_of_floats(floats: Floats, layout: Layout) -> int:
-    """Return a declared size as a number of floats."""
+    """Return the declared size of a tensor as a number of floats.
+
+    floats: the number, or a function that computes it from the layout.
+    """
     return floats(layout) if callable(floats) else floats
 
 
@@ -65,7 +68,8 @@ class Send:
     the server state of this name is sent.
     floats: the tensor's size.
     to: "all" clients with each version, each client "once", or one "client" at a time.
-    when: decides at dispatch whether a job receives the tensor and whether it counts.
+    when: a function that decides when a job is dispatched whether its client receives the tensor.
+    If not, the tensor is not part of the traffic and takes no virtual time.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
@@ -167,7 +171,7 @@ class MethodDeclaration:
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if the method keeps parameters on the client, other than private networks."""
+        """True if the method declares `private_parameters`, which stay on the client."""
         return bool(self.private_parameters or self.late_private_parameters)
 
     @property
@@ -240,29 +244,29 @@ class Setup:
     def excludes(self, other: str, why: str) -> None:
         """Declare that the method cannot be combined with the method `other`.
 
-        why: the end of a sentence, "it ...".
+        why: the reason in the error, in the form "it replaces the labels".
         """
         self.declared.excludes[other] = why
 
     def needs_clients(self, why: str) -> None:
         """Declare that the method cannot be combined with a method that pools all clients' data.
 
-        why: the reason for the error, the end of a sentence: "it ...".
+        why: the reason in the error, in the form "it compares the updates of clients".
         """
         self.declared.needs_clients = why
 
     def needs_fixed_clients(self, why: str) -> None:
         """Declare that the method needs a topology in which each client stays with its model.
 
-        why: the reason for the error, a clause about clients: "the server has a row for each of
-        them".
+        why: the reason in the error, in which "them" means the clients: "the server has a row for
+        each of them".
         """
         self.declared.needs_fixed_clients = why
 
     def require(self, condition: object, text: str) -> None:
         """Raise ValueError unless the condition is true.
 
-        text: "key: what is wrong. Advice.".
+        text: the error, in the form "key: what is wrong. What to do.".
         """
         if not condition:
             raise ValueError(text)
@@ -434,10 +438,11 @@ class Setup:
 
         The server reads it with `aggregation.uploads(name)`.
         floats: the tensor's size, as in `send`.
-        planned: allows any size, which is unknown before training. Virtual time counts
-        `planned(received)` floats, where the client receives `received` floats in this method's
-        tensors that vary, and `floats` in jobs of version 0. Traffic counts the real size once the
-        update is aggregated.
+        planned: a function for tensors whose size is unknown before training; any size is then
+        allowed. `planned(received)` returns the expected size, from the number of floats that the
+        client receives in the tensors that this method sends with `varies=True`. Virtual time
+        counts the expected size; for jobs that start from version 0 it counts `floats`. Traffic
+        counts the real size when the update is aggregated.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -555,9 +560,12 @@ class Setup:
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
-        """Declare the kind of correction that the hook `gradient` makes: "add", "shift" or "mix".
+        """Declare what the hook `gradient` does: "add", "shift" or "mix".
 
-        Corrections of several methods are applied in this order of kinds.
+        "add" (the default) adds a term. "shift" adds a vector that the method keeps for the client
+        (SCAFFOLD, FedDyn). "mix" mixes the gradient with another vector (FedCM) or sets parts of it
+        to 0 (FlexLoRA). If several methods correct the gradient, those that add come first, then
+        those that shift, then those that mix.
         """
         self.declared.correction = kind
 
@@ -577,7 +585,8 @@ class Setup:
     def adds_rows(self) -> None:
         """Declare that the hook `batch` adds rows to each batch.
 
-        BatchNorm can then train on batches of one row.
+        raysim then also trains on batches with a single sample, which BatchNorm could not
+        normalise without the added rows.
         """
         self.declared.adds_rows = True
 
@@ -601,8 +610,9 @@ class Setup:
         self.declared.scored = vector
 
     def read_updates(self) -> None:
-        """Give `absorb` access to single updates, including `update.moves`.
+        """Give `absorb` access to single updates, including `update.moves` (`LocalJob.moves`).
 
-        Workers then do not sum updates, which costs memory and traffic inside the simulator.
+        Workers then send each update to the coordinator instead of a sum of updates, so that the
+        simulator needs more memory and time.
         """
         self.declared.reads_updates = True

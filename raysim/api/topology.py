@@ -147,7 +147,8 @@ class Network:
 
     replica_of: int64 [clients], the replica that serves each client.
     mixing: the mixing matrix, see `mixing_matrix`; None means no exchanges.
-    shares: float64 [replicas], the weight of each replica in the mean of all; None means equal.
+    shares: float64 [replicas], the weight of each replica in the mean of all replicas, which is
+    scored; None means equal weights.
 
     every: aggregations of a replica between two exchanges.
     seconds: virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
@@ -220,7 +221,10 @@ class Network:
         return np.asarray(self.shares / self.shares.sum())
 
     def members(self, clients: np.ndarray) -> list[np.ndarray]:
-        """Return the clients of each replica, out of `clients`, in their order."""
+        """Group some clients by the replica that serves them; return a group for each replica.
+
+        clients: int64 [n]; the clients of a group keep this order.
+        """
         replicas = self.replica_of[clients]
         order = np.argsort(replicas, kind="stable")
         ends = np.cumsum(np.bincount(replicas, minlength=self.replicas))[:-1]
@@ -230,7 +234,7 @@ class Network:
         """Yield the exchanges after an aggregation, one after another.
 
         version: the aggregations of the run so far.
-        replicas: those with updates in the aggregation, ascending.
+        replicas: the replicas with updates in the aggregation, ascending.
         """
         if self.pairwise:
             yield from self._pairs(version, replicas)

@@ -33,10 +33,11 @@ _SETTING = re.compile(r"""([^\s=]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 class FlowerRequest:
     """The parsed arguments of `raysim flower run`.
 
-    node: raysim's configuration.
-    seeds: the app is run once for each.
+    project: the Flower app.
+    node: raysim's configuration, such as the fleet.
+    seeds: the app is run once for each seed.
     clients: the number of clients; None takes the number in the Flower project.
-    samples: the number of samples of each client.
+    samples: the number of samples of each client, from which virtual time follows.
     run_config: overrides of the app's run config.
     """
 
@@ -184,7 +185,7 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a text table with a row for all messages that were sent at the same virtual time."""
+    """Return a text table with a row for each virtual time at which messages were sent."""
     if not len(rounds):
         return "the ServerApp sent no messages"
     head = [str(name) for name in rounds.columns]
@@ -207,7 +208,7 @@ def _summary_text(summary: Mapping[str, Any], out: Path | None) -> str:
 
 
 def _seeds_table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text table of a number for each seed, with the mean and the deviation at its end."""
+    """Return a text table: a row of scores per seed, then their means and standard deviations."""
     names = [
         name
         for name, value in summaries[0].items()

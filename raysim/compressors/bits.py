@@ -1,6 +1,7 @@
-"""Pack numbers into words of 32 bits.
+"""Pack integers into words of 32 bits.
 
-The numbers are digits with a fixed number of bits, or sorted positions.
+`pack` takes small integers ("digits") that all have the same number of bits; `pack_places` takes
+ascending positions in a vector.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _fold(eights: np.ndarray, width: int, parts: np.ndarray) -> None:
-    """Move the 8 digits of each number together, so that no bits are between them.
+    """Pack the 8 digits of each number, which have a byte each, into `width` bytes without gaps.
 
     eights: uint64 [n], numbers of 8 digits, each in a byte.
     width: the bits of a digit: 1, 2 or 4.
@@ -128,7 +129,7 @@ def words_of_places(count: int, length: int) -> int:
     """Return the number of words that `pack_places` returns.
 
     count: the number of positions.
-    length: the bound of the positions.
+    length: all positions are below this number.
     """
     low = _low_bits(count, length)
     return words_of_bits(count * low) + words_of_bits(count + ((length - 1) >> low))
@@ -153,7 +154,7 @@ def pack_places(places: np.ndarray, length: int) -> np.ndarray:
 def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
     """Return the positions that `pack_places` packed, int64 [count].
 
-    length: the bound of the positions that `pack_places` got.
+    count, length: the number of positions, and the argument `length` of `pack_places`.
     """
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)

@@ -8,9 +8,12 @@ Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Sect
 
 A value v_i becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels:
 
-    qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s         |v|: of v_i's bucket
+    qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s
     fedpaq    the same, with one bucket for all parameters
-    terngrad  C(v)_i = s sign(v_i) [|v_i| > s u]                        s = max |v_i| of its tensor
+    terngrad  C(v)_i = m sign(v_i) [|v_i| > m u]
+
+For qsgd, |v| is the norm of the bucket that contains v_i. For terngrad, m is the largest absolute
+value in the tensor that contains v_i, and [...] is 1 if the condition is true, else 0.
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
@@ -42,10 +45,10 @@ def _round_randomly(
     key: int,
     digits: np.ndarray,
 ) -> None:
-    """Write each entry as a digit: its randomly rounded level with its sign, plus `levels`.
+    """Write each entry v as a digit from 0 to 2 * levels: levels + sign(v) level(v).
 
-    The level of an entry v is floor(levels |v| / scale + u). The random numbers u follow from the
-    key and the position, by a 32-bit hash. All numbers have 32 bits, so that several entries are
+    level(v) = floor(levels |v| / scale + u) rounds at random. The random number u in [0, 1) is a
+    32-bit hash of the key and the position. All numbers have 32 bits, so that several entries are
     computed at once.
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     scales: float32 [buckets].
@@ -220,7 +223,7 @@ class QSGD(_Quantizer):
 
 
 class TernGrad(_Quantizer):
-    """A compressor that rounds entries randomly to -s, 0 or s.
+    """A compressor that rounds entries randomly to -m, 0 or m, the largest value of the tensor.
 
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.

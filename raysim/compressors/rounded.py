@@ -77,8 +77,10 @@ def _scale_blocks(
 ) -> None:
     """Divide the values of each block by the block's scale; write scales and quotients.
 
-    bits, scale_bits: the memory of `values` and `scales` as int32. Without its sign, a float grows
-    with its bits, and the largest integer takes less time than the largest float.
+    The scale is the largest absolute value of the block divided by `largest`.
+    bits, scale_bits: the memory of `values` and `scales` as int32. If the sign bit is removed, the
+    largest float has the largest bits, and the maximum of integers takes less time than that of
+    floats.
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
     scales, out: the arrays to fill; `out` may have integers if the quotients are rounded.

@@ -69,8 +69,9 @@ class SignSGD(Compressor):
             above("compression.size", size, 0)
             if feedback != "none":
                 raise ValueError(
-                    f"compression.size={size}: error feedback ({feedback}) corrects the size of "
-                    "what was sent, which a fixed size cannot follow. Set compression.size=null."
+                    f"compression.size={size} cannot be used with compression.feedback={feedback}: "
+                    "error feedback needs decoded values as large as the original ones. Set "
+                    "compression.size=null."
                 )
 
     def words(self, layout: Layout) -> int:

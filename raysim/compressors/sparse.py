@@ -34,9 +34,9 @@ GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a l
 
 
 def _collect(groups: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of entries v with |v| >= threshold; return their number.
+    """Write the positions of entries v with |v| >= threshold into `places`; return their number.
 
-    If there are more positions than `places` has room for, return that room plus 1.
+    Return len(places) + 1 if there are more of them than `places` has elements.
     groups: [n, GROUP], the entries, one row after another.
     """
     count, room = 0, len(places)
@@ -75,10 +75,11 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
-    """Return ascending positions, among them those of the `count` largest entries; None means all.
+    """Return the positions of a few large entries, which include the `count` largest ones.
 
-    A threshold is estimated from a sample of the entries. Then one pass over the long vector finds
-    few candidates.
+    The positions are ascending. A threshold is estimated from a sample of the entries; one pass
+    over the vector finds the entries above it. Return None if all entries must be compared: for a
+    short vector, a large `count`, or if the sample was not typical.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:

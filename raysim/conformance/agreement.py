@@ -1,4 +1,4 @@
-"""Check that two ways to make a run agree: one or two workers, resumed, recorded steps."""
+"""Check that a run gives the same results on two workers, resumed, and with recorded steps."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 def check_recorded(make: Make, **settings: Any) -> None:
     """Check that a run in float64 has the same results with and without recorded steps.
 
-    Without a GPU no step is captured: a replay computes the step again from its inputs, and the
-    step may not read values of tensors. The check also passes if the run is refused with an error
-    that names the cause.
+    A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays. This
+    check also works without a GPU: there each replay computes the step again from its inputs, and
+    an error is raised if the step reads the value of a tensor. The check passes, too, if raysim
+    refuses to record the steps of this run (`LanesError`).
     """
     with contextlib.suppress(LanesError):
         loop, other = (

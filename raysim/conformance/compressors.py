@@ -42,7 +42,7 @@ def _encode(compressor: Compressor, values: Tensor, layout: Layout) -> np.ndarra
 
 
 def check_size(compressor: Compressor, layout: Layout) -> None:
-    """Check the type and the size of messages, and that values and key decide them."""
+    """Check that messages have the declared size and depend only on the values and the key."""
     words = compressor.words(layout)
     for what, values in _examples(layout).items():
         before = values.clone()
@@ -59,7 +59,7 @@ def check_size(compressor: Compressor, layout: Layout) -> None:
 
 
 def check_decoding(compressor: Compressor, layout: Layout) -> None:
-    """Check that another process decodes finite values for all entries from a message."""
+    """Check that a receiver decodes a finite value for every entry, from the message alone."""
     for what, values in _examples(layout).items():
         receiver = pickle.loads(pickle.dumps(compressor))
         message = _encode(compressor, values, layout)
@@ -81,7 +81,10 @@ def check_decoding(compressor: Compressor, layout: Layout) -> None:
 
 
 def check_contraction(compressor: Compressor, layout: Layout) -> None:
-    """Check that the decoded values, times `contraction`, are nearer to the values than 0 is."""
+    """Check that |contraction C(v) - v| < |v|, which error feedback needs.
+
+    C(v) are the decoded values of a vector v of normal random numbers.
+    """
     values = _examples(layout)["normal numbers"]
     out = torch.empty(layout.trained)
     compressor.decode(_encode(compressor, values, layout), layout, out)

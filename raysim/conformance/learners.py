@@ -32,7 +32,7 @@ def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], o
 
 
 def check_initial(make: Make) -> None:
-    """Check that initial parameters do not come from the global generators."""
+    """Check that `initial` does not use the global random generators of Python and NumPy."""
     one, other = _initial(make, 0), _initial(make, 1)
     for name, array in one.items():
         assert np.array_equal(array, other[name], equal_nan=True), (
@@ -52,7 +52,7 @@ def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
 
 
 def check_outputs(study: Study) -> None:
-    """Check `predict` on a part of the samples against `predict` on all of them."""
+    """Check that the outputs of `predict` for a sample do not depend on the other samples."""
     spec = study.spec()
     learner = spec.methods[-1]
     assert isinstance(learner, Learner)

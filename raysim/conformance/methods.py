@@ -39,7 +39,7 @@ def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], obj
 
 
 def _call_check(check: Callable[[], object]) -> None:
-    """Call a check; raise AssertionError instead of an error that ends a run."""
+    """Call a check; if its run is refused or stops with an error, raise AssertionError instead."""
     try:
         check()
     except (RunStoppedError, RefusedError) as error:
@@ -81,7 +81,10 @@ def check_arguments(method: Method) -> None:
 
 
 def check_declarations(make: Make) -> None:
-    """Check that the declarations are valid, and that each function is a hook or is called."""
+    """Check that declarations are valid, and that every public function is a hook or is called.
+
+    A public function that is neither is probably a misspelt hook.
+    """
     spec = make()
     try:
         check_names(spec.methods)
@@ -94,7 +97,7 @@ def check_declarations(make: Make) -> None:
 
 # --- messages -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Seen:
+class WatchedRun:
     """A finished run with the content of all its messages."""
 
     run: FinishedRun
@@ -105,7 +108,7 @@ class Seen:
     secrets: list[tuple[str, bytes]]
 
 
-def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> WatchedRun:
     """Check that messages contain what methods declare and no client state; return them."""
     seen = _watch(make, schedule, fleet)
     methods = make().methods
@@ -114,7 +117,7 @@ def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -
     return seen
 
 
-def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
+def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> WatchedRun:
     spec = make()
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
@@ -142,10 +145,10 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
         for key, value in secrets
         if not any(_is_most_of(value, update) for update in moved)
     ]
-    return Seen(result, spy, uploads, personal, secrets)
+    return WatchedRun(result, spy, uploads, personal, secrets)
 
 
-def _check_secrets(seen: Seen, names: set[str]) -> None:
+def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
     Names of uploads must begin with the name of a method.
@@ -172,8 +175,9 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
         if key := next((key for key, secret in seen.secrets if secret in message), ""):
             secrets = [secret for name, secret in seen.secrets if name == key]
             raise AssertionError(
-                f"{key!r} is client state, and {_part_with_secret(trained, secrets)} of a message "
-                "holds it byte for byte. Keep it out of there, or declare it with run.upload."
+                f"the client state {key!r} is sent to the server, in "
+                f"{_part_with_secret(trained, secrets)} of a message, but it is not declared. Do "
+                "not send it, or declare it with run.upload."
             )
 
 
@@ -202,7 +206,7 @@ def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def _check_costs(seen: Seen, pooled: bool) -> None:
+def _check_costs(seen: WatchedRun, pooled: bool) -> None:
     """Check that the history counts exactly the floats that messages contain."""
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
@@ -250,7 +254,7 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
     return StepMessages(words, layout.trained, len(coordinator.counts))
 
 
-def _omitted(seen: Seen, job: Job, direction: Literal["down", "up"]) -> int:
+def _omitted(seen: WatchedRun, job: Job, direction: Literal["down", "up"]) -> int:
     """Return how many floats of the model a job does not receive (down), or does not send (up)."""
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec

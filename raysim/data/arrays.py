@@ -160,8 +160,11 @@ def _read_half(
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are any, the users of training or test data.
 
+    part: the user's training data, or the user's test data.
+    name: "train" or "test", for errors.
     kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
-    fields: a list to which the parts of a row of inputs are appended; nothing for a single input.
+    fields: a list to which this function appends the description of the inputs: the parts of a row
+    if a sample has several inputs, else ().
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -182,7 +185,7 @@ def _read_half(
     if not inputs.size or not has_labels:
         raise ValueError(f"data: {name} has no samples ({shapes}). Pass at least one sample.")
     if len(inputs) != len(labels):
-        raise ValueError(f"data: {name} has {shapes}. Give each input one label.")
+        raise ValueError(f"data: {name} has {shapes}. Give as many labels as inputs.")
     is_table = isinstance(part[0], (pa.Table, pa.RecordBatch))
     is_table = is_table or is_instance_of(part[0], "pandas", "DataFrame")
     # Integers in the columns of a table are measurements, not tokens.
@@ -258,11 +261,11 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return a column as lists of labels if its items are lists or dictionaries, else None.
+    """Return the labels as lists if each sample has a list of labels or a dictionary, else None.
 
-    Lists count if they differ in length or contain text.
-    kind: with "multilabel", lists of integers that are not all 0 or 1 are lists of labels, too;
-    with "positions" no column is a column of such lists.
+    Lists of integers of the same length are an array, and not lists of labels (None), unless `kind`
+    is "multilabel" and they have other numbers than 0 and 1. So are lists of one item each.
+    kind: `data.kind`; "positions" always returns None.
     """
     if kind == "positions":
         return None

@@ -187,7 +187,10 @@ class Document(NamedTuple):
 
 
 def cut_document(document: Document, test_fraction: float) -> list[Document]:
-    """Cut a document in two: the beginning for training, the last share of tokens for testing."""
+    """Cut a document in two: its beginning is for training, its end for testing.
+
+    test_fraction: the share of the tokens that is for testing.
+    """
     count = round(test_fraction * len(document.tokens))
     if not count:
         return [document]
@@ -205,12 +208,14 @@ def pack(
     place: str,
     origin: Origin,
 ) -> Raw:
-    """Return rows of at most `length` tokens with the tokens that follow them.
+    """Return documents as rows of at most `length` tokens; labels are the following tokens.
 
     is_packed: True joins the documents of a user to one stream before it is cut into rows; with
-    False each document is a stream, which begins a new row. Rows without a label that counts are
-    left out.
-    Raise ValueError if no row for training is left.
+    False each document is a stream, which begins a new row. Rows in which all labels are `IGNORED`
+    are left out.
+    place: the name of the data in errors.
+    origin: a description of the columns that were read, for the plan of a run.
+    Raise ValueError if all documents are for testing.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}
     for number, document in enumerate(documents):
@@ -292,11 +297,12 @@ def read_documents(
     settings: DocumentSettings,
     place: str,
 ) -> Raw:
-    """Return the rows of a table as documents.
+    """Return the samples of a table in which each row is a document of text or token numbers.
 
-    user: the column of users.
-    users: its values; None if there are none.
-    is_test: which rows are for testing.
+    user: the name of the column of users.
+    users: the values of this column; None if there are no users.
+    is_test: bool [rows of the table], True for rows that are for testing.
+    place: the name of the table in errors.
     """
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     known = (user, settings.prompt, find_column(list(types), LABEL_NAMES))

@@ -33,7 +33,11 @@ INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 # ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the first column that has a usual name, in upper or lower case; None if none has."""
+    """Return the column whose name comes first in `usual`; None if no column has such a name.
+
+    names: the columns of the table.
+    usual: the usual names for this kind of column, such as `LABEL_NAMES`; case does not matter.
+    """
     by_lower_case = {name.lower(): name for name in reversed(names)}
     for name in usual:
         if name in by_lower_case:
@@ -42,12 +46,12 @@ def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
 
 
 def find_label(names: Sequence[str], place: str) -> str:
-    """Return the column with a usual name for labels. Raise ValueError if there is none."""
+    """Return the column that has a name of `LABEL_NAMES`. Raise ValueError if there is none."""
     label = find_column(names, LABEL_NAMES)
     if label is None:
         raise ValueError(
-            f"{place} has no column called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}, it "
-            f"has {', '.join(names)}. Set data.label to the column of labels."
+            f"{place} has no column called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}. Set "
+            f"data.label to the column of labels; the columns are {', '.join(names)}."
         )
     return label
 
@@ -63,7 +67,9 @@ def label_column(names: Sequence[str], label: str | None, usual: str, place: str
     name = label or usual
     if name not in names:
         key = "data.label" if label else "data.label_column"
-        raise ValueError(f"{place} has no column {name}, it has {', '.join(names)}. Set {key}.")
+        raise ValueError(
+            f"{place} has no column {name}. Set {key} to one of its columns: {', '.join(names)}."
+        )
     return name
 
 
@@ -148,7 +154,12 @@ class TokenSettings:
 
 
 class InputRows(NamedTuple):
-    """The inputs of all samples, their tokens, and the fields of a row with several inputs."""
+    """The inputs of all samples.
+
+    values: an array with a row for each sample.
+    tokens: the number of different tokens and the padding; None if inputs are not tokens.
+    fields: the parts of a row if samples have several inputs, else ().
+    """
 
     values: NDArray[Any]
     tokens: Tokens | None
@@ -209,7 +220,7 @@ def read_inputs(
 def _read_column(
     column: pa.Array, name: str, settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return a column of texts or lists as an array, and its tokens if it has any."""
+    """Return a column of texts or lists as an array, and its `Tokens`; None for plain numbers."""
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
     if not _is_list(column.type):
@@ -426,8 +437,9 @@ def assemble(
     domain_order: Sequence[str] | None = None,
     fields: tuple[InputField, ...] = (),
 ) -> Raw:
-    """Return the samples with training rows first and users as numbers; users become domains.
+    """Return the samples with training rows first; users are numbered and stored as domains.
 
+    With partition=natural each user (domain) is a client.
     users: integers or text; None if there are none.
     domain_order: see `number_domains`.
     fields: the parts of a row of inputs, if samples have several inputs.

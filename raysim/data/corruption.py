@@ -83,14 +83,17 @@ def image_rotation_angles(
 
 
 def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
-    """Return the position of each client's angle in the list of angles."""
+    """Return the index of each client's angle in the list of angles: k mod A for client k."""
     return clients % num_angles
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Return each image's angle: the first whose cumulative probability is above the uniform.
+    """Return the index of each image's angle in the list of angles.
 
-    An angle of probability 0 is never returned.
+    It is the first angle whose cumulative probability is above the image's random number. An angle
+    of probability 0 is never drawn.
+    probabilities: [A] or [n, A].
+    uniforms: [n], random numbers in [0, 1).
     """
     cumulative = np.cumsum(probabilities, axis=-1)
     # the last angle of positive probability, for uniforms above a sum of 0.99...9

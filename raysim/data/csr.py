@@ -94,7 +94,7 @@ class Partition:
 
     @property
     def unseen_count(self) -> int:
-        """Return the number of unseen clients in `train`; 0 for pooled data (one client)."""
+        """Return the number of unseen clients; 0 if all data were pooled into one client."""
         if self.unseen is None or self.with_unseen is None:
             return 0
         return len(self.unseen)

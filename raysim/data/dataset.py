@@ -113,7 +113,7 @@ class Dataset:
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        """Return the shape of one label: () for a class per sample, else the positions."""
+        """Return the shape of a label: () for a class per sample, (h, w) for one per pixel."""
         return self.labels.shape[1:]
 
     @cached_property

@@ -182,8 +182,8 @@ def _check_settings(source: Source, clean: Dataset) -> None:
     if isinstance(clean.shape, PackedShape) and source.mean is not None:
         raise ValueError(
             f"data.mean={source.mean} is for one input, but samples of this data have "
-            f"{len(clean.shape.fields)} inputs. Normalise the inputs before, and set "
-            "data.mean=null."
+            f"{len(clean.shape.fields)} inputs. Normalise the inputs before you store them, and "
+            "set data.mean=null."
         )
     if source.label_noise and clean.kind != "classification":
         raise ValueError(

@@ -46,7 +46,7 @@ def read_labels(
     labels that do not fit the kind.
     """
     if kind == "causal":
-        raise no_streams(place)
+        raise streams_error(place)
     if not isinstance(values, np.ndarray):
         if kind == "positions":
             return _read_positions(_pad_lists(values, place, ignore), names, place, ignore)
@@ -73,8 +73,8 @@ def read_labels(
     return _read_values(values, kind, names, place)
 
 
-def no_streams(place: str) -> ValueError:
-    """Return the error for a source that cannot make token streams for data.kind=causal."""
+def streams_error(place: str) -> ValueError:
+    """Return the error for data.kind=causal with a source that cannot read text."""
     return ValueError(
         f"data.kind=causal: {place} cannot be read as text for a language model. Set data=text, "
         "csv, jsonl, parquet, huggingface, leaf or markov."

@@ -18,7 +18,7 @@ from raysim.data.batches import Pipeline
 from raysim.data.corruption import Rotation
 from raysim.data.csr import Ints
 from raysim.data.dataset import Dataset, Inputs, LabelArray, Samples, open_or_build
-from raysim.data.labels import no_streams, read_labels
+from raysim.data.labels import read_labels, streams_error
 from raysim.data.pictures import Picture, stack_images
 from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
@@ -346,7 +346,7 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     if kind in (None, raw.kind):
         return raw
     if kind == "causal":
-        raise no_streams(place)
+        raise streams_error(place)
     if raw.kind == "causal":
         raise ValueError(
             f"data.kind={kind}: {place} is language data. Set data.kind=causal or null."

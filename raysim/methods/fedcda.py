@@ -15,8 +15,8 @@ Departures from the paper
   those.
 - F_n is the mean of the batch losses of the last local epoch (with local.steps: of the last tenth
   of the steps), measured while the model was trained. It is 0 for a client without a task loss.
-- Models of the warm-up enter the cache, and the newest is the selected one; the next model is
-  FedAvg's mean over the participants.
+- Models of the warm-up enter the cache, and the newest model of each client counts as chosen; but
+  the next model is FedAvg's mean over the participants.
 - Batches have equal sizes if possible, the larger ones come first, and later batches are not in S.
 - Floating-point buffers (BatchNorm's statistics) are selected and averaged with their model, but
   they are not part of a norm.

@@ -10,8 +10,8 @@ features in front of the classifier,
 
 Departures from the paper
 - The default is the authors' code, which leaves out the diagonal and does not divide Z^T Z by the
-  n rows, so that its penalty is about n times as large. variant="paper" is as printed, "fedbr" a
-  third form, which FedBR's tables use.
+  n rows, so that its penalty is about n times as large. variant="paper" is the printed equation.
+  "fedbr", which FedBR's tables use, adds 1e-4 to deviations, which it computes with n - 1.
 - With "authors" a smaller last batch counts less, because of that factor n.
 """
 

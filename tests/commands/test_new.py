@@ -71,7 +71,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_above_the_package_folder_names_the_folder(
+def test_allow_error_in_parent_folder_names_package_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,

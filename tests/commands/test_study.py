@@ -79,7 +79,7 @@ class TestPlan:
         assert last["choices"]["method"] == ["fedprox", "mixup"]
         assert last["out"] == "s/runs/fedprox+mixup_alpha-0.5_seed-1"
 
-    def test_key_of_an_option_varies_only_runs_of_this_option(self) -> None:
+    def test_study_varies_method_setting_only_in_its_runs(self) -> None:
         methods = ["method=[],[fedprox]", "method.fedprox.mu=0.1,1"]
         planned = plan([*methods, "partition=iid,dirichlet", "partition.alpha=0.3"])
         assert names(planned) == [
@@ -414,7 +414,7 @@ def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunS
 
 
 class TestComparisons:
-    def test_methods_are_compared_with_first_in_each_partition(self) -> None:
+    def test_study_compares_methods_within_each_partition(self) -> None:
         planned = example_study()
         comparisons = compare_settings(planned, example_scores(planned), "final")
         assert [(one.where, one.what, one.reference) for one in comparisons] == [

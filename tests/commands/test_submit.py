@@ -138,7 +138,7 @@ class TestPackage:
         with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
 
-    def test_added_folder_must_exist_and_have_its_own_name(self, tmp_path: Path) -> None:
+    def test_submit_with_refuses_missing_path_and_taken_name(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="--with nowhere"):
             find_files(["nowhere"])
         (tmp_path / "conf").mkdir()
@@ -222,7 +222,7 @@ class TestCommand:
         printed = capsys.readouterr()
         assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
 
-    def test_submit_does_not_check_files_and_packages_of_nodes(self, tmp_path: Path) -> None:
+    def test_submit_accepts_paths_and_packages_only_nodes_have(self, tmp_path: Path) -> None:
         overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
         check_command(job_command("run", "out=/s/a", *overrides), find_files())
         (tmp_path / "method").mkdir()

@@ -130,7 +130,7 @@ class TestPlan:
         assert list(sweep_plan.space) == expected
         assert sweep_plan.node(sweep_plan.points()[0])["method"]["fedbr"]["lam"] == 0.25
 
-    def test_key_of_a_method_is_searched_in_its_own_trials_only(self) -> None:
+    def test_sweep_searches_method_setting_only_with_method(self) -> None:
         values = ["method.fedprox.mu=0.1,0.2", "sweep.search=grid"]
         sweep_plan = plan(["method=fedavg,fedprox,fedprox+feddecorr", *values])
         quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", *values])
@@ -149,7 +149,7 @@ class TestPlan:
         values = ["rounds=9", "local.steps=5", "method.fraug.weight=0.4"]
         assert plan([*overrides, *searched]).node(point) == to_dict(compose([*overrides, *values]))
 
-    def test_range_of_counts_is_a_list_of_values(self) -> None:
+    def test_sweep_expands_range_of_integers_to_values(self) -> None:
         points = plan(["local.epochs=1..3", "sweep.search=grid"]).points()
         assert points == [{"local.epochs": epochs} for epochs in (1, 2, 3)]
 
@@ -175,7 +175,7 @@ class TestPlan:
             if path.stem not in ("default", "methods")
         ),
     )
-    def test_shipped_space_has_keys_that_exist(self, name: str) -> None:
+    def test_sweep_options_search_existing_keys(self, name: str) -> None:
         assert shipped(name).samples()
 
     @pytest.mark.parametrize(
@@ -190,17 +190,17 @@ class TestPlan:
             ("fraug_pacs", "method.fraug.noise_dim", {64, 128, 256, 512}),
         ],
     )
-    def test_shipped_grid_has_the_papers_values(
+    def test_sweep_option_grid_has_the_papers_values(
         self, name: str, key: str, values: set[float]
     ) -> None:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_shipped_space_of_fedbr_contains_tau2_of_zero(self) -> None:
+    def test_sweep_option_fedbr_searches_tau2_zero(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_shipped_space_of_methods_has_ten_methods(self) -> None:
+    def test_sweep_option_methods_has_ten_methods(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
 

@@ -179,7 +179,7 @@ class Hoarding(FedProx):
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
-def test_check_accepts_update_that_is_client_state() -> None:
+def test_check_accepts_client_state_equal_to_the_update() -> None:
     assert (
         failed_checks(Remembering(), Study(data=FEW, schedules=(Synchronous(4), Buffered(4, 1))))
         == {}

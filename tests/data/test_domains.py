@@ -63,7 +63,7 @@ def test_domains_keep_pixels_and_labels(root: Path) -> None:
     assert built.labels[built.domains == 0].tolist() == [*range(10), 0, 1, *range(10)]
 
 
-def test_domains_of_every_form_have_ten_classes(root: Path) -> None:
+def test_domains_of_every_file_format_have_ten_classes(root: Path) -> None:
     for name in ("mnist", "mnist_m", "usps", "street", "digits"):
         built = Domains(root=str(root), download=False, domains=[name]).build()
         assert built.class_names == DIGITS and sorted(set(built.labels.tolist())) == list(range(10))

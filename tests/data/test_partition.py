@@ -158,7 +158,7 @@ def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_prior_of_remaining_samples_makes_one_class_clients() -> None:
+def test_dirichlet_scaled_prior_gives_clients_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -187,9 +187,7 @@ def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_client_takes_last_class_for_uniform_of_one(
-    shares: list[float], label: int
-) -> None:
+def test_dirichlet_client_draw_of_one_takes_last_class(shares: list[float], label: int) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
     rows = dirichlet_client_split(**arguments, proportions=[shares], uniforms=[1.0])
     assert rows.indices.tolist() == [label]
@@ -351,7 +349,7 @@ def test_error_of_impossible_split_names_key_and_value(make, key: str) -> None:
 
 
 @pytest.mark.parametrize(("proportions", "attempts"), [(5_000, 50), (1_000, 20)])
-def test_large_split_fails_after_fewer_draws(
+def test_impossible_large_split_stops_after_fewer_draws(
     proportions: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "MAX_PROPORTIONS", proportions)
@@ -433,7 +431,7 @@ def test_partition_by_class_refuses_data_without_classes(partitioner: Partitione
         federate(Tabular("diabetes"), partitioner, 0)
 
 
-def test_last_share_gets_the_remaining_samples() -> None:
+def test_share_counts_give_last_share_the_remainder() -> None:
     assert share_counts(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 

@@ -84,7 +84,7 @@ def test_table_columns_are_inferred(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_settings_name_columns(write: Writer, tmp_path: Path) -> None:
+def test_table_reads_columns_named_in_settings(write: Writer, tmp_path: Path) -> None:
     source = replace(
         write(tmp_path, COLUMNS), columns=["score"], label="age", user="label", kind="regression"
     )

@@ -195,7 +195,7 @@ def test_chosen_option_has_only_the_keys_of_its_class(word: str) -> None:
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
-def test_local_steps_unset_epochs_and_the_reverse() -> None:
+def test_setting_local_steps_unsets_epochs_and_vice_versa() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")
@@ -618,7 +618,7 @@ def test_constructor_gets_checked_values() -> None:
         build_object(Evaluation, {"every": None}, "evaluate")
 
 
-def test_folder_of_options_exists() -> None:
+def test_conf_folder_of_raysim_exists() -> None:
     assert (conf_folder() / "config.yaml").is_file()
 
 
@@ -668,6 +668,6 @@ def test_renamed_key_error_names_new_key(key: str) -> None:
     ("override", "advice"),
     [("method=fedprox fedbn", "method=fedprox+fedbn"), ("local_epochs=5", "local.epochs")],
 )
-def test_nearly_right_override_is_answered(override: str, advice: str) -> None:
+def test_error_of_misspelt_override_suggests_the_key(override: str, advice: str) -> None:
     with pytest.raises(RefusedError, match=re.escape(advice)):
         compose([override])

@@ -54,7 +54,7 @@ def test_overview_describes_centralized_training(
     assert "1 round of Synchronous(cohort=1)" in text and "clients   1 with" in text
 
 
-def test_overview_has_local_budget() -> None:
+def test_overview_shows_local_epochs_and_folder() -> None:
     found = lines("local.epochs=5", "local.batch=10", "local.lr=0.3")
     assert (
         found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3")
@@ -79,7 +79,7 @@ def test_overview_has_input_shape() -> None:
     )
 
 
-def test_overview_has_columns() -> None:
+def test_overview_shows_inputs_and_labels() -> None:
     assert (
         lines("data=synthetic")["columns"]
         == "inputs: images; labels: 10 classes (data.kind=classification)"
@@ -95,7 +95,7 @@ def test_overview_without_classes_has_no_split(capsys: pytest.CaptureFixture[str
     assert "classes" not in capsys.readouterr().out
 
 
-def test_overview_has_forecast() -> None:
+def test_overview_shows_forecast_of_the_schedule() -> None:
     stale = [
         "schedule=buffered",
         "schedule.concurrency=20",
@@ -130,7 +130,7 @@ def test_overview_has_forecast() -> None:
         ),  # each round two of three equal jobs, and then one
     ],
 )
-def test_overview_has_busy_workers(workers: str, cohort: int, said: str) -> None:
+def test_overview_shows_how_many_workers_are_busy(workers: str, cohort: int, said: str) -> None:
     found = lines("runtime=local", f"runtime.workers={workers}", f"schedule.cohort={cohort}")
     assert found["schedule"].endswith(said)
 

@@ -401,7 +401,7 @@ def test_runs_of_earlier_versions_are_resumed(tmp_path: Path) -> None:
     assert len(raysim.run([f"out={folder}", "resume=latest", "rounds=3"], quiet=True).rows) == 3
 
 
-def test_init_without_a_key_sets_the_file(tmp_path: Path) -> None:
+def test_init_with_a_path_sets_init_file(tmp_path: Path) -> None:
     for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
         assert compose(words).init.file == "a/b.pt"
     assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"

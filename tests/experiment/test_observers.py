@@ -211,7 +211,7 @@ def test_run_resumes_without_its_job_files() -> None:
     assert not Path("a/jobs.parquet").exists() and not Path("a/timeline.png").exists()
 
 
-def test_equal_clients_have_no_timeline() -> None:
+def test_run_on_equal_devices_draws_no_timeline() -> None:
     result = raysim.run([*QUICK, "out=a"], quiet=True)
     assert len(jobs("a")) == 12 and not Path("a/timeline.png").exists()
     assert "jobs" not in result.summary and result.summary["model_sha256"]

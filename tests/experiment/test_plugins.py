@@ -234,7 +234,7 @@ def test_target_needs_installed_or_allowed_package(package: Path) -> None:
 
 
 # --- observers ------------------------------------------------------------------------------------
-def test_observer_option_follows_run_and_resume(
+def test_observer_option_is_stored_and_resumed(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package / "conf" / "observer").mkdir()

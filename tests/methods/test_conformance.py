@@ -45,7 +45,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration
 from raysim.conformance import agreement
-from raysim.conformance.methods import Seen, check_arguments, check_messages
+from raysim.conformance.methods import WatchedRun, check_arguments, check_messages
 from raysim.methods.ace import ACE
 from raysim.methods.afl import AFL
 from raysim.methods.apfl import APFL
@@ -495,7 +495,7 @@ class Watched:
     name: str
     schedule: Any
     make: Callable[[], Any]
-    seen: Seen
+    seen: WatchedRun
 
 
 @pytest.fixture(

@@ -280,11 +280,12 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Yield for every execution mode how far its results are from those of the loop on the CPU.
+    """Yield a row for every execution mode: how far its results are from the reference.
 
-    A row has this distance and the largest allowed one, both as shares of the largest change of a
-    parameter. A model that draws random numbers in its steps draws different ones on another
-    device, so it is compared with the loop on the same device.
+    The reference is raysim's mode without lanes and graphs (`LOOP`) on the CPU. A row has the
+    largest difference and the largest allowed one, both divided by the largest change of a
+    parameter in the run. A model that draws random numbers in its steps draws different ones on
+    another device, so its reference is computed on the same device.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -331,7 +332,7 @@ def _checked_methods(options: GpuOptions) -> dict[str, MakeMethod]:
 def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
     """Compare the results of every method with those of the CPU, in every execution mode.
 
-    Each is measured in float64 and in float32.
+    Every method runs in float64 and in float32.
     has_time: function that returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []
@@ -347,7 +348,7 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 
 
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare the bits of a run with those of the repeated run, and of the run on two workers."""
+    """Check that a run has the same bits when it is repeated, and on two workers."""
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
         modes = [LOOP] if _draws_in_steps(make) else [LOOP, CHECKED_MODES[-1]]

@@ -393,7 +393,7 @@ def main(
     finally:
         cluster.disconnect()
     processes = f"{options.workers} processes of one thread"
-    print(f"seconds a round, {processes}; medians of {blocks} repetitions")
+    print(f"seconds per round with {processes}; medians of {blocks} blocks")
     print(_table(results, options.floor))
     settings = {
         "torch": torch.__version__,

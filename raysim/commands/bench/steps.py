@@ -80,7 +80,7 @@ class StepCost:
     seconds: the median over blocks.
     ratio: the median of `ratios`.
     ratios: for each block, the method's seconds divided by those of the reference.
-    limit: the promised ratio; None without a promise.
+    limit: the largest ratio that raysim promises; None if it promises none.
     """
 
     method: str
@@ -130,9 +130,11 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
-    """Return the seconds of FedBSS's jobs, and the seconds of the same work in FedAvg.
+    """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
 
-    This work is FedAvg's steps on as many samples, and a forward pass over the data before them.
+    In each round FedBSS makes a forward pass over a client's data, and then trains on some of its
+    samples. The second number is the time of such forward passes, plus the time of FedAvg's steps
+    on equally many samples.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
@@ -192,7 +194,7 @@ def measure_pairs(
     """Measure every method once in each block.
 
     pairs: for each method, a function that returns the seconds of the method and of its reference.
-    limits: for each method, the promised ratio; None without a promise.
+    limits: for each method, the largest ratio that raysim promises; None if it promises none.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):

@@ -56,9 +56,9 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def convert(capacity: str, behaviour: str, out: Path) -> str:
-    """Write a trace; return a sentence about it.
+    """Convert FedScale's two files into a trace; return a sentence with the number of clients.
 
-    capacity, behaviour: FedScale's two files.
+    capacity, behaviour: the paths of FedScale's files.
     out: the file of the trace.
     Raise `ValueError` if FedScale's files have other contents.
     """
@@ -77,7 +77,8 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
             first_error = f"client {client}: {error}"
     if not rows:
         raise ValueError(
-            f"{behaviour}: no client has a valid row for a trace. The first error: {first_error}"
+            f"{behaviour}: none of the clients can be converted. Correct the files; the first "
+            f"error is {first_error}"
         )
     make_folder(out.parent)
     write(out, rows)
@@ -99,9 +100,15 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
     except (OSError, RefusedError):
         raise
     except Exception as error:  # a damaged pickle fails in many ways
-        raise ValueError(f"{file} is not a pickle of FedScale ({first_line(error)})") from error
+        raise ValueError(
+            f"{file} is not a pickle of FedScale ({first_line(error)}). Give "
+            "client_device_capacity and client_behave_trace"
+        ) from error
     if not isinstance(clients, dict) or not clients:
-        raise ValueError(f"{file} is not a pickle of FedScale: it holds no dictionary of clients")
+        raise ValueError(
+            f"{file} is not a pickle of FedScale: it holds no dictionary of clients. Give "
+            "client_device_capacity and client_behave_trace"
+        )
     for client, values in clients.items():
         if not isinstance(values, dict) or key not in values:
             raise ValueError(

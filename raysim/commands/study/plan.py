@@ -154,7 +154,9 @@ def _folder(out: Sequence[str]) -> Path:
     if not out:
         return dated_folder(Path("studies"))
     if len(out) > 1:
-        raise RefusedError(f"{' and '.join(out)}: a study has one folder. Give one out")
+        raise RefusedError(
+            f"{' and '.join(out)}: a study is written into one folder. Keep one of these overrides"
+        )
     if "${" in out[0]:  # a reference to another key
         return local_folder(str(to_dict(compose(out))["out"]))
     return local_folder(str(read_full_key(out[0]).value))
@@ -172,8 +174,8 @@ def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
         if key not in ALWAYS_NAMED and varies_now != varied_before:
             values = "several values" if varies_now else "one value"
             raise RefusedError(
-                f"{key}: {values} of {key} would rename the runs in {study.folder}. "
-                "Start another study in a new folder"
+                f"{key}: a study that continues cannot give this key {values}, because the names "
+                f"of the runs in {study.folder} would change. Start another study in a new folder"
             )
     return merged
 

@@ -72,8 +72,8 @@ HOW = (
 class RunScores:
     """A run of a study with its metrics.
 
-    result: None if the run failed or has not started.
-    values: by metric; None if the run does not have the metric.
+    result: the finished run; None if the run failed or has not started.
+    values: the value of each metric, by name; None if the run does not have the metric.
     """
 
     run: StudyRun
@@ -259,7 +259,8 @@ def _format_number(
     """Return a number as text.
 
     sign: "+" shows the sign of positive numbers.
-    like: if the number is a deviation, its mean, so that both get equal decimals; else None.
+    like: for a standard deviation, the mean that it belongs to, so that both have equally many
+    decimals; None for other numbers.
     """
     if value is None:
         return MISSING
@@ -513,9 +514,9 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return the sections of a page about differences, and write the study's picture.
+    """Return a section of report.html for each metric: the differences to the reference.
 
-    The picture shows the differences of the first metric.
+    Also write the study's picture, study.png, which shows the differences of the first metric.
     """
     sections = []
     for name in names:

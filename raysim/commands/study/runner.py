@@ -54,11 +54,13 @@ class RunEnd:
 
 # --- before the first run -----------------------------------------------------------------------
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
-    """Build every run, and mark the runs that are finished in the study's folder.
+    """Build every run of a study before the first one starts; return the study with the results.
 
-    Return the study with these marks, and with the runs' warnings.
+    The results are each run's `is_finished` (from the study's folder) and `warnings`. Nothing is
+    written.
     parallel: the number of runs at a time.
-    Raise `RefusedError` for the first run that cannot be made or continued. Nothing is written.
+    Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
+    continued.
     """
     runs = []
     for run in study.runs:
@@ -78,7 +80,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
 
 def _share_cpus(config: Node, parallel: int) -> Node:
-    """Return a configuration whose number of workers lets `parallel` local runs share the CPUs."""
+    """Return the configuration with so few workers that `parallel` local runs share the CPUs."""
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
@@ -109,7 +111,7 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Execute the runs that are not finished; return the failed runs, each with a sentence.
+    """Execute the runs that are not finished; return for each failed run why it failed.
 
     parallel: the number of runs at a time.
     say: function that gets a line for each run that has ended.
@@ -152,7 +154,7 @@ def make_runs(
                 say(f"run {number}/{total} {end.run.name}: {outcome}{left}")
     except KeyboardInterrupt:
         command = resume_hint("study", study.folder, allow)
-        raise Interrupted(f"stopped before all {total} runs were made: {command}") from None
+        raise Interrupted(f"stopped before all {total} runs were finished: {command}") from None
     return failures
 
 
@@ -183,7 +185,7 @@ def _run_one_by_one(
     begin: Callable[[StudyRun], None],
     show_progress: Say,
 ) -> Generator[RunEnd]:
-    """Execute runs one after another in this process, with the same Ray; yield their ends."""
+    """Execute runs one after another in this process, on one Ray cluster; yield their ends."""
     with ExitStack() as session:
         for run in runs:
             since = time.monotonic()
@@ -263,7 +265,7 @@ def _run_in_parallel(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Execute `parallel` runs at a time on one Ray; yield their ends, the earliest first."""
+    """Execute `parallel` runs at a time on one Ray cluster; yield each run's end when it ends."""
     waiting = list(runs)
     children: dict[int, ChildRun] = {}  # by the file descriptor of the answer
     with ExitStack() as session:

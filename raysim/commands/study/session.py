@@ -51,7 +51,8 @@ class StudyResult:
         path = self.folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: the study has no such table, because too few runs have ended"
+                f"{path}: the study has no such table, because too few runs have finished. Finish "
+                "its runs, or repeat the study with more seeds"
             )
         return pd.read_csv(path)
 
@@ -77,7 +78,8 @@ def study(
     allow: the packages whose classes the options use.
     quiet: print nothing.
 
-    Raise `RefusedError` for a study that cannot be made (nothing was written), and `Interrupted`.
+    Raise `RefusedError` if an override or a run is impossible (nothing is written then), and
+    `Interrupted` if the user stops the study.
     """
     if parallel < 1:
         raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it")

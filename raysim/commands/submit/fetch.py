@@ -178,7 +178,10 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
             )
     if BEGIN not in lines or END not in lines:
         reason = lines[-1] if lines else "it printed nothing"
-        raise RefusedError(f"job {job}: the results could not be packed on its node ({reason})")
+        raise RefusedError(
+            f"job {job}: the results could not be packed on its node ({reason}). Correct the "
+            "cause, or copy the folder from its node"
+        )
     encoded = lines[lines.index(BEGIN) + 1 : lines.index(END)]
     return b"".join(map(base64.b64decode, encoded))
 

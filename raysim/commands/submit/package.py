@@ -239,7 +239,7 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 
 
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
-    """Refuse on this machine what would fail on the cluster.
+    """Check a command on this machine, before anything is sent to the cluster.
 
     Raise `RefusedError` if the cluster would refuse the command, or if results would be lost.
     """

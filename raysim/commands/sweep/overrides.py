@@ -87,7 +87,7 @@ def _check_renamed(option: str) -> None:
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
-    """Return the values to search for a key, as a file gives them.
+    """Return the values to search for a key, from an entry of a file in `conf/sweep`.
 
     values: a list, or text as on the command line.
     """

@@ -118,11 +118,14 @@ class SweepOptions:
 class SweepPlan:
     """A sweep, composed and checked, as plain data.
 
+    A point is a dictionary with a value for each searched key.
+
     options: the settings `sweep.*`.
     space: the values of each searched key.
-    drafts: the configuration for each combination of searched groups, by the chosen options as
-    JSON.
-    inactive: by the same keys, the searched keys that these options do not have.
+    drafts: a configuration for each combination of searched options, such as method=fedprox with
+    partition=iid. The keys of this dictionary are the options as JSON.
+    inactive: for each draft, by the same keys, the searched keys that the draft does not have:
+    with method=fedavg there is no method.fedprox.mu.
     overrides: the overrides of the command.
     """
 
@@ -143,7 +146,7 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return a point without the searched keys that the point's options do not have."""
+        """Return the point without those keys that its options do not have; see `inactive`."""
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
 
@@ -282,7 +285,7 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
     """Raise `RefusedError` if PBT cannot change one of the searched keys during a run.
 
-    chosen: the searched options of groups.
+    chosen: the searched keys whose values are options, such as "method".
     """
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):

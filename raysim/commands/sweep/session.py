@@ -48,7 +48,7 @@ def sweep(
     allow: Sequence[str] = (),
     console: Console | None = None,
 ) -> SweepResult:
-    """Search to the end, as `raysim sweep` does; return the trials.
+    """Execute all trials of a sweep, as `raysim sweep` does; return their results.
 
         result = raysim.sweep("method=fedprox method.fedprox.mu=0.01,0.1,1 out=sweeps/mu")
         result.get_best_result().config, result.get_best_result().metrics
@@ -58,7 +58,8 @@ def sweep(
     allow: the packages whose classes and options the sweep may use.
     console: where to print; None takes the standard output.
 
-    Raise `RefusedError` for a sweep that cannot be made (nothing was written), and `Interrupted`.
+    Raise `RefusedError` if the sweep is impossible (nothing is written then), and `Interrupted` if
+    the user stops it.
     """
     from rich.console import Console
 
@@ -92,7 +93,7 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few runs of a sweep, to find values that no run can have.
+    """Build a few runs of a sweep (`SweepPlan.samples`), to find impossible values.
 
     Raise `RefusedError` for such a value.
     """
@@ -193,7 +194,7 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "m
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few of its runs, built.
+    experiments: a few of its runs, from `_build_samples`.
     resources: what a worker reserves; without workers, what a trial reserves.
     slots: the number of trials that fit at once.
     """

@@ -78,7 +78,10 @@ Space: TypeAlias = Mapping[str, ValueRange]
 
 
 def check_range(key: str, values: ValueRange) -> ValueRange:
-    """Return the values of a key, checked. Raise `RefusedError` if none can be drawn."""
+    """Return `values` unchanged. Raise `RefusedError` if no value can be drawn from them.
+
+    key: the searched key, for the error.
+    """
     if isinstance(values, Choice):
         if not values.values:
             raise RefusedError(
@@ -99,7 +102,8 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
     """Return `count` independent random points.
 
-    With an equally seeded generator, a longer list begins with the shorter one.
+    Two generators of the same seed give the same points: a call with a larger `count` returns those
+    of a smaller one, and then further points.
     """
     points = []
     for _ in range(count):

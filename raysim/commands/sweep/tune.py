@@ -63,10 +63,12 @@ class TrialTask:
 
     folder: the sweep's folder.
     metric: the compared column.
-    device, packages, driver, mixed: describe the process that runs the sweep. Unless `mixed` is
-    True, the processes of all trials must match it.
+    device: the device of the workers.
     resources: what one worker reserves.
     allow: packages that the configuration may use.
+    packages: names of packages whose installed files must be the same in all processes.
+    driver: the identity of the process that runs the sweep, on which the bits of results depend.
+    mixed: False refuses trials in processes with another identity.
     """
 
     folder: str

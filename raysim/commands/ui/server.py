@@ -74,7 +74,8 @@ def update_database(place: str) -> int:
     """Send the runs in a folder, with their models, to the folder's database; return 0."""
     if place.startswith(("http://", "https://")):
         raise RefusedError(
-            f"--update {place}: a server gets its runs from the runs themselves. Give a folder"
+            f"--update {place}: a run sends its own rows to a server, so there is nothing to "
+            "update. Give a folder"
         )
     database = RunDatabase(find_root(place), _print)
     make_experiment(database.uri)
