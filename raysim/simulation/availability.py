@@ -136,12 +136,18 @@ class Availability(ABC):
 
 
 def floats(values: np.ndarray) -> memoryview[float]:
-    """Return a view of an array of floats from which reading one value takes half the time."""
+    """Return a view of an array of floats.
+
+    Reading one value from the view takes half as long as reading it from the array.
+    """
     return memoryview(values)  # type: ignore[arg-type, call-overload, return-value, unused-ignore]
 
 
 def ints(values: np.ndarray) -> memoryview[int]:
-    """Return a view of an array of integers from which reading one value takes half the time."""
+    """Return a view of an array of integers.
+
+    Reading one value from the view takes half as long as reading it from the array.
+    """
     return memoryview(values)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -207,7 +213,7 @@ class Diurnal(Availability):
 
 
 class _StepDraw(NamedTuple):
-    """The random numbers of one time step, from which `MarkovAvailability` decides all clients.
+    """The random numbers that decide whose availability a step of `MarkovAvailability` sets.
 
     They put the clients in a random order: client c has place (c - start) * factor modulo a prime.
     """
@@ -324,7 +330,10 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return the clients that a step sets to available, ascending; some may be so already."""
+        """Return the clients that a step sets to available, ascending.
+
+        Some of them may already be available.
+        """
         draw = self._draw(step)
         if draw.comes >= len(clients):
             return np.asarray(clients[self._places(clients, step) < draw.comes])

@@ -132,7 +132,7 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round; yield the events of the run.
 
-        Raises TooManyFailuresError or NoClientsLeftError; a checkpoint is written before.
+        Raises TooManyFailuresError or NoClientsLeftError, after a checkpoint was written.
         """
         self.history.start()
         if self.profile:

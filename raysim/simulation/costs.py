@@ -1,9 +1,9 @@
 """What jobs cost besides time and bytes: energy of the devices, money, and CO2.
 
-A job has three phases: its client receives, trains and sends. Each phase costs its duration
-multiplied by the power of the client's device in this phase. The energy of the job is the sum over
-the phases. Money and CO2 follow from this energy and from the bytes on the client's link. The
-energy of idle devices is counted separately, because most of it has nothing to do with a run.
+A job has three phases: its client receives, trains and sends. The energy of a phase is its duration
+times the power of the client's device in this phase; the energy of the job is the sum over the
+phases. Money and CO2 follow from this energy and from the bytes on the client's link. The energy of
+idle devices is counted separately, because most of it has nothing to do with a run.
 """
 
 from __future__ import annotations

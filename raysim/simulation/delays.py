@@ -47,7 +47,8 @@ class Delays(Fleet):
     """A fleet in which each client belongs to a kind that decides the time of its jobs.
 
     kinds: the kinds of clients, by name.
-    scale: a factor of all weights. If it is larger, kinds of small weight have fewer clients.
+    scale: the factor by which all weights are multiplied. With a larger factor, kinds of small
+    weight have fewer clients.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)

@@ -96,7 +96,7 @@ class Waiting:
     infinite if the run waits forever.
     node_timeout: None if the node answers. Otherwise the seconds without an answer after which the
     node counts as lost.
-    stacks: the current position of each thread of the worker's process; "" if unknown.
+    stacks: the stack of each thread of the worker's process, as text; "" if unknown.
     """
 
     worker: int

@@ -29,7 +29,8 @@ class Forecast:
     staleness: the staleness of aggregated updates.
     lost, discarded: shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: the same share, if the selection could be planned ahead of the training.
+    workers_busy_ahead: the same share if the selection needed no reports, so that the run could be
+    planned ahead of the training.
     """
 
     at_work: float

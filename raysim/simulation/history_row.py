@@ -119,7 +119,7 @@ class RowWriter:
         return row
 
     def _other_scores(self) -> Row:
-        """Return the columns of all metrics but the main one, without values yet (None)."""
+        """Return the columns of all metrics except the main one; all values are still None."""
         row: Row = {}
         for name in self.other_metrics:
             row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
@@ -188,7 +188,7 @@ def _mean_loss(updates: Sequence[Update]) -> float | None:
 def _mean_reports(updates: Sequence[Update]) -> Row:
     """Return a column for each value that methods reported in the clients' jobs (`job.report`).
 
-    It has the mean over the clients that reported this value.
+    The column has the mean over the clients whose jobs reported the value.
     """
     values: dict[str, list[float]] = {}
     for update in updates:

@@ -200,7 +200,7 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats fewer a client receives than all parameters.
+        """Return how many floats a client saves by receiving messages instead of parameters.
 
         Also record that the client has this version from now on.
         version: the base version of the client's next job.

@@ -84,7 +84,7 @@ class CountingRuntime:
         return ref
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of a worker; see `Runtime`."""
+        """Start a Python method of a worker; see `Runtime`."""
         nodes = self.runtime.nodes
         node, has_several = nodes[worker], any(nodes)
         if has_several:

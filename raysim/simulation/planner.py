@@ -75,7 +75,7 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats fewer than all parameters a client receives with its next job."""
+        """Return how many floats a client saves by receiving messages instead of parameters."""
         ...
 
 
@@ -372,7 +372,7 @@ class Planner:
     def _advance(self, until: float) -> None:
         """Advance virtual time to the next end of a job, at most to `until`.
 
-        All jobs with this end are ended, in the order of their clients.
+        All jobs that end at this time are ended, in the order of their clients' numbers.
         """
         self._short.clear()
         events = self._events

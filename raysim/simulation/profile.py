@@ -80,7 +80,7 @@ class Profile:
         self.start = self.spans.now()
 
     def take(self) -> Profiled:
-        """Return the profile from its start until now; fetch the workers' parts from them."""
+        """Return the profile from its start until now, with the profiles of all workers."""
         stop = self.spans.now()
         track = self.spans.take("coordinator")
         rest = max(0.0, stop - self.start - sum(track.seconds.values()))
@@ -95,7 +95,7 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Return a worker's track, completed by the time between the worker's calls.
+    """Return a worker's track to which the time between the worker's calls is added.
 
     A worker first waits until it is called ("waiting"), and then until the message arrives
     ("messages").

@@ -333,7 +333,7 @@ class Replicas:
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
         """Let replicas exchange after an aggregation; return the replicas that may have changed.
 
-        Float buffers are averaged like parameters; of integer buffers the maximum is taken. Server
+        Float buffers are averaged like parameters, integer buffers take the maximum, and server
         state is not exchanged.
         replicas: the replicas that have aggregated.
         """
@@ -358,7 +358,10 @@ class Replicas:
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
-        """Give each changed replica a new version number, the same to replicas with one vector."""
+        """Give each changed replica a new version number.
+
+        Replicas that share a vector get the same number.
+        """
         number_of: dict[int, int] = {}
         for replica in self._changed:
             vector = replica if self._sends else id(self.servers[replica].vector)

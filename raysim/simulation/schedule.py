@@ -25,7 +25,8 @@ class View(NamedTuple):
     version: the number of aggregations so far.
     running: the jobs in flight by number, in the order of their dispatch; discarded jobs are left
     out.
-    arrived: the jobs whose updates have arrived, in the order of arrival, then of clients.
+    arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
+    together are in the order of their clients' numbers.
     idle: the number of clients that are not busy; some of these may be unavailable.
     sent: the number of jobs that were dispatched with this version.
     since: the virtual time at which the first of these jobs was dispatched.

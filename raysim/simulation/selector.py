@@ -1,4 +1,4 @@
-"""Let a selection rule choose clients: say what the rule may know, and check its choice."""
+"""Let a selection rule choose clients: tell the rule what it may know, and check its choice."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class Selector:
         return self._seconds
 
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
-        """Return the seconds that these clients need to send the update of a first job, float64."""
+        """Return how many seconds each client needs to send its first update, float64 [clients]."""
         if not isinstance(self._devices, DevicesWithPhases):
             return np.zeros(len(clients))
         loads = ((client, *self._load(client, 0, 0, 0)) for client in clients)
@@ -320,7 +320,7 @@ class Selector:
     def aggregate(self, jobs: Iterable[Job], version: int) -> None:
         """Record the staleness of the jobs of an aggregation.
 
-        version: the version that the updates are added to.
+        version: the number of the version to which the updates are added.
         """
         for job in jobs:
             self._facts.staleness[job.client] = version - job.version

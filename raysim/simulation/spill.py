@@ -112,7 +112,7 @@ class MappedFile:
         self.used = 0  # bytes of the arrays in the file
 
     def move(self, array: np.ndarray) -> np.ndarray:
-        """Write an array into the file; return the copy that is there.
+        """Write an array into the file; return the copy, which is mapped from the file.
 
         Raises OSError, which names the folder, if the file cannot be written.
         """
@@ -130,7 +130,10 @@ class MappedFile:
         return any(address in addresses for addresses in self._addresses)
 
     def note_read(self, size: int) -> None:
-        """Record that `size` bytes are read next; remove all pages first if that is too much."""
+        """Record that `size` bytes are read next.
+
+        Before more than `resident` bytes are read, remove all pages from memory and count again.
+        """
         if self._read + size > self._resident:
             for segment in self._segments:
                 segment.madvise(mmap.MADV_DONTNEED)

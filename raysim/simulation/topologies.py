@@ -143,17 +143,19 @@ class Hierarchical(Topology):
 class Clustered(Topology):
     """Several models on one server, each for the clients with similar data.
 
-    rule="updates" begins with one model, and splits the clients of a model where their updates
-    point in different directions. Source: Sattler, Mueller and Samek, "Clustered Federated
-    Learning" (IEEE TNNLS 2021). The method is called CFL; see `raysim.simulation.clustering`.
+    rule="updates" begins with one model. If the updates of a model's clients point in different
+    directions, the clients are split among two models. Source: Sattler, Mueller and Samek,
+    "Clustered Federated Learning" (IEEE TNNLS 2021). The method is called CFL; see
+    `raysim.simulation.clustering`.
 
     rule="loss" has `clusters` models with different initial values. A client receives all models
     and trains the one with the smallest loss on the client's training samples. This loss is
-    computed in eval mode and without augmentation; of equal losses the first model counts. A client
-    is scored with the model that has the smallest loss on its training samples. Source: Ghosh,
-    Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning" (NeurIPS
-    2020). The method is called IFCA; this is Algorithm 1 with model averaging. The first model is
-    the run's model; each other model draws new initial values by PyTorch's rule for each layer.
+    computed in eval mode and without augmentation; if losses are equal, the first model is used. A
+    client is scored with the model that has the smallest loss on its training samples. Source:
+    Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning"
+    (NeurIPS 2020). The method is called IFCA; this is Algorithm 1 with model averaging. The first
+    model is the run's model; each other model draws new initial values by PyTorch's rule for each
+    layer.
 
     clusters: the largest number of models. The other options are for rule="updates".
     mean_norm: a cluster is split only if the norm of its mean update is below this value, eps_1 in
@@ -234,7 +236,7 @@ class Gossip(Topology):
     "erdos_renyi", in which each pair is joined with `probability`; "expander", which joins `degree`
     / 2 random rings; "complete"; or "edges".
     edges: for graph="edges", the pairs of neighbours [i, j], or [i, j, weight] with the weight that
-    each of both gives to the other's model.
+    each of the two clients gives to the other's model.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours;
     "pairwise" makes a replica and one random neighbour their mean.
     weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),

@@ -6,7 +6,7 @@ classes and D an attacker's honest update, the values of `attack.kind` mean:
     label_flip   train on C - 1 - y                                Fang et al., USENIX Security 2020
     sign_flip    send -scale D                                     Li et al., AAAI 2019 (RSA)
     scaled       send scale D                                      Bagdasaryan et al., AISTATS 2020
-    gaussian     send noise of deviation sigma                     Blanchard et al., NeurIPS 2017
+    gaussian     send noise of standard deviation sigma            Blanchard et al., NeurIPS 2017
     alie         send mean + z deviations of the honest updates    Baruch et al., NeurIPS 2019,
                                                                    Algorithm 3
 

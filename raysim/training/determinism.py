@@ -53,8 +53,8 @@ def openblas_threads() -> Any:
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of returning it to the operating system.
 
-    Otherwise the memory of gradients of 30 MB would be mapped again at every step, which took 11 %
-    of the time of benchmark W3.
+    Otherwise the memory of large gradients would be mapped again at every step. With gradients of
+    30 MB, this took 11 % of the time of a benchmark.
     """
     if sys.platform != "linux":
         return

@@ -2,8 +2,8 @@
 
 The process that starts a run builds them once. On Ray they travel in the object store, where all
 processes of a node read the same memory; in process, coordinator and worker use the same arrays.
-They are only read: a method that changes weights makes parameters or buffers of them, which belong
-to the vector.
+No process changes them. A method that must change a weight makes it a trainable parameter or a
+buffer, which belongs to the vector.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class InitialWeights:
     base: str = ""
 
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
-        """Copy the values into the networks. Raises ValueError with the tensors that do not fit.
+        """Copy the values into the networks.
+
+        Raises ValueError, which names tensors, if tensors of the file and of the run do not match.
 
         personal: names of tensors that stay on the clients. They may be missing, because a file
         that a run has written does not have them.

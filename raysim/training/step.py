@@ -264,7 +264,7 @@ class Step:
     def _perturb(
         self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
     ) -> Tensor:
-        """Return a method's gradient, which is made from gradients at shifted parameters."""
+        """Return the gradient from a method's hook `perturb`, which uses shifted parameters."""
 
         def gradient_at(shift: Tensor) -> Tensor:
             with second.at(shift, group.runs) as out:

@@ -185,7 +185,7 @@ class Trainer:
         download: Mapping[str, Tensor],
         state: ClientState[Tensor],
     ) -> RunningJob:
-        """Load a client into the vector, plan its batches, and let the methods begin and prepare.
+        """Load a client into the vector, plan its batches, and call `begin` and `prepare` hooks.
 
         base: [layout.shared], the received vector.
         counters: the received integer buffers, see `load_vector`.

@@ -162,13 +162,13 @@ class Worker(SeparateSums):
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
         """Train the jobs in order.
 
-        Returns a `TrainingResult`; in stateful runs a tuple of it and the client state of each job
-        that did not fail.
+        Returns a `TrainingResult`. If clients have states, returns a tuple of the `TrainingResult`
+        and the client state of each job that did not fail.
 
         groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`.
         versions: the number of published versions from which the jobs start.
-        values: these versions; then, in stateful runs, the client state from which each job starts,
-        or None if it is on this worker.
+        values: these versions. If clients have states, then also the client state from which each
+        job starts, or None if this worker has it.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -329,8 +329,8 @@ class _TrainingCall:
     def fail(self, place: int, error: BaseException) -> None:
         """Record that a job has failed. The client's state stays as the job received it.
 
-        If the job has no state, because the client's initial state has an error, raise the error:
-        no client can be trained.
+        If the job failed because the client's initial state could not be made, raise the error,
+        because then no client can be trained.
         """
         if place not in self._begun:
             raise error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a network, with its `path` there and its place [start, stop) in the vector."""
+    """A tensor: its `path` in its network, and its place [start, stop) in the vector."""
 
     network: str
     path: str
