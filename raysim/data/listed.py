@@ -21,10 +21,10 @@ FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5]
 
 @dataclass(frozen=True)
 class Listed(Partitioner):
-    """A partition that a file lists: the training rows of every client.
+    """A partition that is read from a file with the training rows of every client.
 
-    file: a JSON file with a list of lists, or an object of lists; client 0 gets the first list.
-    Rows are counted from 0. Rows that are in no list are not used.
+    file: a JSON file with a list of lists, or with an object of lists by client name; client 0 gets
+    the first list. Rows are counted from 0. Rows that are in no list are not used.
     """
 
     file: str | None = None

@@ -1,4 +1,4 @@
-"""Parquet files of pictures, numbers, text or token numbers."""
+"""Read Parquet files of pictures, numbers, text or token numbers."""
 
 from __future__ import annotations
 
@@ -419,10 +419,10 @@ def _prefix_folders(
 
 
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
-    """Raise ValueError if some files have text and others numbers, or some lists and others not.
+    """Raise ValueError if the label column is text, numbers or lists in some files only.
 
-    kind: `data.kind`; with None and "classification" floats and integers cannot be mixed either,
-    because integers would silently become values.
+    kind: `data.kind`. With None and "classification" a file with integers cannot be combined with a
+    file with floats either, because class numbers would silently become regression values.
     """
     first_paths: dict[pa.DataType, Path] = {}
     for path in paths:

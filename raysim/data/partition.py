@@ -140,7 +140,7 @@ class Partitioner:
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the user's name of each client, or None if clients are not users.
+        """Return the name of each client if clients are users of the data; otherwise None.
 
         partition: the result of `split`.
         domains: the domains of the training rows.
@@ -431,7 +431,10 @@ class Domain(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Give the samples of a domain to its clients in turn, so that each gets all classes."""
+        """Give the central test samples of a domain to its clients in turn, sorted by class.
+
+        Each client so gets samples of all classes.
+        """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
         sizes = np.bincount(domains[rows], minlength=num_domains)
@@ -532,7 +535,7 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return the samples of each client's domain and classes."""
+        """Return the central test samples that have each client's domain and classes."""
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(
             domains=domains[rows],
@@ -565,8 +568,10 @@ def _draw_until_minimum(
     alpha: float,
     clients: int,
 ) -> Floats:
-    """Return the first draw that gives every client `minimum` samples.
+    """Return the first draw of class shares that gives every client `minimum` samples.
 
+    draw: function that draws the clients' shares of each class.
+    client_sizes: function that returns the clients' numbers of samples for these shares, [N].
     For rejected draws only the clients' sizes are computed. Raise ValueError after `MAX_ATTEMPTS`.
     """
     shares = draw()

@@ -90,8 +90,8 @@ class Source:
     """The base class of data sources, with the settings that all sources have.
 
     only: names of the classes to keep, numbered in this order; None keeps all.
-    size: images are resized to size x size pixels.
-    channels: 1 makes images grey, 3 makes them RGB.
+    size: images are resized to size x size pixels; None keeps their size.
+    channels: 1 makes images grey, 3 makes them RGB; None keeps their channels.
     cache: the folder for the data sets that raysim writes; None uses `cache_folder`.
     kind: the kind of the task; None lets `labels.infer_kind` decide.
     ignore: the label of samples and positions without a label; losses and scores ignore them.

@@ -14,7 +14,11 @@ from raysim.data.splits import floor_counts
 
 # ---- training and test rows ----------------------------------------------------------------------
 def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
-    """Mark `fraction` of each group's rows, rounded down and evenly spread, as test rows."""
+    """Return the mask of test rows: a share of each group's rows, evenly spread.
+
+    groups: the number of each row's group, such as its class, [n].
+    fraction: the share; the number of test rows of a group is rounded down.
+    """
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)
     rank = np.empty(len(groups), dtype=np.int64)
@@ -43,7 +47,8 @@ def number_labels(
     values: integers or text. Text is numbered by its position in `names`, or alphabetically.
     names: the class names; None: integer labels have the classes 0 to the largest label.
     place: the name of the source in errors.
-    rows: without names, the largest allowed number of classes; None: the number of labels.
+    rows: the largest allowed number of classes, if there are no names; None allows as many classes
+    as there are labels.
     """
     rows = len(values) if rows is None else rows
     if values.dtype.kind in "OU":

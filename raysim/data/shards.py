@@ -69,8 +69,8 @@ class WebDataset(Source):
     dot of its name; the ending after the dot gives the type of the file: a picture, `npy`, `json`,
     `txt`, or `cls` (an integer).
 
-    root: a folder of *.tar, in which tar files whose names start with "test" are for testing, or a
-    folder with the folders train and perhaps test of *.tar.
+    root: a folder of tar files, in which those whose names start with "test" are for testing; or a
+    folder with the subfolder train, and optionally test, of tar files.
     columns: the endings of the inputs, such as jpg. Several endings are separate inputs, which the
     network gets as arguments with their names (`image` for image.png). None takes all endings
     except those of label and user.
@@ -184,7 +184,7 @@ class WebDataset(Source):
         return values if has_lists else plain_array(values, f"{self.root}, {ending}")
 
     def _read_mask(self, part: Part) -> NDArray[np.uint8]:
-        """Return the class of each pixel of a picture with classes as values: [height, width]."""
+        """Read a picture whose pixel values are class numbers: uint8 [height, width]."""
         picture = Picture(part.place, part.read()).open()
         if picture.mode not in ("1", "L", "P"):
             raise ValueError(

@@ -21,8 +21,9 @@ class Stored(Source):
 
     root: the folder of the data set, or a folder that contains it.
     name: the folder inside `root`; case, blanks, hyphens and underscores do not matter.
+    image_column, label_column, domain_column: columns of Parquet files, see `Parquet`.
     test_fraction: the share of each class of each domain that is for testing, if the files do not
-    say which rows are. The columns are those of Parquet files.
+    say which rows are.
     """
 
     root: str | None = None

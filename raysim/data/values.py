@@ -78,7 +78,7 @@ def type_name(values: NDArray[Any]) -> str:
 
 
 def refuse_nan(values: NDArray[Any], place: str) -> None:
-    """Raise ValueError if floats have a missing value."""
+    """Raise ValueError if an array of floats contains nan, a missing value."""
     if values.dtype.kind == "f" and np.isnan(values).any():
         _refuse_missing(np.isnan(values), place)
 

@@ -100,7 +100,7 @@ def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
 def pool_training(
     data: FederatedData, schedule: Schedule, local: Local, method: str
 ) -> tuple[FederatedData, Schedule, Local]:
-    """Return data, schedule and local training for one model on all clients' samples.
+    """Return data, schedule and local training that train one model on all clients' samples.
 
     A round processes as many samples as a round of the federated run does on average.
     method: name of the method that needs this, for errors.

@@ -278,7 +278,7 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
 
 
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
-    """Store the names of the metrics whose lower scores are better in the configuration.
+    """Store in the configuration the names of the metrics for which a lower score is better.
 
     Reports read the names from the key `evaluate.lower`. Raise ValueError if `evaluate.lower`
     already has a name that is no metric of the run. Names are not checked if the run has a learner,

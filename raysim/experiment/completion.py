@@ -15,9 +15,10 @@ from raysim.primitives.errors import RefusedError
 def completions(
     prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that begin with `prefix`.
+    """Return the words that begin with `prefix`, in which the user pressed the Tab key.
 
     other_words: the other words of the command.
+    folders: the user's own folders of options.
     """
     try:
         options = find_groups(config_folders(folders)).files

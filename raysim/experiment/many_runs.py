@@ -1,7 +1,7 @@
-"""Share code of `raysim study` and `raysim sweep`, which execute many runs.
+"""Name, create and check the folder of a study or a sweep, and read the scores of its runs.
 
-`run_folder` names and checks the folder of a single run in the same way. This module imports no
-torch, so that a wrong override is refused at once.
+`run_folder.py` does the same for the folder of a single run. This module imports no torch, so that
+a wrong override is refused at once.
 """
 
 from __future__ import annotations

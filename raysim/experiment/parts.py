@@ -134,7 +134,7 @@ def build_methods(
 def build_list(
     config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[T, ...]:
-    """Return all parts of a group that may have several parts, "method" or "observer".
+    """Return all parts of a group that may have several, such as "method" or "observer".
 
     kind: the base class that all parts must extend.
     objects: the user's objects, by place.

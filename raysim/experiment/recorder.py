@@ -96,7 +96,7 @@ class Follower:
         return self.run.rows[number - 1]
 
     def follow_event(self) -> None:
-        """Read one event."""
+        """Read one event, and pass it to the observers."""
         with self._stop_on_error():
             self._handle(next(self.events))
 

@@ -62,7 +62,8 @@ def _suggest_key(word: str) -> str:
 def single_override(text: str) -> SettingOverride:
     """Read one override with a single value.
 
-    Raise `RefusedError` for every other override of Hydra.
+    Raise `RefusedError` for an override that has several values, removes a key ("~key") or renames
+    a group ("group@name=option").
     """
     override = read_setting(text)
     key = override.key

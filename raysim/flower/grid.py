@@ -109,8 +109,8 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are available at the current virtual time.
 
-        If the app calls this repeatedly without sending a message, it waits for clients; then the
-        clock is advanced to the next change of availability. A thread that Flower started gets the
+        An app that calls this repeatedly, without sending a message, waits for clients. Such a call
+        advances the clock to the next change of availability. A thread that Flower started gets the
         result of the ServerApp's last call.
         """
         if not self.is_owner():

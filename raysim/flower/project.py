@@ -270,9 +270,9 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
 
 
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
-    """Return a function `client_fn` that makes a client of a class.
+    """Return a `client_fn` that creates a client as an object of the user's class.
 
-    The function passes the context to the class if the class needs one argument.
+    It passes the context to the class if the class needs one argument.
     """
     from flwr.client import NumPyClient
 

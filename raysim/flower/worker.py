@@ -93,7 +93,7 @@ class AppWorker:
         return True
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return an answer for each message; if the app fails, it is an error."""
+        """Return an answer for each message; if the app fails, the answer has an error."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Answer:

@@ -77,7 +77,7 @@ class XGBoostBagging(Learner):
         if task.kind == "multilabel" or (task.kind == "regression" and task.num_classes > 1):
             raise ValueError(
                 f"learner=xgboost needs one target, and this data is for {task.kind} with "
-                f"{task.num_classes}. Choose other data or another learner."
+                f"{task.num_classes} targets. Choose other data or another learner."
             )
         rows = np.zeros((2, int(np.prod(task.shape))), np.float32)
         samples = xgboost.DMatrix(rows, label=np.arange(2), nthread=1)
@@ -152,7 +152,7 @@ def _save(booster: Any) -> bytes:
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a saved XGBoost model, as JSON, that contains the trees."""
+    """Return the part of a saved XGBoost model that contains the trees; both are parsed JSON."""
     model: dict[str, Any] = saved["learner"]["gradient_booster"]["model"]
     return model
 

@@ -57,7 +57,7 @@ def delayed_nesterov_step(
 
     step: the number of the step, from 1.
     every: the number of steps between two changes of the momentum.
-    activation: the share of the momentum in each other step.
+    activation: the share of the momentum in each step that does not change the momentum.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -96,7 +96,13 @@ def _delayed_nesterov(
     part: float,
     is_due: bool,
 ) -> None:
-    """Compute the server's step and update the momentum in place (compiled); all arrays are [d]."""
+    """Compute the server's step and update the momentum in place (compiled); all arrays are [d].
+
+    into: gets the step.
+    total: the sum of the updates since the momentum changed.
+    share, part: the factors of the momentum and of the update in the step.
+    is_due: True if the momentum changes in this step.
+    """
     for i in range(len(into)):
         total[i] = total[i] + delta[i]
         if is_due:

@@ -14,10 +14,10 @@ Departures from the paper
   up to 1000. With threshold=null the rate is always eta.
 - bias_correction=True is the form of the code, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps)
   at step n. The paper has no correction.
-- A client subtracts the model that it received. The released simulator subtracts another model than
-  the one that the client trained from.
-- The mean is uniform unless weighting=samples is set, and has no staleness weights. Buffers do not
-  pass through the optimizer. Staleness is counted when the buffer is flushed.
+- An update is the trained model minus the model that the client received. The released simulator
+  subtracts another model than the one that the client trained from.
+- The mean is uniform unless weighting=samples is set, and has no staleness weights. BatchNorm's
+  statistics do not pass through the optimizer. Staleness is counted when the buffer is flushed.
 
 FADAS does not remove the bias towards fast clients. With CA2FL in the list, CA2FL's v takes the
 place of Delta; this combination is not published.

@@ -17,8 +17,8 @@ Departures from the paper
   as one version. In synchronous rounds the last model counts most, so this is not FedAvg.
 - The hinge contains the paper's + 1. Without it, as in easyFL, the hinge is not continuous. Weights
   are not divided by that of a reference staleness, as FLSim does (a factor of sqrt(2)).
-- The model y is mixed, with its floating buffers, not the change y - x_tau. For the change use
-  FedBuff with a buffer of one.
+- The model y is mixed, with its floating-point buffers (BatchNorm's statistics), not the change
+  y - x_tau. For the change use FedBuff with a buffer of one.
 - With weighting=samples, a_t is multiplied by n_i / mean n and limited to 1. The paper gives all
   clients the same weight.
 - A model older than max_staleness is left out. t still grows.
@@ -48,6 +48,7 @@ def staleness_weight(
 ) -> float:
     """Return the weight of an update by its staleness: 1 at staleness 0, and never larger.
 
+    kind, a, b: the form and the settings of sigma, see the formulas at the head of this file.
     Raises ValueError for a negative staleness.
     """
     if staleness < 0:

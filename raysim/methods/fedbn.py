@@ -1,8 +1,9 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
 Source: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local
-Batch Normalization" (ICLR 2021), Algorithm 1. ``scope`` also gives SiloBN (Andreux et al. 2020), in
-which only the running statistics stay on the client, its opposite, and FedAvg.
+Batch Normalization" (ICLR 2021), Algorithm 1. ``scope="statistics"`` is SiloBN (Andreux et al.
+2020), in which only the running statistics stay on the client; with "affine" only the scales and
+offsets stay, and "none" is FedAvg.
 
 Departures from the paper
 - A layer is a normalisation layer by the type of its module, not because its name contains "bn".
@@ -58,8 +59,9 @@ def split_parameter_names(
 def reestimate_statistics(
     *, model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
-    """Replace BatchNorm's running statistics by their mean over the batches, by batch size.
+    """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
+    The mean is weighted by batch size.
     While this runs, the BatchNorm layers normalise with the statistics of each batch; all other
     layers keep their mode. Afterwards modes and momenta are as before. Batches of one sample have
     no variance and are left out.
@@ -101,8 +103,8 @@ class FedBN(Method):
     scope: the tensors of these layers that stay on the client, see `split_parameter_names`.
     name_rule: a text; instead of choosing layers by type, keep tensors with this text in their
     name.
-    reestimate: True scores a client that never trained with BatchNorm statistics of its own
-    samples, which takes a pass over them in every evaluation.
+    reestimate: if True, a client without training so far is scored with BatchNorm statistics of its
+    own samples, which takes a pass over them in every evaluation.
     """
 
     name = "fedbn"
@@ -172,7 +174,7 @@ class FedBN(Method):
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
     def personalise(self, client: PersonalModel) -> None:
-        """Give a client that never trained BatchNorm statistics of its own samples."""
+        """Load BatchNorm statistics of the client's own samples, if the client never trained."""
         if client.trained:
             return
         networks = client.vector.networks

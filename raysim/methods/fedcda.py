@@ -127,7 +127,11 @@ def greedy_selection(
     smoothness: float,
     num_batches: int,
 ) -> Tensor:
-    """Return the choices int64 [P] of clients in `num_batches` batches, each by `select_models`."""
+    """Return the index of the model that each of P clients chooses: int64 [P].
+
+    The clients are cut into `num_batches` batches. The batches choose one after another, each as in
+    `select_models`, whose arguments are the same, with P clients instead of B.
+    """
     selection = _Selection(candidates[0, 0], candidates.shape[2])
     for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):
         selection.add(model, loss)
@@ -143,9 +147,11 @@ class _Selection:
     """The models chosen so far, summarised in float64.
 
     The summary is their number, and the sums of their losses, of their differences to a centre, and
-    of the squared norms of these differences. The objective is the same for any centre, and
-    rounding errors are small if the centre is near the models. Norms use only the first `trained`
-    entries of a model [D].
+    of the squared norms of these differences.
+
+    centre: a vector [D] that is subtracted from all models. The objective is the same for any
+    centre, but rounding errors are small only if the centre is near the models.
+    trained: norms use only the first `trained` entries of a model.
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -226,7 +232,10 @@ class _Selection:
         return [int(index) for index in np.unravel_index(first, sizes)]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the models' inner products, [T, T], and those with the set's sum, [T]."""
+        """Return the inner products of T models, [T, T], and those with the set's sum, [T].
+
+        rows: the models; the centre is subtracted from each.
+        """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)
         for block in split_range(0, self.trained, _BLOCK):
@@ -237,7 +246,10 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise `RefusedError` if a search has too many combinations, with a sufficient `batches`."""
+    """Raise `RefusedError` if the search of a batch has too many combinations of models.
+
+    The error names a number of batches that is enough.
+    """
     clients = -(-participants // batches)
     combinations = memory**clients
     if combinations <= MAX_COMBINATIONS:

@@ -22,16 +22,16 @@ unrelated.
 Departures from the paper
 - No code of the authors exists, and the listing was not available. Pairs are (0, 1), (0, 2), ... by
   client number, and a conflict is a negative inner product of the original updates. With
-  conflict_test="current" each of the two lines is applied if its own running product is negative,
-  as in PCGrad, and never removes agreement. Order and test matter once an update has two
-  conflicts. The history counts conflicts and projections.
+  conflict_test="current" each of the two formulas is applied if its own inner product, with the
+  changed update, is negative, as in PCGrad; so it never removes agreement. The order of the pairs
+  and the test matter if an update has two conflicts. The history counts conflicts and projections.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
 - The hierarchy's last two are not sorted, as in the code: a is the sum that was made first. With
   s = <a, b> computed before either changed, a <- a - s / (|b|^2 + eps) b, and then with the new a
   b <- b - s / (|a|^2 + eps) a. If a and b are almost opposite, the new a is short and b can grow,
-  at most by |s| / (2 sqrt(eps)). If an aggregation has only two updates, they stay in the order of
-  acceptance.
+  at most by |s| / (2 sqrt(eps)). If an aggregation has only two updates, a is the one that the
+  server aggregates first.
 - The hierarchy is uniform, as in the code, unless weighting or another method says otherwise. Then
   an update counts with its weight over the mean weight, in sums and compared with eps.
 """

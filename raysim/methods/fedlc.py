@@ -12,8 +12,8 @@ m_c = tau n_c^(-1/4),
 Departures from the paper
 - The sum includes the true class ("all", as in public re-implementations); without it, as printed
   ("others"), the loss has no lower bound.
-- Classes that a client lacks are left out, which is the limit of their margin; count_floor > 0
-  bounds the margin instead.
+- Classes that a client lacks are left out, because their margin is infinite; with count_floor > 0
+  their margin is finite instead, and they stay in the sum.
 - A client with one class has loss 0 and no gradient. Only weight decay, other methods' terms and
   BatchNorm's statistics change its model. The history has the share of such clients as
   `fedlc.one_class`.

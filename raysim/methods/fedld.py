@@ -14,8 +14,9 @@ With m updates g_i as the rows of G, (lambda_l, e_l) the L largest eigenpairs of
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
 so that |g_i'| = |g_i|. As <g_i, v_l> = sqrt(m lambda_l) e_l[i], that mean is a weighted sum of the
-updates, with coefficients from their Gram matrix. The three parts are independent methods; "fedld"
-is the first and the last of them.
+updates, with coefficients from their Gram matrix. The parts are independent methods: "fedld_margin"
+(the loss above), "fedld_damped" (another loss) and "fedld_principal" (the server). The option
+"fedld" is fedld_margin+fedld_principal.
 
 Departures from the paper
 - The code penalises softmax probabilities of the whole batch in one logarithm ("batch_softmax");
@@ -25,8 +26,8 @@ Departures from the paper
   sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
   claims.
 - Lengths are those of single updates. Their mean is longer than FedAvg's if the updates have a
-  common part (1.2 times if it is as long as the rest, for m = 5), so that FedAvg with a larger
-  server step is a control.
+  common part (1.2 times if it is as long as the rest, for m = 5). For a fair comparison, try FedAvg
+  with a larger server step, too.
 - The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.

@@ -120,9 +120,11 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw rows of the data set, int64 [steps, rows, samples], uniformly with replacement.
+    """Draw the samples of means, as row numbers of the data set: int64 [steps, rows, samples].
 
-    Each row belongs to one drawn client and has `samples` samples of that client.
+    For each of `rows` means in each step, a client is drawn, and then `samples` of this client's
+    samples. All draws are uniform and with replacement.
+    partition: the rows of each client.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
     first = partition.offsets[clients]
@@ -211,7 +213,7 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Join the pairs of all clients to a pool."""
+        """Join the pairs of all clients into a pool."""
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
 
