@@ -191,7 +191,7 @@ class Result:
             if network.content is not None and not final.path:
                 raise RefusedError(
                     "checkpoint.every: there is no checkpoint of the last round, which would have "
-                    "the parameters. Set it above 0."
+                    "the parameters. Set it above 0, and run again."
                 )
             worker.scored_tensors(task, published, state)
             return network.parameters_as_arrays()
@@ -357,7 +357,7 @@ class _FinalState:
         if not self.path and (has_states or not replicas.is_single):
             raise RefusedError(
                 "checkpoint.every: there is no checkpoint of the last round, which would have "
-                "client states and replicas. Set it above 0."
+                "client states and replicas. Set it above 0, and run again."
             )
         server = self._server_of(client)
         if not replicas.is_single:

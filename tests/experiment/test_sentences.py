@@ -46,7 +46,7 @@ class TestUnknownKeys:
             "method=scaffold", "method.scaffold.mu=1"
         )
 
-    def test_error_names_options_that_have_the_key(self) -> None:
+    def test_error_of_unknown_key_names_options_that_have_it(self) -> None:
         assert "partition=shards has it" in refused(
             "partition=iid", "partition.shards_per_client=2"
         )
@@ -68,7 +68,7 @@ class TestUnknownKeys:
 
 
 class TestPartitions:
-    def test_error_of_missing_users_names_existing_keys(self) -> None:
+    def test_error_of_data_without_users_names_only_existing_keys(self) -> None:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
@@ -109,12 +109,12 @@ class TestData:
         assert "Empty" in sentence
         assert "data.root" not in sentence
 
-    def test_error_of_missing_tests_names_only_keys_of_the_data(self) -> None:
+    def test_error_without_test_samples_names_only_existing_keys(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.test_fraction=null") as error:
             federate(Synthetic(samples=40, test_samples=0), Domain(test_fraction=None), 0)
         assert "data.test_fraction" not in str(error.value)
 
-    def test_warning_of_no_scores_names_keys_of_the_partition(self) -> None:
+    def test_warning_of_unscored_run_names_only_existing_keys(self) -> None:
         lists = [list(range(0, 3)), list(range(3, 6))]
         warnings = build([*WORDS, "model=mlp"], data=DATA, partition=lists).warnings
         assert any("nothing will be scored" in text for text in warnings)

@@ -114,7 +114,7 @@ class TestListedNames:
         data = federate(Synthetic(samples=40), Listed(file="rows.json"), 0)
         assert names(data) == ["zoe", "al"]
 
-    def test_clients_of_lists_have_no_names(self) -> None:
+    def test_clients_from_lists_of_rows_have_no_names(self) -> None:
         assert (
             build(
                 WORDS, data=(INPUTS, CLASSES), partition=[range(9), range(10, 19)]
@@ -129,7 +129,7 @@ def test_clients_that_are_no_users_have_no_names() -> None:
     assert data.label(3) == "client 3"
 
 
-def test_pooled_client_is_no_user() -> None:
+def test_client_with_pooled_data_has_no_user_name() -> None:
     assert pool_clients(split(TEXTS)).label(0) == "client 0"
 
 

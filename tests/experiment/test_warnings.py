@@ -43,7 +43,7 @@ def test_fedasync_in_synchronous_rounds_gets_a_warning(
 
 
 @pytest.mark.parametrize("name", ["ca2fl", "ace"])
-def test_scaffold_with_a_cache_gets_a_warning(name: str) -> None:
+def test_scaffold_with_ca2fl_or_ace_gets_a_warning(name: str) -> None:
     (sentence,) = warnings(f"method=[{name},scaffold]", *BUFFER)
     assert "'scaffold'" in sentence and f"'{name}'" in sentence and "twice" in sentence
     assert warnings(f"method=[{name}]", *BUFFER) == ()
@@ -59,7 +59,9 @@ def test_scaffold_with_a_cache_gets_a_warning(name: str) -> None:
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_methods_that_compare_updates_warn_of_a_single_one(name: str, local: Sequence[str]) -> None:
+def test_methods_that_compare_updates_warn_of_a_single_update(
+    name: str, local: Sequence[str]
+) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
         (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
         assert sentence.startswith(f"method '{name}' compares the updates of an aggregation")
@@ -67,7 +69,7 @@ def test_methods_that_compare_updates_warn_of_a_single_one(name: str, local: Seq
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_fedbuff_with_other_weights_gets_a_warning(normalization: str, count: int) -> None:
+def test_fedbuff_with_another_weighting_gets_a_warning(normalization: str, count: int) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
         found = warnings(
             f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER

@@ -85,7 +85,7 @@ def test_grid_pull_waits_until_the_next_reply():
     assert list(grid.pull_messages(ids)) == []
 
 
-def test_grid_lost_job_is_an_error_message():
+def test_grid_answers_a_lost_message_with_an_error():
     grid = make_grid(fleet=Stairs(dropout=0.5), clients=40)
     replies = list(grid.send_and_receive(messages(grid.get_node_ids())))
     lost = [reply for reply in replies if reply.has_error()]

@@ -246,7 +246,7 @@ def test_running_sum_of_the_cache_is_exact_after_many_updates(
     torch.testing.assert_close(at.state["ace.total"], total, rtol=1e-6, atol=1e-6)
 
 
-def test_update_reads_only_its_own_entry_of_the_cache() -> None:
+def test_ace_update_reads_only_the_cache_row_of_its_client() -> None:
     at = server(ACE(1.0), clients=3)
     for client in range(3):
         arrive(at, (client, 1.0))

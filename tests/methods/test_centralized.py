@@ -40,7 +40,7 @@ def test_centralized_declares_only_pooled_data() -> None:
 @pytest.mark.parametrize(
     "method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")]
 )
-def test_methods_with_a_model_per_client_are_refused(method: Any) -> None:
+def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> None:
     with pytest.raises(
         ValueError,
         match=f"'{method.name}' cannot be combined with method 'centralized'",

@@ -181,7 +181,7 @@ class Last(FedExP):
 # --- resuming, settings -----------------------------------------------------------------------
 
 
-def test_fedexp_refuses_another_step_of_the_server() -> None:
+def test_fedexp_refuses_methods_that_replace_the_server_step() -> None:
     with pytest.raises(ValueError, match=r"'fedexp'.*'fedadam'"):
         check_composition([FedExP(), FedAdam()])
     check_composition([FedExP(), InCo()])

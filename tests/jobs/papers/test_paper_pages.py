@@ -374,7 +374,7 @@ def test_gains_table_uses_the_score_of_the_paper() -> None:
     }
 
 
-def test_numbers_of_equal_value_belong_to_one_setting() -> None:
+def test_overrides_with_equal_numbers_are_one_setting() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
     runs = [
         stored(method, seed, 0.5, words[seed])

@@ -259,7 +259,7 @@ def test_methods_of_every_table_row_can_be_combined(methods: tuple[str, ...]) ->
         ("local", {"keep_optimizer": False}),
     ],
 )
-def test_methods_have_the_papers_values(methods: str, values: dict[str, object]) -> None:
+def test_preset_methods_have_the_papers_values(methods: str, values: dict[str, object]) -> None:
     part = composed("experiment=fedbr/cifar10", f"method=[{methods}]")["method"][methods]
     assert values.items() <= part.items()
 
@@ -268,7 +268,7 @@ def test_methods_have_the_papers_values(methods: str, values: dict[str, object])
     ("name", "lam", "means"),
     [("rotated_mnist", 1.0, 64), ("cifar10", 0.1, 32), ("cifar100", 1.0, 32), ("pacs", 0.1, 32)],
 )
-def test_methods_have_the_values_chosen_per_data_set(name: str, lam: float, means: int) -> None:
+def test_preset_methods_have_values_chosen_per_data_set(name: str, lam: float, means: int) -> None:
     assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
     assert (
         composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"]
