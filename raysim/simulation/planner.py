@@ -107,7 +107,7 @@ class PlannedAggregation:
         return [self.site_version - job.version for job in self.aggregated]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
+        """Return the fields, by name, as values that JSON can store."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @classmethod

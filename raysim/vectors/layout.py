@@ -110,7 +110,10 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     if unknown := stays - {
         f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)
     }:
-        raise ValueError(f"no network has the personal tensors {sorted(unknown)}. Rename them.")
+        raise ValueError(
+            f"no network has the tensors {sorted(unknown)}, which a method keeps on the clients. "
+            "Correct the names in run.private_parameters(...)."
+        )
 
     entries: list[Entry] = []
     marks: list[int] = []

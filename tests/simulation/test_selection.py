@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[Callable[[SelectionView], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_choice_of_a_selection_is_one_clear_error(name: str) -> None:
+def test_wrong_choice_of_a_selection_raises_selection_error(name: str) -> None:
     choose, text = WRONG[name]
     plan = planner(Scripted(choose), Buffered(3, 2), Ideal())
     with pytest.raises(SelectionError, match=f"^selection Scripted: .*{text}"):

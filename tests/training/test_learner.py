@@ -116,7 +116,7 @@ def test_learner_refuses_methods_that_need_gradients(other: Method) -> None:
         ("error", "KeyError.*something"),
     ],
 )
-def test_learner_error_is_one_failed_client(wrong: str, text: str) -> None:
+def test_learner_error_fails_only_its_client(wrong: str, text: str) -> None:
     result = run(run_spec(Centroids(wrong)), rounds=1, tolerate=1.0)
     assert result.failures and result.rows[0]["failures"] == len(result.failures)
     for failure in result.failures:

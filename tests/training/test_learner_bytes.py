@@ -194,7 +194,7 @@ def test_learner_of_bytes_needs_a_function_aggregate(monkeypatch: pytest.MonkeyP
         raysim.build(QUICK, learner=Means())
 
 
-def test_parameters_of_wrong_type_are_one_failed_client() -> None:
+def test_parameters_of_wrong_type_fail_only_their_client() -> None:
     result = run(run_spec(Means("type")), rounds=1, tolerate=1.0)
     assert all("bytes" in failure.error for failure in result.failures)
     assert result.rows[0]["failures"] == len(result.failures) > 0
