@@ -2,8 +2,8 @@
 
 Source: Sun, Li, Li and Ding, "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024).
 A layer computes with W0 + s B A, see `raysim/models/lora.py`. A keeps its random initial values,
-which are equal on all clients. With p_i the weight of client i, the mean of the factors is then the
-mean of the products, which it is not if clients train both (`method=fedavg`):
+which are equal on all clients. With p_i the weight of client i, the product of the mean factors is
+then the mean of the products. This is not so if clients train both factors (`method=fedavg`):
 
     sum_i p_i B_i A = (sum_i p_i B_i) A
 
@@ -12,7 +12,7 @@ B is about half of an adapter's floats; A does not travel.
 Departures from the paper
 - The head is trained and averaged like any other parameter.
 - A has peft's initial values (Kaiming, uniform).
-- On the virtual clock a job is as long as with both factors.
+- Virtual time counts a job as if both factors were trained.
 """
 
 from __future__ import annotations

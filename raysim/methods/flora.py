@@ -157,7 +157,7 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
     owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
     run.require(
         len(owners) == 1,
-        f"model.lora.layers: the weight of the layer '{adapter.layer}' is also {owners[0]}, but "
+        f"model.lora.layers: the layer '{adapter.layer}' shares its weight with {owners[0]}, but "
         "method 'flora' would change only one of them. Leave the layer out: "
         f"{_other_layers(run, adapter)}",
     )

@@ -111,7 +111,7 @@ class HetLoRA(Method):
         adapters = require_adapters(run)
         require_sharing(run)
         declare_ranks(run, self.ranks, adapters).omit(run)
-        run.excludes("fedcm", "it moves ranks of adapters that a client does not have")
+        run.excludes("fedcm", "it changes factors of ranks that a client does not have")
         run.corrects("mix")  # after the terms of other methods, which may move the ranks, too
         if self.ranks is None and not self.lam:
             run.skip("begin")

@@ -51,7 +51,8 @@ def effective_steps(num_steps: int, momentum: float) -> float:
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
             f"local.momentum={momentum}: method 'scaffold' needs a momentum below 1 and at least "
-            f"one local step, but there are {num_steps} steps. Set local.momentum below 1."
+            f"one local step, but there are {num_steps} steps. Set local.momentum below 1, and "
+            "local.epochs or local.steps to 1 or more."
         )
     geometric = momentum * (1.0 - momentum**num_steps) / (1.0 - momentum)
     return (num_steps - geometric) / (1.0 - momentum)

@@ -123,7 +123,7 @@ class StreamingDiLoCo(Method):
     def setup(self, run: Setup) -> None:
         """Declare what clients and server keep; count only the fragments that are sent."""
         for other in WHOLE_MODEL_METHODS:
-            run.excludes(other, "it uses all parameters of a job, and a job sends a part of them")
+            run.excludes(other, "it needs all parameters, but each job sends only a part of them")
         run.owns("step")
         run.check(self._check_fragments)
         run.client_state("local", run.zeros)

@@ -152,7 +152,7 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     names = [name for name in candidates if widths[name] >= lora.rank]
     if not names:
         raise ValueError(
-            f"model.lora.rank={lora.rank}: no layer has so many inputs and outputs. Set it to at "
+            f"model.lora.rank={lora.rank}: no layer has that many inputs and outputs. Set it to at "
             f"most {max(widths.values())}."
         )
     return names

@@ -183,7 +183,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON text is nested too deeply") from None
 
 
 # --- locks ----------------------------------------------------------------------------------------

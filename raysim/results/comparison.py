@@ -232,7 +232,9 @@ def _threshold(value: float | str) -> float:
     try:
         return float(value)
     except ValueError as error:
-        raise ValueError(f"--thresholds {value}: this is not a number. Write 0.8,0.9.") from error
+        raise ValueError(
+            f"--thresholds {value}: this is not a number. Write numbers, such as 0.8,0.9."
+        ) from error
 
 
 def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:

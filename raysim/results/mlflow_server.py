@@ -166,7 +166,10 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Search for a run whose record has no MLflow id; return the id, or "" if there is none."""
+        """Return MLflow's id for a run whose record does not have it; "" if MLflow has no such run.
+
+        The run is found by raysim's own id, which is a tag in MLflow.
+        """
         if record.get("sent_by") != UI:
             return ""
         experiment = self._client.get_experiment_by_name(str(record["experiment"]))

@@ -287,9 +287,9 @@ class UndefinedMetrics(Observer):
                 continue
             self._printed.add(metric)
             self._note(
-                f"round {event.row['round']}: {', '.join(undefined)}: the metric {metric} is nan, "
-                "because it is not defined for these samples or outputs are not finite. Best "
-                "rounds, thresholds and means leave nan out."
+                f"round {event.row['round']}: the metric {metric} is nan in the column "
+                f"{', '.join(undefined)}, because it is not defined for these samples or outputs "
+                "are not finite. Best rounds, thresholds and means leave nan out."
             )
 
 
@@ -340,7 +340,7 @@ class AbsentClients(Observer):
 class IdleWorkers(Observer):
     """An observer that prints at the end how busy workers were.
 
-    A run has it if it plans one aggregation at a time, so that workers may have nothing to do.
+    It is used if a run plans one aggregation at a time, so that workers may have nothing to do.
     reason: why the run does so, as a sentence without its full stop.
     """
 
@@ -696,7 +696,7 @@ class TrackingObserver(Observer):
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Pass on the summary, the files and, unless the sender builds it, the model."""
+        """Pass on the summary, the files and, unless `raysim ui` builds it, the model."""
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         artifacts = [*files, *run.pictures]
         if self._leaves_model:

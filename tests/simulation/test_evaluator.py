@@ -88,7 +88,7 @@ def test_evaluation_does_not_change_training(methods: tuple[Method, ...], schedu
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
-def test_evaluation_does_not_change_dropout() -> None:
+def test_evaluation_does_not_change_dropout_in_training() -> None:
     study = run_spec(model=Dropping(), data=apart())
     assert run(study).bits == run(study, evaluate=ALL).bits
 

@@ -561,7 +561,7 @@ class RayRuntime:
             if ray.wait([ref], timeout=1)[0]:
                 return True
             if worker in self.find_lost_workers():
-                raise WorkerDiedError("its node is lost")
+                raise WorkerDiedError("the node of the worker is lost")
             if second % ROOM_CHECK_S == 0 and _has_lost_bundle():
                 break
         return False
@@ -601,7 +601,7 @@ class RayRuntime:
         identity = self._identity(worker, answer)
         if identity is None:
             if worker in self.find_lost_workers():
-                raise WorkerDiedError("its node is lost")
+                raise WorkerDiedError("the node of the worker is lost")
             return
         try:
             self.participants.add(identity)
