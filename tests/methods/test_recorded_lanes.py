@@ -370,7 +370,7 @@ class TestRefusals:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
 
-    def test_recorded_lanes_refuse_model_that_draws(self) -> None:
+    def test_recorded_lanes_refuse_model_that_draws_random_numbers(self) -> None:
         with pytest.raises(
             RefusedError, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):

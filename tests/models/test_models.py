@@ -160,7 +160,7 @@ def test_network_has_the_known_number_of_parameters_and_flops(name: str) -> None
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_network_forward_is_head_on_features(name: str) -> None:
+def test_network_computes_its_head_on_its_features(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).eval()
     assert isinstance(net.head, nn.Linear) and list(net.parameters())[-2:] == [

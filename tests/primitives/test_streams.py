@@ -64,13 +64,13 @@ SEEDERS = {
 }
 
 
-def test_stream_is_equal_in_all_processes() -> None:
+def test_random_stream_is_equal_in_all_processes() -> None:
     # Python's own hash of a string would differ from one process to the next.
     assert stream(0, "cohort", 3).integers(1000, size=4).tolist() == [57, 924, 209, 607]
     assert torch_seed(0, "torch", 1, 2) == 8558902436788059806
 
 
-def test_streams_with_different_names_differ() -> None:
+def test_random_streams_with_different_names_differ() -> None:
     names = [
         (0, "a", 0),
         (1, "a", 0),
@@ -84,7 +84,7 @@ def test_streams_with_different_names_differ() -> None:
     assert len(np.unique(draws)) == draws.size
 
 
-def test_streams_are_independent() -> None:
+def test_random_streams_are_independent() -> None:
     first = stream(5, "x", 1)
     stream(5, "y", 1).random(100)
     assert first.random() == stream(5, "x", 1).random()

@@ -172,7 +172,9 @@ def test_error_names_missing_package_and_its_extra(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_option_of_each_board_makes_an_observer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_of_tensorboard_and_wandb_makes_an_observer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
     node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
     observer = build_object(

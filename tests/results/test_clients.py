@@ -126,7 +126,7 @@ def test_error_names_damaged_split(
         read_split(tmp_path)
 
 
-def test_error_names_damaged_tables(tmp_path: Path) -> None:
+def test_error_names_damaged_tables_of_clients(tmp_path: Path) -> None:
     for name, read in ((SPLIT_FILE, read_split), (CLIENTS_FILE, read_clients)):
         (tmp_path / name).write_bytes(b"PAR1 no")
         with pytest.raises(ValueError, match=name):

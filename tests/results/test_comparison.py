@@ -121,7 +121,7 @@ def test_latex_table_of_costs_shows_each_score_once(study: Path) -> None:
     assert text.count(r"\midrule") == 2
 
 
-def test_two_seeds_are_not_tested(tmp_path: Path) -> None:
+def test_two_seeds_are_too_few_for_a_test(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox"):
         for seed in (0, 1):
             save(tmp_path / f"{method}-{seed}", method, seed, 0.5 + 0.1 * seed)
@@ -338,7 +338,7 @@ def test_every_metric_has_a_figure(tmp_path: Path) -> None:
     assert curves["brier"][2][0].points[-1][1] == 2.0, "only shares are in percent"
 
 
-def test_table_has_traffic_in_bytes(study: Path) -> None:
+def test_table_of_results_has_traffic_in_bytes(study: Path) -> None:
     results = raysim.report(study).results
     assert results["bytes"].tolist() == (4 * results["floats"]).tolist()
     assert results["bytes"].tolist() == 3 * [24_000.0]

@@ -99,7 +99,7 @@ def test_folder_without_run_is_refused(tmp_path: Path) -> None:
         ("summary.json", "[]"),
     ],
 )
-def test_error_names_broken_file(tmp_path: Path, name: str, content: str) -> None:
+def test_error_of_report_names_broken_file(tmp_path: Path, name: str, content: str) -> None:
     make(tmp_path / "one", [0.5])
     (tmp_path / "one" / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(name)):

@@ -134,7 +134,7 @@ def test_error_of_too_many_workers_names_what_to_change(
         choose_size(options, each, nodes, 20)
 
 
-def test_start_waits_for_nodes_until_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_a_run_waits_for_nodes_until_runtime_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime.ray import driver
 
     now, tries, said = [0.0], [0], list[str]()

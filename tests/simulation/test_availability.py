@@ -58,7 +58,7 @@ def test_diurnal_client_is_available_from_its_midnight() -> None:
     assert presence.next_change(1, 0.0, 100.0) == 100.0
 
 
-def test_interval_includes_its_start_and_not_its_end() -> None:
+def test_availability_interval_includes_its_start_not_its_end() -> None:
     presence = intervals([10.0, 20.0, 30.0, 90.0])
     there = {
         0.0: False,
@@ -93,7 +93,7 @@ def test_client_is_unavailable_after_a_trace_without_wrap() -> None:
     assert presence.next_change(0, 20.0, math.inf) == math.inf
 
 
-def test_interval_continues_across_the_end_of_the_period() -> None:
+def test_availability_interval_continues_in_the_next_period() -> None:
     presence = intervals([0.0, 15.0, 80.0, 100.0])
     assert changes(presence, 0, 300.0) == [15.0, 80.0, 115.0, 180.0, 215.0, 280.0]
     assert presence.available(0, 100.0)
@@ -109,12 +109,12 @@ def test_constant_availability_has_no_changes() -> None:
     ]
 
 
-def test_interval_that_ends_with_the_period_has_a_change_there() -> None:
+def test_availability_interval_ending_with_period_has_a_change() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
 
-def test_changes_at_the_same_moment_are_listed_together() -> None:
+def test_availability_changes_at_one_moment_are_listed_together() -> None:
     presence = intervals([10.0, 30.0], [30.0, 40.0], wrap=False)
     changes_of_both = [
         (change.at, change.came.tolist(), change.gone.tolist())
@@ -146,7 +146,7 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_next_change_is_the_first_of_all_changes(
+def test_next_change_of_availability_is_the_first_one(
     presence: Availability, now: int, parts: int
 ) -> None:
     until = now + 200_000.0
@@ -172,7 +172,7 @@ def test_next_change_is_the_first_of_all_changes(
     period=st.floats(0.1, 1e4),
 )
 @settings(max_examples=80, deadline=None)
-def test_next_change_is_after_now_despite_rounding(
+def test_next_change_of_availability_is_later_despite_rounding(
     row: list[float], now: float, period: float
 ) -> None:
     scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
@@ -238,7 +238,7 @@ def test_availability_of_many_clients_equals_single_queries(
 
 @given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
 @settings(max_examples=60, deadline=None)
-def test_list_of_changes_has_every_change_of_every_client(
+def test_list_of_availability_changes_has_those_of_all_clients(
     presence: Availability, now: float, members: set[int]
 ) -> None:
     clients, until = np.array(sorted(members), np.int64), now + 5_000.0
@@ -358,7 +358,7 @@ def test_markov_availability_is_correct_if_few_are_available() -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_interval_contains_its_time_despite_rounding() -> None:
+def test_availability_interval_contains_time_despite_rounding() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -496,7 +496,7 @@ def test_run_continues_in_the_next_period_of_a_trace() -> None:
     ]
 
 
-def test_list_of_changes_is_complete_for_a_very_active_client() -> None:
+def test_availability_changes_are_complete_for_an_active_client() -> None:
     """One client has more changes than are sorted at once before the others' next ones."""
     others = 1500
     bounds = np.array(

@@ -335,7 +335,7 @@ def test_failed_write_of_a_checkpoint_leaves_no_file(
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
-def test_failed_removal_is_reported_and_retried(
+def test_failed_removal_of_checkpoints_is_reported_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path, keep=1)
@@ -435,7 +435,7 @@ def test_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
         '{"../round-000004/run.json": "x"}',
     ],
 )
-def test_manifest_without_its_files_is_damaged(manifest: str, tmp_path: Path) -> None:
+def test_checkpoint_that_lacks_a_file_is_damaged(manifest: str, tmp_path: Path) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=f"resume={bad}: .* Set resume={good} "):
@@ -443,7 +443,7 @@ def test_manifest_without_its_files_is_damaged(manifest: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("entry", ["manifest.json", "log/states-00000001.safetensors"])
-def test_manifest_without_an_entry_is_damaged(entry: str, tmp_path: Path) -> None:
+def test_checkpoint_whose_manifest_lacks_an_entry_is_damaged(entry: str, tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest[entry]
@@ -817,7 +817,7 @@ def test_run_stops_if_another_process_writes_to_its_url(
     later.write(3, snapshot(3.0))
 
 
-def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+def test_manifest_cannot_name_files_outside_the_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))

@@ -174,14 +174,14 @@ def test_client_model_is_the_model_of_the_clients_cluster(tmp_path: Path) -> Non
 
 
 # --- the rule ---------------------------------------------------------------------------------
-def test_bipartition_separates_opposite_directions() -> None:
+def test_bipartition_of_a_cluster_separates_opposite_updates() -> None:
     rows = [np.array(row, np.float32) for row in ([1, 0.1], [-1, 0], [1, -0.1], [-2, 0.1])]
     is_second, across = bipartition(cosine_similarities(rows))
     assert is_second.tolist() == [False, True, False, True]
     assert across < -0.9
 
 
-def test_bipartition_accepts_equal_updates_and_zeros() -> None:
+def test_bipartition_of_a_cluster_accepts_equal_or_zero_updates() -> None:
     rows = [np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)]
     is_second, across = bipartition(cosine_similarities(rows))
     assert is_second.tolist() == [False, False, True] and across == 0

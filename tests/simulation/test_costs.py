@@ -79,12 +79,12 @@ def test_fleet_without_costs_has_no_cost_columns() -> None:
     assert all(job.energy_wh == job.money == job.co2_g == 0 for job in result.jobs)
 
 
-def test_costs_change_no_bit() -> None:
+def test_counting_costs_changes_no_bit() -> None:
     with_costs, without = (run(run_spec(), Buffered(4, 2), fleet) for fleet in (FLEET, Lognormal()))
     assert with_costs.bits == without.bits
 
 
-def test_costs_are_the_same_after_resuming() -> None:
+def test_costs_of_a_run_are_the_same_after_resuming() -> None:
     rule = PowerOfChoice(5)
     agreement.check_resumed(lambda: run_spec(selection=rule), Buffered(4, 2), FLEET)
 
