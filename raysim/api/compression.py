@@ -101,6 +101,17 @@ class Compressor(Method):
         """
         return 1.0
 
+    def remove_sent(
+        self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
+    ) -> None:
+        """Subtract the decoded values from `wanted`, in place: the next memory of ef14.
+
+        A compressor whose decoded values are mostly 0 may override this to change few entries only.
+        message: the message of the decoded values.
+        decoded, wanted: [layout.trained], on the device of the sender.
+        """
+        wanted.sub_(decoded)
+
     # --- the run ----------------------------------------------------------------------------------
     @property
     def compresses_up(self) -> bool:
@@ -167,7 +178,8 @@ class Compressor(Method):
                     values += memory
                 following[MEMORY] = wanted.copy_(values)
             else:
-                following[MEMORY] = wanted.sub_(values)
+                self.remove_sent(message, layout, values, wanted)
+                following[MEMORY] = wanted
         if KEPT in state:
             following[KEPT] = self.keep(message, layout).to(values)
         return following

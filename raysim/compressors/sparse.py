@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from raysim.api.compression import Compressor, Direction, Feedback
@@ -137,10 +138,19 @@ class TopK(_Sparse):
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the entries of the message at their positions, and with 0 elsewhere."""
-        count = self.count(layout)
-        places = unpack_places(message[count:], count, layout.trained)
         out.zero_()
-        out.numpy()[places] = message[:count].view(np.float32)
+        out.numpy()[self._places(message, layout)] = message[: self.count(layout)].view(np.float32)
+
+    def remove_sent(
+        self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
+    ) -> None:
+        """Set the entries of `wanted` that were sent to 0, as exactly they were decoded."""
+        places = torch.from_numpy(self._places(message, layout)).to(wanted.device)
+        wanted[places] = 0
+
+    def _places(self, message: np.ndarray, layout: Layout) -> np.ndarray:
+        count = self.count(layout)
+        return unpack_places(message[count:], count, layout.trained)
 
 
 class RandK(_Sparse):
