@@ -285,6 +285,12 @@ class TestRefusals:
         run("out=a/b", status=2)
         assert "out=a/b" in one_sentence(capsys.readouterr().err)
 
+    def test_bench_checks_its_folder_before_it_measures(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("a").write_text("file")
+        assert "a'" in printed(["bench", "W3", "--out", "a/b.json"], capsys, status=2)
+
     @pytest.mark.parametrize(
         ("words", "command"),
         [
