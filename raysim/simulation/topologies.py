@@ -379,7 +379,7 @@ def _rows_of_edges(
             raise ValueError(
                 f"topology.edges: the weights of client {client}'s neighbours sum to {total:g}, "
                 "but may sum to at most 1, because the rest is the weight of the client itself. "
-                "Decrease them."
+                "Decrease these weights."
             )
         row[client] = max(0.0, 1 - total)
     return rows
