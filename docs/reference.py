@@ -350,7 +350,7 @@ def _floats(count: float, shared: int) -> str:
 def _samples(count: float) -> str:
     if not count:
         return "the same"
-    return f"that of {abs(count):g} {'more' if count > 0 else 'fewer'} training samples"
+    return f"as for {abs(count):g} {'more' if count > 0 else 'fewer'} training samples"
 
 
 def _state(state: Mapping[str, Any]) -> str:

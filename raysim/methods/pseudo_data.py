@@ -200,8 +200,9 @@ def rows_by_samples(
 
     The probability of a row is in proportion to its client's samples. Except for rounding, the
     result has the distribution of `Generator.choice` without replacement. The cost does not grow
-    with the pool: every row has a part of [0, 1); a number is drawn from [0, 1) without the parts
-    of the rows drawn before, and is then increased by those of these parts that lie below it.
+    with the pool: every row has a part of [0, 1). A number is drawn as if the parts of the rows
+    drawn before were cut out of [0, 1), and is then increased by the widths of the cut-out parts
+    below it.
     ends: float64 [clients], the end of each client's part of [0, 1).
     Return the numbers of the rows, int64 [size].
     """

@@ -158,7 +158,10 @@ USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have t
 
 
 def _bounds(ylabel: str) -> tuple[float, float]:
-    """Return the lowest and the highest possible value of a metric; infinite if not known."""
+    """Return the lowest and the highest possible value of a metric; infinite if not known.
+
+    ylabel: the label of the axis, which contains the metric's name.
+    """
     words = set(ylabel.split())
     lowest = 0.0 if words & (SHARES | LOWER_IS_BETTER) else -math.inf
     highest = math.inf

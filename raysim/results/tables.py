@@ -31,8 +31,8 @@ MARK_RULE = (
 class FormatNumber(Protocol):
     """A function that formats a number.
 
-    like: if the number is a deviation, its mean: the deviation gets the unit and decimals of the
-    mean.
+    like: for a deviation its mean, so that the deviation gets the unit and the decimals of the
+    mean; None for other numbers.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...

@@ -180,7 +180,7 @@ def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
     """Write the numbers of versions above the panel, at the times of the aggregations.
 
-    A job that starts to the right of a number trains this version or a later one.
+    A job that starts to the right of a number starts from this version or a later one.
     ends: the times of all aggregations in virtual seconds.
     low, high: the shown period in virtual seconds.
     size: seconds in the unit of the axis.
