@@ -398,9 +398,13 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domain of each row with its folder's name in front, and the order of domains.
+    """Return each row's domain as FOLDER/NAME, and all domains in the order of their numbers.
 
-    parts: the domains of each file's rows. The order is None if some domains are text.
+    The folder's name is added so that equal names in two folders are two domains. It is not added
+    in a file without the column of users, where the domain is the folder's name already. The order
+    is None if some domains are text.
+    parts: the domain of each row, by file.
+    user: the column of users.
     """
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}

@@ -242,7 +242,7 @@ class Source:
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
-        """Return the inputs as the data set stores them, and their tokens if they are tokens.
+        """Return the inputs as the data set stores them; for token numbers, also the set of tokens.
 
         Pictures are decoded to uint8 [n, c, h, w]; see `convert_inputs` for other inputs.
         name: the name of the source, for errors.

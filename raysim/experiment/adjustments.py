@@ -77,7 +77,7 @@ def drop_untrainable_clients(
     if single == np.count_nonzero(counts):
         raise ValueError(
             "partition: no client has two training samples, but the model cannot train on one, "
-            f"because of its {layer}. Set fewer clients, or {other_model}."
+            f"because of its {layer}. Split the data over fewer clients, or {other_model}."
         )
     larger_clients = "give each client two samples or more"
     if hasattr(partitioner, "minimum"):

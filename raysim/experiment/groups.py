@@ -76,8 +76,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             name = "/".join(inner)
             if group in NONE and path.stem == NONE[group]:
                 raise RefusedError(
-                    f"{path}: {group}={NONE[group]} means an empty list. "
-                    "Give the file another name."
+                    f"{path}: an option cannot have this name, because {group}={NONE[group]} means "
+                    "an empty list. Give the file another name."
                 )
             if path.name.startswith("_"):
                 common[f"{group}/{name}"] = path
@@ -184,7 +184,8 @@ def check_options(group: str, value: object, groups: Groups) -> list[str]:
     for name in values:
         if group in NONE and name == NONE[group]:
             raise RefusedError(
-                f"{group}={join_options(values)}: {name} means an empty list. Leave it out."
+                f"{group}={join_options(values)} adds options to {name}, which means an empty "
+                f"list. Leave {name} out."
             )
         if not isinstance(name, str) or name not in options:
             raise RefusedError(_unknown_option(group, name, options))

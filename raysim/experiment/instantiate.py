@@ -179,7 +179,9 @@ def _add_path(message: str, path: str) -> str:
 
 # --- values ---------------------------------------------------------------------------------------
 def convert(value: Any, kind: Any, path: str) -> Any:
-    """Convert a value to the annotated type: an integer to a float, a dictionary to a class.
+    """Convert a value to the annotated type, such as an integer to a float.
+
+    A dictionary becomes an object of an annotated dataclass.
 
     kind: the annotation.
     path: the key of the value, for errors.

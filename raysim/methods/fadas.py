@@ -10,8 +10,8 @@ largest staleness in it:
 
 Departures from the paper
 - "scale" is the rule of the released code, which is also the source of the other defaults. "cap" is
-  the rule of the paper. It changes nothing while eta <= 1/s; with eta = 1e-3 that is any staleness
-  up to 1000. With threshold=null the rate is always eta.
+  the rule of the paper. With "cap" the rate stays eta while eta <= 1/s: with eta = 1e-3, up to a
+  staleness of 1000. With threshold=null the rate is always eta.
 - bias_correction=True is the form of the code, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps)
   at step n. The paper has no correction.
 - An update is the trained model minus the model that the client received. The released simulator

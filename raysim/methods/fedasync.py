@@ -16,7 +16,8 @@ Departures from the paper
   increases t, so later ones are staler. Clients that are dispatched afterwards see a whole buffer
   as one version. In synchronous rounds the last model counts most, so this is not FedAvg.
 - The hinge contains the paper's + 1. Without it, as in easyFL, the hinge is not continuous. Weights
-  are not divided by that of a reference staleness, as FLSim does (a factor of sqrt(2)).
+  are used as they are; FLSim divides them by the weight of a fixed staleness, which multiplies them
+  by sqrt(2).
 - The model y is mixed, with its floating-point buffers (BatchNorm's statistics), not the change
   y - x_tau. For the change use FedBuff with a buffer of one.
 - With weighting=samples, a_t is multiplied by n_i / mean n and limited to 1. The paper gives all

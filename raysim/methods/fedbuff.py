@@ -10,8 +10,8 @@ arrival:
 Departures from the paper
 - The sum is divided by K, as in the paper ("count"), so that a stale buffer makes a shorter step.
   "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
-- Weights are not divided by that of a reference staleness. FLSim divides all of them by the weight
-  of staleness 1, which multiplies them by sqrt(2).
+- Weights are used as they are. FLSim divides all of them by the weight of staleness 1, which
+  multiplies them by sqrt(2).
 - The model's floating-point buffers (BatchNorm's statistics) are averaged as values, with weights
   that sum to one and rate 1. With other weights the statistics would shrink. If changes were
   averaged instead of values, a stale change could make a variance negative.

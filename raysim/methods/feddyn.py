@@ -16,8 +16,8 @@ Departures from the paper
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - alpha = 0 is FedAvg. It is not the limit of a small alpha, because h / alpha does not depend on
   alpha.
-- g_k and h cover all shared trainable parameters, extra networks included, in all stages. Buffers
-  are averaged.
+- g_k and h cover all shared trainable parameters, extra networks included, in all stages.
+  BatchNorm's statistics are averaged.
 - x^t is the vector that the client received, also if another method (PartialFed) starts training
   from a different one.
 """

@@ -518,7 +518,7 @@ def test_fedpac_costs_two_passes_and_its_head_saves_one() -> None:
     assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
-def test_fedpac_counts_heads_and_prototypes_when_sent() -> None:
+def test_fedpac_traffic_counts_heads_and_prototypes() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     declarations, counts = declare_run(spec), spec.data.partition.train.counts
     loads, shared = Loads(spec, declarations, counts), declarations.layout.shared
