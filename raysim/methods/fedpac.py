@@ -25,9 +25,9 @@ Departures from the paper
   limit matters with local.steps, and if an epoch uses only some samples. local.lr is the
   extractor's rate. Each phase has its own optimizer.
 - h and V are measured with the received extractor, the class means that become prototypes with the
-  trained one, as in the code; always in eval mode, without augmentation, over all samples. The
-  code's extractor never leaves eval mode. Here it trains in train mode, and is in eval mode in the
-  head phase, which therefore does not change running statistics.
+  trained one, as in the authors' code; always in eval mode, without augmentation, over all samples.
+  The authors' extractor never leaves eval mode. Here it trains in train mode, and is in eval mode
+  in the head phase, which therefore does not change running statistics.
 - A class that no participant of the last aggregation holds has no prototype. Its samples are pulled
   to the client's own mean of the received extractor's features. In the first round there are no
   prototypes, and R is 0. The authors' code fails in both cases.
@@ -37,7 +37,7 @@ Departures from the paper
   aggregated starts from its previous mixture.
 - P has no negative eigenvalue and is used as it is. The authors' code drops eigenvalues below 0.01
   and may then fail to find weights.
-- Weights up to min_weight become 0, as in the code, unless all of them would.
+- Weights up to min_weight become 0, as in the authors' code, unless all of them would.
 - With Mixup, R is the mean of the R of both labels with Mixup's weights.
 
 The mixtures of 100 participants take about 0.1 s on one core.

@@ -11,7 +11,7 @@ cross-entropy of
 Departures from the paper
 - There are two scales, as printed ("binary"). The released code's scale grows with the class's
   count, alpha + (1 - alpha) n_c / max n, so that it damps rare classes, too ("relative").
-- The classifier has no bias, as in the code: the method removes it from the model's head.
+- The classifier has no bias, as in the authors' code: the method removes it from the model's head.
 - alpha = 0 gives a missing class the logit 0, which stays a term of the softmax; FedLC leaves such
   classes out.
 - Outputs that are not classes of the data keep scale 1.

@@ -14,16 +14,17 @@ with the KL summed over dimensions, and trained r_mu, r_sigma (C x Z each) and s
 the deterministic variant with the norm alone (probabilistic=False).
 
 Departures from the paper
-- The penalty is the norm, as in the code, not its square.
-- References (r_mu, r_sigma) and scale stay on the client, because the code does not average them.
-  share_reference=True averages them.
-- Weights are the run's; the code's mean over clients is unweighted.
-- The code draws a new shuffled batch in each step; here local.* decides the order of the data.
+- The penalty is the norm, as in the authors' code, not its square.
+- References (r_mu, r_sigma) and scale stay on the client, because the authors' code does not
+  average them. share_reference=True averages them.
+- Weights are the run's; the authors' mean over clients is unweighted.
+- The authors' code draws a new shuffled batch in each step; here local.* decides the order of the
+  data.
 - eps comes from torch's generator, which each job seeds, as for dropout. Rows and forward passes
   that other methods add have an eps of their own.
-- A model is scored by the log of its mean softmax over `samples` draws of z, as in the code. Here
-  all inputs have the same draws of eps, made once from the seed, so that scoring uses no random
-  stream. Other uses outside training (frozen copies, probes) see mu.
+- A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
+  code. Here all inputs have the same draws of eps, made once from the seed, so that scoring uses no
+  random stream. Other uses outside training (frozen copies, probes) see mu.
 - Soft targets (Mixup) count as their heaviest class in the KL.
 """
 

@@ -24,16 +24,16 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- Noise is normal, as in the paper; noise="uniform" on [0, 1) is what the code has.
-- mu is constant, as in the code; prototype_ramp=True multiplies it by exp(-5 (1 - t/T)^2), which
-  the paper refers to.
+- Noise is normal, as in the paper; noise="uniform" on [0, 1) is what the authors' code has.
+- mu is constant, as in the authors' code; prototype_ramp=True multiplies it by exp(-5 (1 - t/T)^2),
+  which the paper refers to.
 - A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean,
-  as in the code.
-- The paper's weights of the three cross-entropies are illegible; these are the code's.
-- D is taken once for each batch, over all classes together, as in the code. The paper's text says
-  "for each class": "mmd_classes" is the mean over the classes that both sets have.
-- rho and beta follow the global round, not the iteration, as in the code, and are constant after
-  round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
+  as in the authors' code.
+- The paper's weights of the three cross-entropies are illegible; the weights here are those of the authors' code.
+- D is taken once for each batch, over all classes together, as in the authors' code. The paper's
+  text says "for each class": "mmd_classes" is the mean over the classes that both sets have.
+- rho and beta follow the global round, not the iteration, as in the authors' code, and are constant
+  after round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
   ramp_rounds=300 multiplies gamma by 300/T instead.
 - Nothing bounds the norm of generated features. It grows fast with the distance "mse". It grows
   slowly with MMD, because the widths of the kernels grow with the distances. A smaller lambda_G
@@ -41,11 +41,12 @@ Departures from the paper
   features have a norm of 65, 17 and 8 with lambda_G = 10, 1 and 0, and of 27 with lambda_G = 10
   and a fifth of the rate; real ones have 13. The history has both norms, and the share of
   synthetic features that the head classifies correctly. A run whose norms differ too much warns.
-- BatchNorm is recognised by its type. The code uses names, which miss the shortcuts of a ResNet.
-- Optimizers keep their state from round to round, as in the code; keep_optimizer=False resets
-  them. The order of the data starts again in each round; the code continues it.
+- BatchNorm is recognised by its type. The authors' code uses names, which miss the shortcuts of a
+  ResNet.
+- Optimizers keep their state from round to round, as in the authors' code; keep_optimizer=False
+  resets them. The order of the data starts again in each round; the authors' code continues it.
 - Generator and RTNet have multiples of local.lr and the other settings of the local optimizer.
-- A batch of one sample is left out, as in the code, because BatchNorm cannot normalise it.
+- A batch of one sample is left out, as in the authors' code, because BatchNorm cannot normalise it.
 """
 
 from __future__ import annotations
@@ -209,9 +210,9 @@ class FRAug(Method):
     Table 3 of the paper leaves out one part in each row. These settings do the same:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
-    - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the code.
+    - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
     - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
-    - residual=1 (smoothing): residuals have full strength from the first round, as in the code.
+    - residual=1 (smoothing): residuals have full strength from the first round, as in their code.
     """
 
     name = "fraug"
@@ -435,7 +436,7 @@ class FRAug(Method):
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return RTNet's loss.
 
-        Its BatchNorm normalises both kinds of generated features separately, in the code's order.
+        Its BatchNorm normalises both kinds of generated features separately, in the authors' order.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")

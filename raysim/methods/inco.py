@@ -15,15 +15,17 @@ block 0's conv2 if it has the same shape, otherwise block 0's convJ. In transfor
 a block's norm2 is its norm1.
 
 Departures from the paper
-- This is the code's rule ("always"). The paper's problem changes g only if it opposes g0
-  ("conflict"); neither rule is its minimiser, because theta belongs to the vectors before they are
-  normalised. Clamp and clip are in the code only.
+- By default (align="always") the rule is the one of the authors' code. The paper derives it from a
+  minimisation that changes g only if g opposes g0 (align="conflict"). Neither computes the exact
+  minimum, because theta is computed before g and g0 are normalised. Clamp and clip are in the
+  authors' code only.
 - The authors' routine fails on bottlenecks; here tensors without a source of their shape keep the
   mean update. A 1x1 kernel is one number and has no direction, so the whole tensor is mixed as one
   vector.
-- The code divides a transformer's updates by the number of local epochs; here nothing is divided.
-- Weights are uniform, as in the code. Buffers are averaged as values, so that no variance can
-  become negative, and the code's clamp is not needed.
+- The authors' code divides a transformer's updates by the number of local epochs; here nothing is
+  divided.
+- Weights are uniform, as in the authors' code. Buffers are averaged as values, so that no variance
+  can become negative, and the authors' clamp is not needed.
 """
 
 from __future__ import annotations

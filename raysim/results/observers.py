@@ -728,9 +728,9 @@ def _summary_only(run: CurrentRun) -> dict[str, object]:
 
 # --- observers of users ---------------------------------------------------------------------------
 class ObserverError(RunStoppedError):
-    """The error of a user's observer.
+    """The error that stops a run because a user's observer raised an error.
 
-    Its cause is the original error. The history was written before.
+    Its cause is the original error. The history is written before it is raised.
     """
 
 
