@@ -29,7 +29,8 @@ Departures from the paper
   which the paper refers to.
 - A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean,
   as in the authors' code.
-- The paper's weights of the three cross-entropies are illegible; the weights here are those of the authors' code.
+- The paper's weights of the three cross-entropies are illegible; the weights here are those of the
+  authors' code.
 - D is taken once for each batch, over all classes together, as in the authors' code. The paper's
   text says "for each class": "mmd_classes" is the mean over the classes that both sets have.
 - rho and beta follow the global round, not the iteration, as in the authors' code, and are constant
