@@ -17,9 +17,9 @@ with |h_i| = 1 and P_i the other rows of label l_i; a row without others adds 0.
 Departures from the paper
 - FedBR's baseline forwards the two batches separately and aligns logits, and with its "shared"
   labels never pairs a real row with a virtual one. Here all variants follow the authors.
-- Virtual labels are classes of their own for the classifier ("extra", as the authors), and
+- Virtual labels are separate classes for the classifier ("extra", as in the authors' code), and
   evaluation takes the larger of the two outputs of a class; or they are the real classes ("shared",
-  as FedBR).
+  as in FedBR's code).
 - The noise generator is the authors', not their untrained StyleGAN. They clip its noise to [0, 1]
   and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set is
   standardised, with about the same result.
