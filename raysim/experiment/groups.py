@@ -76,8 +76,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             name = "/".join(inner)
             if group in NONE and path.stem == NONE[group]:
                 raise RefusedError(
-                    f"{path}: an option cannot have this name, because {group}={NONE[group]} means "
-                    "an empty list. Give the file another name."
+                    f"{path}: {group}={NONE[group]} means an empty list, so no option can have "
+                    "this name. Give the file another name."
                 )
             if path.name.startswith("_"):
                 common[f"{group}/{name}"] = path
