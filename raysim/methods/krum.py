@@ -76,9 +76,10 @@ class Krum(Method):
         least = 2 * self.byzantine + 3
         if self.byzantine and run.max_updates < least:
             run.warn(
-                f"method.krum.byzantine={self.byzantine}: method 'krum' then needs at least "
-                f"{least} updates, but an aggregation has at most {run.max_updates}. Aggregate "
-                "more updates, or decrease method.krum.byzantine."
+                f"method.krum.byzantine={self.byzantine}: method 'krum' withstands so many "
+                f"arbitrary updates only if there are at least {least} updates, but an aggregation "
+                f"has at most {run.max_updates}. Aggregate more updates, or decrease "
+                "method.krum.byzantine."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
