@@ -125,5 +125,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those that are not imported yet."""
+    """Return all public names, including those that are not imported yet."""
     return sorted(__all__)

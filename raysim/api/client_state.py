@@ -69,7 +69,7 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 
 
 def reserved_names(layout: Layout) -> set[str]:
-    """Return the names that a method cannot give to client state."""
+    """Return the names that a method cannot give to client state, because networks use them."""
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
@@ -107,5 +107,9 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 
 
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
-    """Return the values of an entry in a buffer that begins at position `start` of the layout."""
+    """Return one tensor of a flat buffer, as a view in the tensor's shape.
+
+    entry: the tensor's shape and its position in the layout.
+    start: the position in the layout at which the buffer begins.
+    """
     return buffer[entry.start - start : entry.stop - start].reshape(entry.shape)

@@ -47,7 +47,10 @@ def filled_hooks(method: Method) -> frozenset[str]:
 
 
 def failing_method(error: BaseException) -> Method | None:
-    """Return the method whose code raised the error, the innermost one, or None."""
+    """Return the method whose code raised the error; None if no method did.
+
+    If the code of several methods is in the traceback, return the innermost one.
+    """
     method, frame = None, error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
@@ -377,7 +380,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Map each need of methods that the task does not meet to a reason ("needs ..., but ...")."""
+    """Return why needs of methods are not met, by need: {"images": "needs images, but ..."}."""
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":

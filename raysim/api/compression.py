@@ -19,8 +19,9 @@ by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - v is a client's update after several local steps, or the server's step, and not a gradient.
-- With ef21 the receivers know m from earlier messages. The server aggregates the values of the
-  clients of this aggregation with its usual weights; EF21 averages the values of all clients.
+- With ef21 sender and receiver both compute m from the earlier messages. The server aggregates the
+  decoded updates of the clients that took part, with its usual weights; EF21 averages the latest
+  decoded vectors of all clients.
 - A client's memory changes only when its update is aggregated, like all client state.
 """
 

@@ -85,7 +85,7 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: with Mixup, the tuple (labels, permuted labels, weight of the labels); else None.
+    pair: with Mixup, the tuple (labels, permuted labels, weight of the first labels); else None.
     rows: additional inputs for the same forward pass, by method; None if no method added rows.
     """
 

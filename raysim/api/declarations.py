@@ -36,7 +36,7 @@ class Task:
     num_classes: the number of classes, or of other outputs of the model.
     clients: the number of all clients of the run.
     dtype: the type of all floats.
-    kind: decides the usual loss and metrics.
+    kind: the kind of task, such as "classification"; it decides the usual loss and metrics.
     tokens: the number of different tokens if inputs are sequences of token numbers.
     scored_by: the name of the main metric; None means the first of `scores`; without `scores`, the
     usual metric of the kind.
@@ -44,7 +44,8 @@ class Task:
     usual loss of the kind.
     unseen: the number of clients that are never trained.
     scores: the metrics that are computed: names, or metrics of the user.
-    lower: the names of further metrics for which a lower score is better.
+    lower: the names of metrics for which a lower score is better (`evaluate.lower`), in addition to
+    those that say so themselves.
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.

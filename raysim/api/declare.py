@@ -83,7 +83,7 @@ class Declarations:
 
     @property
     def keeps_client_state(self) -> bool:
-        """True if clients keep state, other than that of `local.keep_optimizer`."""
+        """True if clients keep state besides that of their optimizers (`local.keep_optimizer`)."""
         if any(
             declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods
         ):

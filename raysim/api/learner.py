@@ -258,7 +258,7 @@ def _decode(words: Tensor) -> bytes:
 
 
 class LearnerNetwork(nn.Module):
-    """A module of a learner's parameters: floats as parameters, other arrays as buffers."""
+    """A module that holds a learner's parameters: floats as parameters, other arrays as buffers."""
 
     def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype, outputs: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Show the hooks of one method a client's training job, and a model that is scored."""
+"""Define what a method's hooks see: a client's training job, and a model that is scored."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class LocalJob:
     Parameters are slices of one flat vector: `job.params[at]`.
 
     state: the client state that the method declared. Assign new values; never change tensors in
-    place. received: the tensors that the method on the server sent with the model. upload: the
-    tensors that the client sends back; assign its entries in `end`. report: numbers for the
-    history, which are not sent.
-    scratch: values that the method needs until the end of this job; they must be tensors if a hook
-    for each batch reads them.
+    place.
+    received: the tensors that the method sent from the server with the model.
+    upload: the tensors that the client sends back; assign its entries in `end`.
+    report: numbers for the history, which are not sent.
+    scratch: values that the method needs until the end of this job. If a hook that is called for
+    each batch reads them, they must be tensors.
 
     An undeclared name in `state` or `upload` raises HookError.
     """
@@ -76,7 +77,7 @@ class LocalJob:
 
     @property
     def rate(self) -> float:
-        """The learning rate of this job, `local.rate(version)`, before the factor of a stage."""
+        """The learning rate of this job, `local.rate(version)`, without the factor `Stage.rate`."""
         return self.context.rate
 
     @property

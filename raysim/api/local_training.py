@@ -13,9 +13,9 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained by itself (`run.train`).
 
-    loss: the mean training loss over the rows; nan if it is unknown.
-    samples: number of rows that passed through the model in all epochs; None means as many as
-    `local.*` plans.
+    loss: the mean training loss over the samples; nan if it is unknown.
+    samples: number of samples that passed through the model, summed over all epochs; None means as
+    many as the settings `local.*` plan.
     steps: number of optimizer steps; None means as many as planned.
     metrics: numbers for the history, by name. Samples and steps are only recorded. They do not
     change the job's virtual time, which is fixed before training.

@@ -265,8 +265,8 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
     name = metric.title
     if not name.isidentifier():
         raise ValueError(
-            f"evaluate.metrics: {name!r} cannot name a column. Give another name, "
-            'raysim.Metric(function, name="mine").'
+            f"evaluate.metrics: {name!r} cannot name a column: a name has letters, digits and _, "
+            'and no digit first. Give another name, raysim.Metric(function, name="mine").'
         )
     if name in LOSS_NAMES:
         raise ValueError(

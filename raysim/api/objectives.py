@@ -106,7 +106,10 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's mean loss [B] over its labels that are not ignored; 0 without any."""
+    """Return each sample's mean loss [B] over its labels; 0 if all its labels are ignored.
+
+    Ignored labels do not count.
+    """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
     is_counted = (labels != IGNORED).reshape(len(labels), -1)
@@ -262,7 +265,7 @@ def class_f1(pairs: np.ndarray) -> float:
 
 
 def class_auroc(rows: np.ndarray) -> float:
-    """Return the mean over the classes of the area under the ROC curve, one class against all.
+    """Return the mean over the classes of the area under the ROC curve, one class against the rest.
 
     rows: outputs and labels of n samples, see `SetRows`. Classes that all samples have or that no
     sample has are left out, because they have no such area; the result is nan if all are left out.
@@ -299,7 +302,11 @@ def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
 
 
 def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return uint8 [B, L]: 2 if a sample has the label, plus 1 if its output is positive."""
+    """Return a code from 0 to 3 for each sample and label: uint8 [B, L].
+
+    The code is 2 if the sample has the label, plus 1 if the label is predicted (its output is
+    positive).
+    """
     return 2 * (labels > 0).to(torch.uint8) + (outputs > 0).to(torch.uint8)
 
 

@@ -25,8 +25,8 @@ class ClientFacts:
     """The facts that the server knows about each client: arrays [clients]; nan means unknown.
 
     samples: the number of training samples.
-    participations: jobs so far.
-    accepted: aggregated jobs so far.
+    participations: the number of jobs dispatched so far.
+    accepted: the number of jobs aggregated so far.
     loss, norm: the reports of the last aggregated job; nan if the rule does not declare them.
     seconds: virtual seconds of the last job that arrived.
     staleness: the staleness of the last aggregated job.
@@ -243,5 +243,8 @@ class Random(Selection):
     """Choose clients uniformly at random."""
 
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
-        """Draw without replacement. The planner makes this draw itself, in less time."""
+        """Draw without replacement.
+
+        The planner does not call this function: it makes the same draw in less time.
+        """
         return view.draw(view.count)

@@ -1,4 +1,4 @@
-"""Show the hooks of one method the server and one aggregation."""
+"""Define what a method's hooks see on the server: its state and settings, and one aggregation."""
 
 from __future__ import annotations
 
@@ -180,5 +180,5 @@ class ServerView:
         return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]
 
     def weight(self, client: int) -> float:
-        """Return a client's weight before a method changes it."""
+        """Return the weight of a client's updates, before methods change it."""
         return self._server.weight(client)  # type: ignore[no-any-return]

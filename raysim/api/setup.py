@@ -67,7 +67,8 @@ class Send:
     value: a function that returns the tensor, or None if nothing is sent now; without a function,
     the server state of this name is sent.
     floats: the tensor's size.
-    to: "all" clients with each version, each client "once", or one "client" at a time.
+    to: "all" sends the tensor to each client with each version, "once" with a client's first job
+    only, and "client" sends each client its own tensor.
     when: a function that decides when a job is dispatched whether its client receives the tensor.
     If not, the tensor is not part of the traffic and takes no virtual time.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
@@ -186,8 +187,10 @@ class Setup:
 
     Facts to read:
 
-    - task: the learning task. local: the settings `local.*`. rounds: the number of aggregations.
-      seed: the seed of the run.
+    - task: the learning task.
+    - local: the settings `local.*`.
+    - rounds: the number of aggregations.
+    - seed: the seed of the run.
     - weighting: the setting `weighting`; None lets methods decide.
     - networks: the model, and the networks that methods before this one added.
     - methods: the names of all methods of the list, each with the hooks that it overrides.
@@ -235,9 +238,12 @@ class Setup:
     def needs(self, *needs: Need) -> None:
         """Raise an error if the data or the model lack something that the method needs.
 
-        "classes": labels are classes. "features": the model has features in front of a linear head.
-        "gradients": the model can be differentiated outside of raysim's steps. "images": inputs are
-        images. "numbers": inputs can be added up and have a gradient.
+        needs: any of these:
+        - "classes": labels are classes.
+        - "features": the model has features in front of a linear head.
+        - "gradients": the method can differentiate the model itself, outside of raysim's steps.
+        - "images": inputs are images.
+        - "numbers": inputs are numbers that can be added up, and not tokens.
         """
         self.declared.needs.extend(needs)
 
@@ -305,7 +311,7 @@ class Setup:
             )
 
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
-        """Warn once during the run, when `text(row)` of a row of the history is not empty."""
+        """Warn with `text(row)` at the first row of the history for which it is not ""."""
         self.declared.round_warnings.append(RoundWarning(text))
 
     # --- networks and client state ------------------------------------------------------------
@@ -387,8 +393,8 @@ class Setup:
         Without `value`, the server state of this name is sent.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        once: True sends it with a client's first job only. when(job): decides at dispatch whether a
-        job receives it.
+        once: True sends it with a client's first job only.
+        when: a function that decides when a job is dispatched whether its client receives it.
         varies: True allows the size to differ between versions; `floats` is then the size in
         version 0. Virtual time and traffic count the real size, so a job is planned only after its
         base version exists. It cannot be used with `once` or `when`.
@@ -475,7 +481,10 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained], an initial value for client or server state."""
+        """Return zeros [layout.trained], an initial value for client or server state.
+
+        at: what raysim passes to the functions `initial`: a number of samples, or the server.
+        """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
         return torch.zeros_like(at.params)
@@ -514,7 +523,7 @@ class Setup:
         self.declared.has_gradients = False
 
     def without_parameters(self) -> None:
-        """Declare that the trained model is not in the vector, for example because it is trees.
+        """Declare that the trained model is not in the vector, because it is decision trees, say.
 
         Methods that read or change parameters or updates then raise an error.
         """
@@ -527,18 +536,18 @@ class Setup:
     def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
         """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
 
-        The function replaces the outputs and metrics of single samples. It is called for the test
-        samples of each scored client, for the central test set, and for each domain. It returns
-        numbers by name; the run's metric (`evaluate.metric`) should be one of the names.
+        raysim then does not compute metrics from the model's outputs. The function is called for
+        the test samples of each scored client, for the central test set, and for each domain. It
+        returns numbers by name; the run's metric (`evaluate.metric`) should be one of the names.
         """
         self.declared.evaluate = evaluate
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step; or a function from the job's plan to a list of steps, each
-        a sequence of stages, and the job repeats this list. At most one stage of a step has the
-        task loss.
+        stages: the stages of every step; or a function that returns a list of steps for the job's
+        plan. Each step of this list is a sequence of stages, and the job repeats the list. At most
+        one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
@@ -577,8 +586,8 @@ class Setup:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
         This method's `loss` is then called before that of other methods, and gets 0 instead of the
-        usual loss. Its `step` is called after that of other methods, on the direction that they
-        made.
+        usual loss. Its `step` is called after that of other methods, and gets the direction that
+        they returned.
         """
         self.declared.owned.update(hooks)
 

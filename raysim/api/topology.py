@@ -67,7 +67,7 @@ class Federation:
     seed: the seed of the run.
     counts: int64 [clients], training samples.
     weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
-    floats: the size of a replica.
+    floats: the number of floats of a replica.
     label_counts: function that returns the samples of each client and class [clients, classes], or
     None if labels are not classes.
     regions: function that returns the number of each client's region [clients], or None if the
@@ -101,8 +101,8 @@ class ClusterView:
     replica: the number of the replica.
     members: int64 [m], the replica's clients with training samples, ascending.
     version: the aggregations of the run so far.
-    clients: int64 [n], the members with an update in the aggregation, in the order of acceptance;
-    deltas: their updates, float32 [layout. trained] each.
+    clients: int64 [n], the members with an update in the aggregation.
+    deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
     free: the replicas without clients, ascending.
     state: the rule's arrays; the rule may change them in place, and checkpoints contain them.
@@ -265,10 +265,10 @@ def one_replica(clients: int) -> Network:
 
 
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
-    """Return the rows of the replicas in `present`; equal rows are one row with several targets.
+    """Return the rows of a mixing matrix for an exchange between the replicas in `present` only.
 
-    The weights of other replicas are added to the diagonal. So a symmetric matrix stays symmetric,
-    and its rows still sum to 1.
+    The weights of absent replicas are added to the diagonal. So a symmetric matrix stays symmetric,
+    and its rows still sum to 1. Replicas with equal rows are the targets of one `MixingRow`.
     """
     is_present = np.zeros(mixing.replicas, bool)
     is_present[list(present)] = True
@@ -339,7 +339,10 @@ def _check_row(row: Mapping[int, float], replica: int, replicas: int, key: str) 
 
 
 def components(mixing: Mixing) -> list[list[int]]:
-    """Return the replicas that are connected by exchanges, the largest component first."""
+    """Return the connected components of the graph of exchanges, the largest first.
+
+    Each component is a list of replicas.
+    """
     neighbours: list[set[int]] = [set() for _ in range(mixing.replicas)]
     for replica in range(mixing.replicas):
         for source in mixing.row(replica)[0]:

@@ -2,7 +2,7 @@
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] and rank r, with the
-Q [m, r] of the sender's previous message:
+Q [m, r] of the sender's previous message, and M' the transpose of M:
 
     P <- orthogonalise(M Q)
     Q <- M' P

@@ -178,9 +178,9 @@ class _Quantizer(Compressor):
 
 
 class QSGD(_Quantizer):
-    """A compressor that rounds entries randomly to s levels of the norm.
+    """A compressor that rounds entries randomly to multiples of the norm divided by s.
 
-    levels: the number of levels s.
+    levels: the number s of levels.
     bucket: the number of consecutive entries that share a norm. None uses one bucket for all
     entries, as FedPAQ does.
     """

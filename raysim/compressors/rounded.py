@@ -157,7 +157,10 @@ class Blocks(Compressor):
         compile_function(_restore_blocks)(codes, self.block, table, scales, out.numpy())
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill `scales`, and return the values divided by them as numbers of 8 bits."""
+        """Return the values, divided by the scales of their blocks, as numbers of 8 bits.
+
+        scales: float32 [blocks], filled with the scale of each block.
+        """
         raise NotImplementedError
 
     def _fill(
@@ -176,7 +179,7 @@ class Int8(Blocks):
     largest = 127.0
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill `scales`, and return the divided values, rounded to integers."""
+        """Fill `scales`; return the values, divided by their scales and rounded to integers."""
         numbers = np.empty(len(values), np.int8)
         self._fill(values, scales, numbers, is_rounded=True)
         return torch.from_numpy(numbers)
@@ -191,7 +194,7 @@ class Fp8(Blocks):
     dtype = torch.float8_e4m3fn
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill `scales`, and return the divided values, rounded to floats of 8 bits."""
+        """Fill `scales`; return the values, divided by their scales, as floats of 8 bits."""
         scaled = np.empty_like(values)
         self._fill(values, scales, scaled, is_rounded=False)
         return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Checks of the messages of a compressor, next to those that every method must pass."""
+"""Checks of the messages of a compressor, in addition to those that every method must pass."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> WatchedRun:
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Names of uploads must begin with the name of a method.
+    names: the names of the methods; the name of each upload must begin with one of them.
     """
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)

@@ -242,7 +242,8 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    In the usual study each replica may have its own schedule, with two or more clients.
+    The usual schedules of a study are replaced by schedules with cohorts of two, because each
+    replica may have its own schedule and only a few clients.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

@@ -219,7 +219,7 @@ def run_to_end(coordinator: Coordinator) -> FinishedRun:
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
 ) -> FinishedRun:
-    """Make a whole run in this process; the arguments are those of `coordinate`."""
+    """Execute a run in this process to its end; the arguments are those of `coordinate`."""
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
 

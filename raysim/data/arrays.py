@@ -85,13 +85,18 @@ class Arrays(Source):
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     """Store a user's samples in the cache and return their source.
 
-    data: (inputs, labels), without central test rows; ((inputs, labels), (inputs, labels)), where
-    the second pair has the central test rows; or {"train": ..., "test": ...}. A torch `Dataset` may
-    replace a pair. Arrays, tensors and lists are accepted. inputs: [n, ...]; images are [n, h, w],
-    [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers.
-    labels: classes or values [n], see `labels.infer_kind`; [n, labels], 0 or 1 for each of several
-    labels, or several values; or for each sample a list of its labels. A third column, users [n]
-    (integers or text), gives the client of each sample for `partition=natural`.
+    data: one of these; a torch `Dataset` may replace a pair (inputs, labels):
+    - (inputs, labels) without a central test set;
+    - ((inputs, labels), (inputs, labels)), where the second pair is the central test set;
+    - {"train": (inputs, labels), "test": (inputs, labels)}.
+    inputs: arrays, tensors or lists [n, ...]; images are [n, h, w], [n, c, h, w] or [n, h, w, c]; a
+    pandas frame is a table of numbers.
+    labels: one of these; `labels.infer_kind` decides what they mean:
+    - a class or a value for each sample, [n];
+    - several values for each sample, or 0 and 1 for several labels that it has or not, [n, labels];
+    - a list of labels for each sample.
+    A pair may have a third item: users [n], integers or text, which gives the client of each sample
+    for `partition=natural`.
     settings: arguments of `Arrays`.
     """
     train, test = _split_halves(data)
@@ -199,7 +204,7 @@ def _read_half(
 
 
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
-    """Return the inputs as one array, and its fields if a sample has several inputs."""
+    """Return the inputs as one array, and a description of each input if samples have several."""
     if isinstance(column, Mapping):
         arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
         return pack_fields(arrays, place)
@@ -263,9 +268,10 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return the labels as lists if each sample has a list of labels or a dictionary, else None.
 
-    Lists of integers of the same length are an array, and not lists of labels (None), unless `kind`
-    is "multilabel" and they have other numbers than 0 and 1. So are lists of one item each.
-    kind: `data.kind`; "positions" always returns None.
+    None means that the labels are an array. These are arrays, too: lists of one item each, lists of
+    integers of equal length, and all lists if `kind` is "positions". If `kind` is "multilabel",
+    lists of integers that are not all 0 or 1 are always lists of labels.
+    kind: `data.kind`.
     """
     if kind == "positions":
         return None

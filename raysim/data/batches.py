@@ -69,7 +69,7 @@ class Pipeline:
         its angle (uniform up to `rotate_degrees` either way; nearest pixel, zero outside); its
         factors of brightness, contrast and saturation (1 - jitter to 1 + jitter) and its shift of
         hue (up to `jitter` of the circle either way), applied in this order; whether it turns grey.
-        Images of one channel draw the same.
+        For images of one channel the same numbers are drawn.
         """
         if "resized_crop" in self.augment:
             uniforms = rng.random((4, TRIES, len(images)))

@@ -84,7 +84,8 @@ def find_inputs(
 
     columns: `data.columns`; None takes all columns except those of labels, users and domains,
     columns that number the rows, and columns with a usual name for users.
-    types: the types of all columns.
+    types: the types of all columns, by name.
+    known: the columns of labels, users and domains.
     are_separate: True if each column is a separate input.
     Raise ValueError if the columns cannot be one input together.
     """
@@ -337,7 +338,10 @@ def read_label_column(
 
 
 def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> list[dict[str, Any]]:
-    """Return for each row a dictionary of its values in the columns `data.targets`."""
+    """Return for each row a dictionary with its values in some columns, by column.
+
+    columns: the names in `data.targets`.
+    """
     values = []
     for name in columns:
         column = _plain_column(table, name, "data.targets", place)
@@ -526,7 +530,7 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
     """Return a column of a table, converted to the plain type of its values; see `_stored_type`.
 
-    key: the column's name in errors.
+    key: the setting that names the column, for errors.
     Raise ValueError if the column is missing or cannot be read.
     """
     if name not in table.column_names:

@@ -148,7 +148,10 @@ def cache_folder(cache: str | None) -> Path:
 def open_or_build(
     cache: str | None, name: str, content: Mapping[str, object], build: Callable[[], Samples]
 ) -> Dataset:
-    """Open the data set that `content` (JSON) determines, or build and write it first.
+    """Open a stored data set; build and write it first if it is not in the cache.
+
+    content: the settings that determine the data set; the name of its file has their checksum.
+    build: a function that returns the data set.
 
     If several processes need the same data set at the same time, one builds it and the others wait.
     Other processes never see an incomplete file.

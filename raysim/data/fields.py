@@ -22,7 +22,8 @@ def pack_fields(
     """Return the inputs of all samples as rows [n, floats], and a description of each part.
 
     columns: the arrays [n, ...] by the name of the model's argument, or in the order of its
-    arguments. uint8 becomes floats from 0 to 1, floats stay, other integers are token numbers.
+    arguments. uint8 becomes floats from 0 to 1, floats stay unchanged, and other integers are token
+    numbers.
     Raise ValueError for arrays of different lengths, negative or too large tokens, and other types.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}

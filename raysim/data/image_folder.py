@@ -38,8 +38,8 @@ class ImageFolder(Source):
 
     The folders may also be below root/train/ and root/test/. A file root/split.csv with the columns
     path, domain, class and split (train or test) lists the pictures and says which are for testing.
-    Without this file and without the folders train and test, `test_fraction` of each class of each
-    domain is for testing, evenly spread by name.
+    Without this file and without the folders train and test, `test_fraction` of the pictures of
+    each class of each domain are for testing; they are evenly spread over the sorted names.
     """
 
     root: str | None = None

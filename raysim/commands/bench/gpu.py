@@ -617,7 +617,7 @@ def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
 
 
 def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
-    """Write profiles of G1: one of the loop, one with CUDA graphs."""
+    """Write two profiles of the workload G1: one without and one with CUDA graphs."""
     workload = options.workloads["G1"]
     rows: list[ResultRow] = []
     for mode in (LOOP, workload.best_mode):

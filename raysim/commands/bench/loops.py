@@ -52,7 +52,7 @@ class LoopWorkload:
 
     samples: the number of samples of each client.
     rounds: the number of rounds in a block.
-    limit: the promised ratio of raysim's time to the textbook loop's time.
+    limit: the largest ratio of raysim's time to the textbook loop's time that raysim promises.
     """
 
     clients: int

@@ -173,7 +173,10 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure each method against FedAvg, FedBSS against its parts, and FRAug against FedBN."""
+    """Measure each method against FedAvg, but FRAug against FedBN.
+
+    FedBSS is measured against FedAvg doing the same work, see `fedbss_and_its_parts`.
+    """
     seconds_per_step()  # the first run is slower, so it is not measured
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
     limits: dict[str, float | None] = {}

@@ -206,8 +206,8 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare every setting with the reference, over the seeds that both have.
 
-    The reference is the first setting of those with equal other keys. Holm's correction covers all
-    comparisons.
+    Only settings with equal values of all other keys (`_other_keys`) are compared; the first of
+    them is the reference. Holm's correction covers all comparisons.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:
@@ -285,7 +285,7 @@ def settings_table(
     scores: Sequence[RunScores],
     comparisons: Mapping[str, Sequence[Comparison]] | None = None,
 ) -> list[Column]:
-    """Return a row per setting: the number of runs, and mean ± deviation of each metric.
+    """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
     The deviation is over the seeds, with divisor n-1. Rows with equal values of all keys that are
     not compared form a group. The best setting of each group is marked by the rule `BEST_RULE`.
@@ -344,7 +344,7 @@ def settings_table(
 
 
 def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
-    """Return a row per comparison of one metric; leave empty columns out."""
+    """Return a table of the comparisons of one metric; leave empty columns out."""
     metric = comparisons[0].metric
     tests = [comparison.test for comparison in comparisons]
     intervals = []

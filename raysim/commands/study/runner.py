@@ -54,10 +54,9 @@ class RunEnd:
 
 # --- before the first run -----------------------------------------------------------------------
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
-    """Build every run of a study before the first one starts; return the study with the results.
+    """Build every run of a study before the first one starts, to find errors; write nothing.
 
-    The results are each run's `is_finished` (from the study's folder) and `warnings`. Nothing is
-    written.
+    Return the study with the fields `is_finished` and `warnings` of each run.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
     continued.

@@ -1,7 +1,7 @@
 """Implement `raysim submit`: pack the files of a job, send them, and follow the job.
 
-The folder of a job contains `raysim/`, `conf/`, the files for an installer and the files that
---with lists. It contains nothing else of the current folder.
+The folder of a job contains `raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the
+files that --with lists. It contains nothing else of the current folder.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class SweepPlan:
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:
-        """Return a few points with which the allowed values are tested.
+        """Return a few points whose runs are built before the sweep, to find impossible values.
 
         Together they have each value of each list, both ends of each interval, and each combination
         of options.

@@ -78,8 +78,8 @@ class TrialRecords:
 
     metric: the compared column.
     total: the number of trials.
-    tracked: True if the trials are tracked.
-    uri: the server to which each row is sent at once; with "", `raysim ui` sends the rows later.
+    tracked: True if the trials are tracked in MLflow.
+    uri: MLflow's server, to which each row is sent at once; "" if `raysim ui` sends the rows later.
     deadline: the end of the sweep's time limit, on the clock of time.monotonic(). If a trial ends
     later than this, the limit ended it, and not the scheduler.
     """

@@ -105,7 +105,7 @@ def open_trial(
     start_events: function that starts a run in a folder and yields its events.
     folder: the sweep's folder.
     accepts_changes: see `SteppedRun`.
-    Raise `RunFailedError` for a run that cannot be made.
+    Raise `RunFailedError` for a run whose configuration is impossible.
     """
     runs: list[SteppedRun] = []
     try:

@@ -160,7 +160,10 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if this process and the sweep's compute different bits."""
+        """Raise `UnequalWorkersError` if results differ between this process and the sweep's own.
+
+        The identities of the processes say whether they compute the same bits.
+        """
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
         Participants(self._task.driver, self._task.mixed).add(identity)
@@ -277,7 +280,7 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the process of a trial needs.
 
-    experiment: one run of the sweep, built.
+    experiment: one run of the sweep.
     """
     spec = experiment.spec
     return TrialTask(
@@ -309,7 +312,7 @@ def multiply(resources: Resources, count: int) -> dict[str, float]:
 def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """Return the dictionary that Tune gives to a trial.
 
-    replay: the measurements of a trial that ended in an earlier session; [] for a new trial.
+    replay: round and metric of each measurement, if the trial ended in an earlier session; else [].
     """
     return {"number": number, "point": point, "replay": list(replay)}
 

@@ -96,7 +96,7 @@ class RunDatabase:
         self._problems: set[str] = set()
 
     def update(self) -> int:
-        """Send the new rows and files of all runs, but no models; return how many runs had some."""
+        """Send new rows and files of all runs, but no models; return how many runs had any."""
         count = 0
         for folder in _stored_folders(self.root):
             times = tuple(_changed_at(folder / name) for name in (RECORD, BACKLOG, HISTORY))
