@@ -175,7 +175,7 @@ class FinishedRun:
 
     def state(self, client: int) -> StoredState:
         """Return the committed client state of a client."""
-        return self.coordinator.client_states.accepted_state(client)
+        return self.coordinator.client_states.committed_state(client)
 
 
 def coordinate(

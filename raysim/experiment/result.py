@@ -363,7 +363,7 @@ class _FinalState:
         if not replicas.is_single:
             published = replace(server.published(), vector=server.scored().numpy())
         task = ScoringTask(
-            client, no_rows, client_states.accepted_job(client), server.sent_to(client)
+            client, no_rows, client_states.committed_job(client), server.sent_to(client)
         )
         return self.worker, task, published, client_states.state(client)
 
@@ -374,7 +374,7 @@ class _FinalState:
             return replicas.server_of(client)
         client_states = self.coordinator.client_states
         state = self.worker.states.get(
-            client, client_states.accepted_job(client), client_states.state(client)
+            client, client_states.committed_job(client), client_states.state(client)
         )
         versions = [server.published(number) for number, server in enumerate(replicas.servers)]
         return replicas.servers[self.worker.scorer.best_version(client, versions, state)]

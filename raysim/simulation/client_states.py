@@ -43,7 +43,7 @@ class ClientStates:
     worker starts from that copy. The object store has the state as well. The state is sent from
     there if the client moves to another worker, or if its worker died.
 
-    A state is committed when its job is aggregated (`accept`); only committed states are scored and
+    A state is committed when its job is aggregated (`commit`); only committed states are scored and
     saved. If committed states need more memory than the budget, the states of the clients that have
     been idle longest are written to disk and removed from the store and from the workers.
     stateful: True if clients have states; otherwise every job starts from the initial state.
@@ -61,19 +61,20 @@ class ClientStates:
     ):
         self.runtime, self.layout = runtime, layout
         self.stateful, self.budget, self.folder = stateful, budget, folder
-        self._last: dict[int, int] = {}  # by client: its last job, accepted or not
+        self._last: dict[int, int] = {}  # by client: its last job, committed or not
         # By client: the worker of its last submitted job, and the number of that job.
         self._places: dict[int, tuple[int, int]] = {}
-        self._accepted: dict[int, int] = {}  # by client: the job that made its accepted state
+        self._committed: dict[int, int] = {}  # by client: the job that made its committed state
         self._stored: dict[int, Ref] = {}  # by job: the state that it made, unless that is on disk
         self._makers: dict[int, int] = {}  # by job: the worker that makes its state
         self._sizes: dict[int, int] = {}  # by job: bytes of the state that it made, once known
         self._total_size = 0  # sum of them
-        # By client: bytes of its accepted state, unless that is on disk; the latest accepted last.
+        # By client: bytes of its committed state, unless that is on disk, in the order in which the
+        # states were committed.
         self._in_memory: dict[int, int] = {}
         self._in_memory_bytes = 0  # sum of them
         self._file: SpillFile | None = None
-        self._on_disk: dict[int, int] = {}  # by client: bytes of its accepted state on disk
+        self._on_disk: dict[int, int] = {}  # by client: bytes of its committed state on disk
         self._last_spilled_bytes = 0  # size of the state that was written to disk last
         self._read_bytes = 0  # bytes read from disk for calls that are not answered yet
 
@@ -91,17 +92,17 @@ class ClientStates:
         self._last[client] = number
         return previous
 
-    def accepted_job(self, client: int) -> int:
+    def committed_job(self, client: int) -> int:
         """Return the job that made the client's committed state; -1 for the initial state."""
-        return self._accepted.get(client, -1)
+        return self._committed.get(client, -1)
 
     @property
-    def accepted_jobs(self) -> Mapping[int, int]:
+    def committed_jobs(self) -> Mapping[int, int]:
         """The number of the job that made each client's committed state.
 
         Clients in the initial state are left out.
         """
-        return self._accepted
+        return self._committed
 
     # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
@@ -212,7 +213,7 @@ class ClientStates:
 
         Only a committed state can be on disk, although a newer job of the client may be in flight.
         """
-        return client in self._on_disk and self._accepted[client] == number
+        return client in self._on_disk and self._committed[client] == number
 
     def _evict(self, clients_of_worker: Mapping[int, list[int]]) -> None:
         """Tell each worker to forget the states of some clients.
@@ -223,12 +224,12 @@ class ClientStates:
             self.runtime.call(worker, "release", clients)
 
     # --- committing and spilling ------------------------------------------------------------------
-    def accept(self, jobs: Sequence[Job]) -> None:
+    def commit(self, jobs: Sequence[Job]) -> None:
         """Commit the states that these jobs made; write states that exceed the budget to disk."""
         if not self.stateful:
             return
         for job in jobs:
-            self._drop(job.client, self.accepted_job(job.client))
+            self._drop(job.client, self.committed_job(job.client))
             self._on_disk.pop(job.client, None)
             self._commit(job.client, job.number)
         evicted: dict[int, list[int]] = {}
@@ -239,7 +240,7 @@ class ClientStates:
         self._evict(evicted)
 
     def _commit(self, client: int, number: int) -> None:
-        self._accepted[client] = number
+        self._committed[client] = number
         self._in_memory[client] = self._sizes.get(number, 0)
         self._in_memory_bytes += self._in_memory[client]
 
@@ -261,7 +262,7 @@ class ClientStates:
         for client in list(self._in_memory):
             if self._in_memory_bytes <= self.budget:
                 break
-            number = self._accepted[client]
+            number = self._committed[client]
             _, last_submitted = self._places.get(client, (-1, number))
             if last_submitted != number:  # the client is busy
                 continue
@@ -291,19 +292,19 @@ class ClientStates:
         """The bytes of the committed states on disk."""
         return sum(self._on_disk.values())
 
-    def accepted(self) -> Iterator[tuple[int, StoredState]]:
+    def committed(self) -> Iterator[tuple[int, StoredState]]:
         """Yield each client's number with its committed state, and wait for the states.
 
         Clients in the initial state are left out.
         """
-        for client in self._accepted:
-            yield client, self.accepted_state(client)
+        for client in self._committed:
+            yield client, self.committed_state(client)
 
-    def accepted_state(self, client: int) -> StoredState:
+    def committed_state(self, client: int) -> StoredState:
         """Return a client's committed state, which must exist; wait until it is available."""
         if client in self._on_disk:
             return self._read(client)
-        state: StoredState = self.runtime.get(self._stored[self._accepted[client]])
+        state: StoredState = self.runtime.get(self._stored[self._committed[client]])
         return state
 
     def _read(self, client: int) -> StoredState:
@@ -315,7 +316,7 @@ class ClientStates:
 
         Wait until the state is available in this process.
         """
-        return self.accepted_state(client) if client in self._accepted else None
+        return self.committed_state(client) if client in self._committed else None
 
     # --- checkpoints ------------------------------------------------------------------------------
     def named_tensors(self) -> Mapping[int, Arrays]:
@@ -325,18 +326,19 @@ class ClientStates:
         of tensor names are "model.bn1.weight" and "scaffold.control".
         """
         return StatesByClient(
-            self._accepted, lambda client: to_named_arrays(self.accepted_state(client), self.layout)
+            self._committed,
+            lambda client: to_named_arrays(self.committed_state(client), self.layout),
         )
 
-    def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
+    def restore(self, committed: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Continue from a checkpoint; jobs that were in flight must be dispatched again.
 
-        accepted: the stored `accepted_jobs`.
+        committed: the stored `committed_jobs`.
         states: the stored `named_tensors`.
         """
-        self._accepted, self._last = dict(accepted), dict(accepted)
+        self._committed, self._last = dict(committed), dict(committed)
         for client, arrays in states.items():
-            number, state = accepted[client], from_named_arrays(arrays, self.layout)
+            number, state = committed[client], from_named_arrays(arrays, self.layout)
             self._stored[number] = self.runtime.put(state)
             self._note_size(number, num_bytes(state))
             self._commit(client, number)

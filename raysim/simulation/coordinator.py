@@ -243,7 +243,7 @@ class Coordinator:
         )
         places = [result if isinstance(result, Update) else None for result in results]
         self.replicas.step(aggregation, jobs, places, sums, self.versions)
-        self.client_states.accept(jobs)
+        self.client_states.commit(jobs)
         self.planner.report(updates)
         if self._varying:
             self._count_unplanned(aggregation, jobs, results)

@@ -323,7 +323,7 @@ class Evaluator:
         return [ScoringTask(-1, rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def _client_task(self, client: int, server: Server) -> ScoringTask:
-        state = self.client_states.accepted_job(client)
+        state = self.client_states.committed_job(client)
         return ScoringTask(client, self.tests.rows(client), state, server.sent_to(client))
 
     def _with_validation(self, task: ScoringTask) -> ScoringTask:
@@ -436,7 +436,7 @@ class Evaluator:
         if samples is not None and samples < len(rows):
             generator = stream(self.spec.settings.seed, "selection.loss", client, version)
             rows = np.sort(generator.choice(rows, samples, replace=False))
-        state = self.client_states.accepted_job(client)
+        state = self.client_states.committed_job(client)
         return ScoringTask(client, rows, state, personalised=False)
 
     def decompose(
@@ -470,7 +470,7 @@ class Evaluator:
             generator = stream(self.spec.settings.seed, "decompose", client)
             rows = np.sort(generator.choice(rows, most, replace=False))
         return ScoringTask(
-            client, rows, self.client_states.accepted_job(client), personalised=False
+            client, rows, self.client_states.committed_job(client), personalised=False
         )
 
     # --- columns ----------------------------------------------------------------------------------

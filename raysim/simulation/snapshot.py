@@ -117,7 +117,7 @@ def take(run: RunState) -> Snapshot:
         numbers,
         _ServerArrays(arrays, replica_of, replicas.read),
         run.client_states.named_tensors(),
-        run.client_states.accepted_jobs,
+        run.client_states.committed_jobs,
     )
 
 
@@ -192,9 +192,9 @@ def state_sha256(replicas: Replicas, client_states: ClientStates) -> str:
     """Return the SHA-256 of all committed client states and of the server state."""
     digest = hashlib.sha256()
     for client in sorted(
-        client_states.accepted_jobs, key=lambda client: f"{client}/"
+        client_states.committed_jobs, key=lambda client: f"{client}/"
     ):  # one at a time, because some are on disk
-        for key, array in sorted(to_flat_arrays(client_states.accepted_state(client)).items()):
+        for key, array in sorted(to_flat_arrays(client_states.committed_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for replica in range(len(replicas.servers)):
         for name, tensor in sorted(replicas.read(replica).state.items()):

@@ -161,7 +161,7 @@ def test_personal_tensors_are_saved_by_name(tmp_path: Path) -> None:
 def test_client_state_survives_conversion_to_named_arrays() -> None:
     result = run(study(FedBN(), Scaffold()), rounds=2)
     layout = result.coordinator.layout
-    for state in map(result.state, result.coordinator.client_states.accepted_jobs):
+    for state in map(result.state, result.coordinator.client_states.committed_jobs):
         again = from_named_arrays(to_named_arrays(state, layout), layout)
         assert len(state.personal) and len(state.counters)
         assert same_arrays(to_flat_arrays(again), to_flat_arrays(state))

@@ -52,11 +52,11 @@ class Books:
         self.client_states.release_read(read)
 
     def done(self, *clients: int) -> None:
-        """Train clients on worker 0 and accept their jobs."""
+        """Train clients on worker 0 and commit their states."""
         for client in clients:
             job, _, read = self.send(client)
             self.back(job, read)
-            self.client_states.accept([job])
+            self.client_states.commit([job])
 
 
 def values(states: Any) -> list[float]:
@@ -90,8 +90,8 @@ def test_only_the_newest_state_of_a_client_counts_in_memory() -> None:
     books.done(*[7] * 6, 3)
     assert books.client_states.spilled_bytes == 0 and books.client_states.bytes == 2 * EACH
     books.done(4)
-    assert books.client_states.spilled_bytes == EACH, "that of who was accepted first"
-    assert values(state for _, state in books.client_states.accepted()) == [5.0, 6.0, 7.0]
+    assert books.client_states.spilled_bytes == EACH, "the state that was committed first"
+    assert values(state for _, state in books.client_states.committed()) == [5.0, 6.0, 7.0]
 
 
 def test_spilled_state_is_counted_when_it_is_replaced() -> None:
@@ -99,7 +99,7 @@ def test_spilled_state_is_counted_when_it_is_replaced() -> None:
     books.done(1, 2)
     assert books.client_states.spilled_bytes == EACH
     books.done(1)
-    assert values(state for _, state in books.client_states.accepted()) == [2.0, 1.0]
+    assert values(state for _, state in books.client_states.committed()) == [2.0, 1.0]
     assert books.client_states.spilled_bytes == books.client_states.bytes == EACH
 
 
@@ -110,7 +110,7 @@ def test_spilled_state_is_released_by_its_worker() -> None:
     job, _, read = books.send(2, worker=1)
     books.back(job, read)
     books.client_states.worker_died(1)
-    books.client_states.accept([job])
+    books.client_states.commit([job])
     assert books.told == [(0, [1])], "no worker has it any more"
     assert books.client_states.spilled_bytes == 2 * EACH
 
@@ -118,9 +118,9 @@ def test_spilled_state_is_released_by_its_worker() -> None:
 def test_state_of_unknown_size_takes_no_memory() -> None:
     books = Books(budget=0)
     job, _, _ = books.send(3)
-    books.client_states.accept([job])
+    books.client_states.commit([job])
     assert books.client_states.spilled_bytes == 0 and values(
-        [books.client_states.accepted_state(3)]
+        [books.client_states.committed_state(3)]
     ) == [0.0]
 
 
@@ -156,7 +156,7 @@ def test_states_restored_above_the_budget_are_spilled() -> None:
         {c: {"model.w": state.personal} for c, state in enumerate(states)},
     )
     assert books.client_states.spilled_bytes == books.client_states.bytes == 2 * EACH
-    assert values(state for _, state in books.client_states.accepted()) == [0.0, 1.0, 2.0, 3.0]
+    assert values(state for _, state in books.client_states.committed()) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_states_restored_from_a_checkpoint_count_as_memory() -> None:
@@ -167,9 +167,9 @@ def test_states_restored_from_a_checkpoint_count_as_memory() -> None:
     }
     books.client_states.restore({4: 11, 6: 12}, arrays)
     assert books.client_states.bytes == sum(map(num_bytes, states)) and dict(
-        books.client_states.accepted_jobs
+        books.client_states.committed_jobs
     ) == {
         4: 11,
         6: 12,
     }
-    assert books.send(6)[1] == [books.client_states.accepted_state(6)]
+    assert books.send(6)[1] == [books.client_states.committed_state(6)]

@@ -85,7 +85,7 @@ def test_memory_of_unsampled_clients_is_zero() -> None:
     assert (
         set(coordinator.runtime.members[0].states.resident)
         == seen
-        == set(coordinator.client_states.accepted_jobs)
+        == set(coordinator.client_states.committed_jobs)
     )  # type: ignore[attr-defined]
     assert len(coordinator.client_states._stored) == len(seen)
 

@@ -126,7 +126,7 @@ def test_only_aggregated_jobs_are_trained_and_stored(schedule: str) -> None:
     assert {job.number for job, _ in spy.sent} == set(taken)
     jobs = {job.number: job for each in result.aggregations for job in each.dispatched}
     last = {jobs[number].client: number for number in taken}
-    assert dict(result.coordinator.client_states.accepted_jobs) == last
+    assert dict(result.coordinator.client_states.committed_jobs) == last
     before: dict[int, int] = {}
     for job in sorted((job for job, _ in spy.sent), key=lambda job: job.number):
         assert job.state == before.get(job.client, -1), (

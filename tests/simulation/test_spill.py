@@ -95,7 +95,7 @@ def test_states_in_memory_are_within_budget_or_in_flight(schedule: str) -> None:
     for _ in coordinator.run():
         places, accepted = (
             coordinator.client_states._places,
-            coordinator.client_states.accepted_jobs,
+            coordinator.client_states.committed_jobs,
         )
         at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
         resident = [client for worker in runtime.members for client in worker.states.resident]

@@ -83,7 +83,7 @@ def scores_by_hand(finished_run: FinishedRun, clients: list[int]) -> list[float]
         rows = coordinator.spec.data.partition.test.rows(client)
         own = client if coordinator.evaluator.personal else -1
         task = ScoringTask(
-            own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {}
+            own, rows, private.committed_job(client), server.sent_to(client) if own >= 0 else {}
         )
         labels, outputs = worker.predictions(task, server.published(), private.state(client))
         scores.append(float((outputs.argmax(1) == labels).mean()))
@@ -165,7 +165,7 @@ def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
     finished_run = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
     assert not finished_run.failures
     unseen = unseen_of(finished_run)
-    assert not {*unseen} & {*finished_run.coordinator.client_states.accepted_jobs}
+    assert not {*unseen} & {*finished_run.coordinator.client_states.committed_jobs}
     scores = scores_by_hand(finished_run, unseen)
     assert finished_run.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
 

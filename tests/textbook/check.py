@@ -203,7 +203,7 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
 
 def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
     """Return a client's accepted state, with personal tensors by name."""
-    state = dict(coordinator.client_states.accepted()).get(client)
+    state = dict(coordinator.client_states.committed()).get(client)
     return {} if state is None else to_named_arrays(state, coordinator.layout)
 
 
@@ -216,11 +216,11 @@ def scored_model(
     task = ScoringTask(
         client,
         coordinator.spec.data.partition.test.rows(client),
-        states.accepted_job(client),
+        states.committed_job(client),
         coordinator.server.sent_to(client),
         finetune=finetune if finetune.epochs else None,
     )
-    sent_states = [dict(states.accepted()).get(client)] if states.stateful else []
+    sent_states = [dict(states.committed()).get(client)] if states.stateful else []
     worker.evaluate([task], coordinator.server.published(), *sent_states)
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}

@@ -327,7 +327,7 @@ def scored(
     )
     ended = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, coordinator = ended.coordinator.layout, ended.coordinator
-    states = dict(coordinator.client_states.accepted())
+    states = dict(coordinator.client_states.committed())
     start = coordinator.initial
     models = {}
     for client in range(4):

@@ -263,7 +263,7 @@ def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator
     for _ in coordinator.run():
         pass
     arrays = [coordinator.server.vector.numpy()]
-    for _, state in sorted(coordinator.client_states.accepted()):
+    for _, state in sorted(coordinator.client_states.committed()):
         arrays += _floats(state)
     return np.concatenate(arrays), coordinator
 
