@@ -186,7 +186,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
         marks = list(itertools.islice(round_marks, rounds))
         (_, start, cpu_start), (_, end, cpu_end) = marks[0], marks[-1]
         cost = (end - start) / (rounds - 1), (cpu_end - cpu_start) / (rounds - 1)
-        seen = len(run.client_states.accepted_jobs)
+        seen = len(run.client_states.committed_jobs)
         spilled = run.client_states.spilled_bytes
     return StateRunCost(clients, budget, rounds, seen, *cost, peak_memory_bytes(), spilled)
 
