@@ -13,9 +13,10 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 from raysim.flower.messages import RUN_ID, GridMessage, client_number
-from raysim.flower.project import LoadedClientApp, users_line
+from raysim.flower.project import LoadedClientApp
 from raysim.flower.records import check_records
 from raysim.primitives.streams import torch_seed
+from raysim.primitives.users_lines import users_line
 from raysim.training.own_training import seeded_generators
 
 

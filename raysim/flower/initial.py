@@ -26,9 +26,10 @@ from raysim.flower.messages import (
     instruction,
     node_id,
 )
-from raysim.flower.project import load_object, users_line
+from raysim.flower.project import load_object
 from raysim.flower.simple_grid import SimpleGrid
 from raysim.primitives.errors import RefusedError
+from raysim.primitives.users_lines import users_line
 from raysim.training.own_training import seeded_generators
 
 GET_PARAMETERS = "get_parameters"

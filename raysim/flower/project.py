@@ -6,9 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
-import sysconfig
 import tomllib
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +15,11 @@ from typing import Any, TypeAlias
 
 from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.extras import import_optional
+from raysim.primitives.users_lines import users_line
 
 PROJECT_FILE = "pyproject.toml"
 UserConfig: TypeAlias = dict[str, Any]  # values are bool, int, float or str
 _SCALARS = (bool, int, float, str)
-_OWN_FOLDER = Path(__file__).parent.parent  # the package raysim
-_PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -165,32 +162,6 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
         raise RefusedError(
             f"{setting}: cannot be imported: {type(error).__name__}: {error}{place}. {advice}"
         ) from error
-
-
-def users_line(error: BaseException, folder: Path | None = None) -> str:
-    """Describe the line of the app in which an error was raised: " (file, line N: code)".
-
-    Return "" if there is none.
-    folder: the app's folder. If no line is in this folder, the innermost line outside of raysim and
-    of installed packages is used.
-    """
-    frames = [
-        frame
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not _is_foreign(Path(frame.filename))
-    ]
-    in_folder = [
-        frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)
-    ]
-    for frame in (*in_folder, *frames):
-        return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
-    return ""
-
-
-def _is_foreign(file: Path) -> bool:
-    """Return True if a file belongs to raysim, to Python or to an installed package."""
-    is_installed = "site-packages" in file.parts or file.is_relative_to(_PYTHON_FOLDER)
-    return is_installed or file.is_relative_to(_OWN_FOLDER) or str(file).startswith("<")
 
 
 @dataclass(frozen=True)

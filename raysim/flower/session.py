@@ -25,13 +25,14 @@ from raysim.flower.identity import set_identity
 from raysim.flower.local_work import EXAMPLES_NAMES
 from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
 from raysim.flower.ordering import OrderedGrid
-from raysim.flower.project import LoadedClientApp, users_line
+from raysim.flower.project import LoadedClientApp
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.worker import AppSpec, AppWorker
 from raysim.primitives.checks import at_least
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import lock_folder, make_folder, replace_file
 from raysim.primitives.streams import torch_seed
+from raysim.primitives.users_lines import users_line
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet, Ideal

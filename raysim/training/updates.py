@@ -15,6 +15,7 @@ from raysim.api.entries import Entries
 from raysim.api.hook_checks import check_report, format_error, format_traceback
 from raysim.api.messages import Failure, Job, Probe, Update
 from raysim.api.update_code import UpdateCode
+from raysim.primitives.users_lines import users_line
 from raysim.training.attack import check_norm
 from raysim.training.own_training import LocalTrainingError
 from raysim.training.run_spec import RunSpec
@@ -107,7 +108,8 @@ class UpdateBuilder:
     def failure(self, job: Job, error: BaseException) -> Failure:
         """Return the failure of a job that raised an error."""
         client = self.spec.data.label(job.client)
-        text = f"{client}, version {job.version}, worker {self.worker}: {format_error(error)}"
+        place = f"{client}, version {job.version}, worker {self.worker}"
+        text = f"{place}: {format_error(error)}{users_line(error)}"
         method = failing_method_name(error)
         if isinstance(error, NotFiniteError | LocalTrainingError):
             method = error.method

@@ -209,7 +209,9 @@ def test_failure_has_client_version_method_and_worker() -> None:
         "worker-0",
         "raising",
     )
-    assert failure.error == "client 2, version 1, worker worker-0: KeyError: 'lost'"
+    text, _, line = failure.error.partition(" (")
+    assert text == "client 2, version 1, worker worker-0: KeyError: 'lost'"
+    assert line.startswith("test_faults.py, line ") and 'raise KeyError("lost")' in line
     assert "in begin" in failure.traceback
 
 
