@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
 from raysim.flower.clock import Arrival, VirtualClock
 from raysim.flower.local_work import numbers_of
 from raysim.flower.messages import RUN_ID, GridMessage, client_number, node_id, reply
-from raysim.flower.records import count_array_bytes, unpack_records
+from raysim.flower.records import Entry, count_array_bytes, structure_of, unpack_records
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.simple_grid import SimpleGrid
 from raysim.flower.worker import Answer, Request, copy_records
@@ -21,6 +22,7 @@ from raysim.simulation.runtime import Runtime, WorkerDiedError
 APP_ERROR, LOST_ERROR = 2, 3  # codes of Flower: the app raised an error, the reply is unavailable
 QUICK_CALLS = 2  # calls of get_node_ids between messages, before the clock waits for a client
 MAX_ATTEMPTS = 3  # an error is raised after this many workers died with the same messages
+MAX_ENTRIES = 3  # of a reply, in an error
 _CHUNKS_PER_WORKER = 4
 
 
@@ -100,6 +102,8 @@ class VirtualGrid(SimpleGrid):
         # By node id: time of its last reply, and its client.
         self._batch_times: dict[int, tuple[float, int]] = {}
         self.replay_error: ReplayError | None = None
+        self._last_group: tuple[float, str] = (0.0, "")  # virtual time and type of messages
+        self._structures: dict[int, frozenset[Entry]] = {}  # of its replies, by client
 
     def is_owner(self) -> bool:
         """Return True in the thread that runs the ServerApp."""
@@ -414,9 +418,37 @@ class VirtualGrid(SimpleGrid):
                 self._record(one, "failed", error, {})
                 continue
             content = unpack_records(one.answer.content)
+            self._keep_structure(one, content)
             delivered.append(reply(one.message, at, content))
             self._record(one, "answered", "", numbers_of(content))
         return delivered
+
+    def _keep_structure(self, pending: _Pending, content: RecordDict) -> None:
+        """Keep the entries of a reply until messages of another time or type are answered."""
+        group = pending.dispatched, pending.request.message_type
+        if group != self._last_group:
+            self._last_group = group
+            self._structures.clear()
+        self._structures[pending.request.client] = structure_of(content)
+
+    def describe_odd_reply(self) -> str:
+        """Describe a reply of the last messages whose entries are not those of most replies.
+
+        Return "" if there is none. It explains errors of strategies, which do not name a client.
+        """
+        if not self._structures:
+            return ""
+        ((usual, _),) = Counter(self._structures.values()).most_common(1)
+        for client, structure in sorted(self._structures.items()):
+            if structure != usual:
+                differences = []
+                if structure - usual:
+                    differences.append(f"has {_list_entries(structure - usual)}")
+                if usual - structure:
+                    differences.append(f"lacks {_list_entries(usual - structure)}")
+                text = " and ".join(differences)
+                return f"Unlike other clients' replies, the reply of client {client} {text}."
+        return ""
 
     def _record(self, pending: _Pending, fate: str, error: str, numbers: dict[str, float]) -> None:
         request = pending.request
@@ -433,6 +465,14 @@ class VirtualGrid(SimpleGrid):
                 numbers,
             )
         )
+
+
+def _list_entries(entries: Iterable[Entry]) -> str:
+    """Return the first entries as a text, with the number of the others."""
+    texts = [str(entry) for entry in sorted(entries)]
+    shown = ", ".join(texts[:MAX_ENTRIES])
+    rest = len(texts) - MAX_ENTRIES
+    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _own_message(message: Message, request: Request) -> GridMessage:

@@ -7,7 +7,7 @@ first comes a header in JSON, then the data of all arrays and byte strings.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -15,6 +15,19 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 _HEADER_SIZE_BYTES = 8
 _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 _VALUES = (bool, int, float, str, bytes, np.generic)
+
+
+class Entry(NamedTuple):
+    """An entry of a record. shape: that of an array; () for a value."""
+
+    record: str
+    key: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return the entry as in Python, such as "arrays['weight'] of shape [3, 2]"."""
+        shape = f" of shape {list(self.shape)}" if self.shape else ""
+        return f"{self.record}[{self.key!r}]{shape}"
 
 
 class _BytesWriter:
@@ -119,6 +132,21 @@ def count_array_bytes(content: RecordDict) -> int:
         for array in record.values():
             total += _array_bytes(array)
     return total
+
+
+def structure_of(content: RecordDict) -> frozenset[Entry]:
+    """Return the entries of all records: their names, and the shapes of arrays."""
+    entries = set()
+    for name, record in content.items():
+        for key, value in record.items():
+            shape = _shape_of(value) if isinstance(record, ArrayRecord) else ()
+            entries.add(Entry(name, key, shape))
+    return frozenset(entries)
+
+
+def _shape_of(array: Array) -> tuple[int, ...]:
+    """Return an array's shape; if Flower does not know it, the number of its bytes."""
+    return tuple(array.shape) if array.dtype else (_length(array),)
 
 
 def _array_bytes(array: Array) -> int:

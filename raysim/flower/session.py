@@ -177,9 +177,9 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
         if grid.replay_error is not None:
             raise grid.replay_error from error
         place = users_line(error, run.folder)
-        raise RunStoppedError(
-            f"the ServerApp raised {type(error).__name__}: {error}{place}"
-        ) from error
+        text = f"the ServerApp raised {type(error).__name__}: {error}{place}"
+        odd_reply = grid.describe_odd_reply()
+        raise RunStoppedError(f"{text}. {odd_reply}" if odd_reply else text) from error
     return made[-1] if made else None
 
 

@@ -196,6 +196,26 @@ def test_error_of_failing_server_app_names_its_line(run):
         run_app(replace(run, server_app=app, folder=run.folder.parent), no_text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        (
+            "shape",
+            r"client 1 has arrays\['weight'\].*\[3, 3\] and lacks arrays\['weight'\].*\[2, 3\]",
+        ),
+        ("no_loss", r"client 1 lacks metrics\['loss'\]"),
+    ],
+)
+def test_error_of_strategy_names_the_odd_reply(run, kind, difference):
+    start = ArrayRecord([np.zeros((2, 3), np.float32)])
+    arrays = ArrayRecord({"weight": start["0"]})
+    strategy = newer.FedAvg(fraction_evaluate=0.0, weighted_by_key="loss")
+    app = newer_app(lambda grid: strategy.start(grid, arrays, 1))
+    broken = replace(run, client_app=f"tiny_flower_app.broken:{kind}", server_app=app)
+    with pytest.raises(RunStoppedError, match=difference):
+        run_app(replace(broken, fleet=Lognormal()), no_text)
+
+
 def newer_app(main):
     app = ServerApp()
 

@@ -66,6 +66,12 @@ def _replace_state(message, context):
     return Message(_records(np.ones((2, 3), np.float32)), reply_to=message)
 
 
+def _leave_out_loss(message, context):
+    records = _records(np.ones((2, 3), np.float32))
+    del records["metrics"]["loss"]
+    return Message(records, reply_to=message)
+
+
 raises = _for_client_1(_raise)
 exits = _for_client_1(_exit)
 prints = _for_client_1(_print)
@@ -79,6 +85,7 @@ nan = _for_client_1(
         _records(np.full((2, 3), np.nan, np.float32)), reply_to=message
     )
 )
+no_loss = _for_client_1(_leave_out_loss)
 nothing = _for_client_1(lambda message, context: None)
 error = _for_client_1(lambda message, context: Message(Error(7, "my reason"), reply_to=message))
 
