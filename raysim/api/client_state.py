@@ -75,7 +75,10 @@ def reserved_names(layout: Layout) -> set[str]:
 
 
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
-    """Return the state whose tensors have these names. Raises ValueError if one is missing."""
+    """Return the client state that `to_named_arrays` has turned into these arrays.
+
+    Raises ValueError if an array of the layout is missing.
+    """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
     missing = sorted(names - arrays.keys())

@@ -66,7 +66,7 @@ class WorkerView(Protocol):
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a client's training samples in order, in batches of the size for evaluation."""
+        """Yield a client's training samples in order, in batches as large as in evaluations."""
         ...
 
     def class_counts(self, client: int) -> Tensor:

@@ -97,7 +97,7 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Describe how methods use single updates, as ends of a sentence: "method 'krum' ...".
+        """Return a clause for each use of single updates: "method 'krum' combines them itself".
 
         If the list is not empty, workers send single updates to the coordinator, and not their sum.
         """

@@ -143,7 +143,8 @@ class Method:
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Correct, in place, the gradient `grad` of the shared parameters `job.params[at]`.
 
-        Called in every stage, once for each contiguous part of the parameters that it trains.
+        Called in every stage, once for each contiguous part of the parameters that the stage
+        trains.
         """
 
     def end(self, job: LocalJob) -> None:

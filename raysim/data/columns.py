@@ -221,7 +221,10 @@ def read_inputs(
 def _read_column(
     column: pa.Array, name: str, settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return a column of texts or lists as an array, and its `Tokens`; None for plain numbers."""
+    """Return a column of texts or lists as an array, and its `Tokens`.
+
+    The second value is None if the column has lists of numbers that are not tokens.
+    """
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
     if not _is_list(column.type):
@@ -338,7 +341,7 @@ def read_label_column(
 
 
 def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> list[dict[str, Any]]:
-    """Return for each row a dictionary with its values in some columns, by column.
+    """Return a dictionary for each row: the values of some columns, by the column's name.
 
     columns: the names in `data.targets`.
     """

@@ -77,6 +77,7 @@ def image_rotation_angles(
     """Draw the angle of each image by inverse CDF.
 
     probabilities: [A], the probabilities of the A angles, or [n, A] with a row for each image.
+    uniforms: [n], random numbers in [0, 1).
     """
     numbers = image_angle_numbers(np.asarray(probabilities), np.asarray(uniforms))
     return np.asarray(angles, dtype=np.float64)[numbers]

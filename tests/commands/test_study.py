@@ -121,7 +121,7 @@ class TestPlan:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_wrong_override_is_refused_and_writes_nothing(
+    def test_study_refuses_wrong_override_and_writes_nothing(
         self, overrides: list[str], part: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         needs_data = any(override.startswith("local") for override in overrides)
@@ -284,7 +284,7 @@ def test_study_warning_names_runs_unless_all_have_it() -> None:
 @pytest.mark.parametrize(
     ("parallel", "left"), [(1, ["1 min 30 s", "4 s", "2 s"]), (2, ["45 s", "2 s", "1 s"])]
 )
-def test_remaining_time_ignores_the_first_run(
+def test_remaining_time_of_study_ignores_its_first_run(
     parallel: int, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([30.0, 2.0, 2.0, 4.0])
@@ -467,7 +467,7 @@ class TestComparisons:
             assert study_report.draw(comparisons).startswith(b"\x89PNG")
             assert len(study_report.differences_table(comparisons)[0].texts) == 4
 
-    def test_picture_labels_intervals_only_if_it_draws_them(
+    def test_study_picture_labels_intervals_only_if_drawn(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from matplotlib.axes import Axes

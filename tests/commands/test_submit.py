@@ -392,7 +392,7 @@ class TestJobServer:
     def test_fetch_finds_the_folder_of_a_job(self, entrypoint: str, folder: str) -> None:
         assert fetch.find_folder(entrypoint) == folder
 
-    def test_fetch_packs_a_folder_below_home(
+    def test_fetch_packs_folder_in_home_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = tmp_path / "home" / "runs"
@@ -406,7 +406,7 @@ class TestJobServer:
         with pytest.raises(RefusedError, match="--limit"):
             fetch.read_archive("ERROR 5000000 bytes\n", "~/runs", "a", 1.0)
 
-    def test_output_of_a_job_leaves_out_lines_of_ray(self) -> None:
+    def test_printed_job_output_omits_log_lines_of_ray(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
         lines += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
         output = "methods   fedavg\nround 1\n"

@@ -358,7 +358,7 @@ class TestGrid:
         best = max(done, key=lambda row: float(row["accuracy_global"]))
         assert run_accuracy(folder / "best.yaml") == best["accuracy_global"]
 
-    def test_runs_of_a_grid_have_the_files_of_any_run(self, grid: tuple[Path, str]) -> None:
+    def test_runs_of_a_grid_write_the_usual_files(self, grid: tuple[Path, str]) -> None:
         folder, _ = grid
         done = [row for row in trials(folder) if row["status"] == "done"]
         for row in done:
@@ -500,7 +500,7 @@ class TestSearch:
             config = (folder / row["folder"] / "config.yaml").read_text()
             assert f"lr: {row['local.lr']}" in config
 
-    def test_trial_with_workers_has_the_bits_of_a_run(self, ray_session: None) -> None:
+    def test_trial_on_workers_equals_the_same_single_run(self, ray_session: None) -> None:
         searched = "local.lr=tag(log,interval(0.01,0.5))"
         folder = sweep(searched, "sweep.trials=1", "sweep.workers=2")
         (row,) = trials(folder)

@@ -373,7 +373,7 @@ class Forgetful(Synchronous):
         return super().decide(view) if not view.running else Wait()
 
 
-def test_check_finds_schedule_with_state() -> None:
+def test_check_finds_schedule_that_changes_itself() -> None:
     assert "the schedule has changed" in message_of(Forgetful(3), "it keeps its promises")
 
 
@@ -403,7 +403,7 @@ class CountingSelection(Selection):
         return view.clients[: view.count]
 
 
-def test_check_finds_selection_with_state() -> None:
+def test_check_finds_selection_that_changes_itself() -> None:
     assert (
         "the selection has changed"
         in failed_checks(CountingSelection())["it keeps no state in itself"]

@@ -133,7 +133,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_kind_and_outputs_follow_from_labels_of_numpy(
+def test_numpy_labels_decide_kind_and_outputs(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -144,7 +144,7 @@ def test_kind_and_outputs_follow_from_labels_of_numpy(
         )
 
 
-def test_numpy_rejects_arrays_that_do_not_fit(tmp_path: Path) -> None:
+def test_numpy_rejects_missing_and_mismatched_arrays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.npz .*x 3, y 2"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
     with pytest.raises(ValueError, match=r"train\.npz .*array y"):
@@ -282,7 +282,7 @@ def test_leaf_rejects_unreadable_file(make: Any, tmp_path: Path) -> None:
         Leaf(str(tmp_path)).build()
 
 
-def test_leaf_reads_numbers(tmp_path: Path) -> None:
+def test_leaf_reads_numeric_inputs(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     data = {"f0": {"x": [[0.5] * 4] * 3, "y": [1, 0, 1]}}
     (tmp_path / "train" / "a.json").write_text(json.dumps({"user_data": data}))
@@ -391,7 +391,7 @@ def test_markov_sequences_follow_their_chains() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_sequences_have_chain_labels_and_lengths() -> None:
+def test_markov_labels_are_chains_and_lengths_vary() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(

@@ -69,7 +69,7 @@ def test_packed_rows_have_every_token_as_label_once() -> None:
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
 
-def test_packed_rows_mix_no_users_and_no_test_rows() -> None:
+def test_packed_rows_never_mix_users_or_test_text() -> None:
     documents = [
         Document(np.array([1, 2]), "b", is_test=True),
         Document(np.array([3]), "b"),
@@ -126,7 +126,7 @@ def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> N
     assert len(vocabulary.names) == vocabulary.tokens.size
 
 
-def test_unknown_character_is_other_or_an_error() -> None:
+def test_unknown_character_becomes_other_token_or_error() -> None:
     vocabulary = character_vocabulary("ab", has_other=True)
     assert vocabulary.encode("axb").tolist() == [1, 3, 2]
     again = stored_vocabulary("characters", vocabulary.names)

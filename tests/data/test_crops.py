@@ -19,7 +19,7 @@ def boxes(height: int, width: int, area: tuple[float, float], count: int = 2000)
     return crop_boxes(height=height, width=width, area=area, uniforms=uniforms)
 
 
-def test_crop_boxes_have_area_and_aspect() -> None:
+def test_crop_boxes_have_allowed_area_and_aspect_ratio() -> None:
     top, left, tall, wide = boxes(200, 200, (0.6, 0.9))
     assert (
         (top >= 0).all()

@@ -160,7 +160,7 @@ def test_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def test_digits_have_full_range_and_test_share() -> None:
+def test_digits_fill_pixel_range_and_hold_out_a_fifth() -> None:
     digits = Digits().build()
     assert (
         digits.inputs.shape == (1797, 1, 8, 8)

@@ -610,7 +610,7 @@ def test_class_of_a_user_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert type(build(words, allow=["theirs"]).spec.methods[0]).__name__ == "Mine"
 
 
-def test_constructor_gets_checked_values() -> None:
+def test_build_object_checks_values_for_the_constructor() -> None:
     assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(
         2, "all"
     )

@@ -27,7 +27,7 @@ def test_short_names_of_keys_are_unique() -> None:
     assert short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
 
-def test_values_have_short_labels() -> None:
+def test_label_of_a_value_is_short() -> None:
     values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 
@@ -77,7 +77,7 @@ def test_resume_of_a_study_needs_out_and_latest() -> None:
         ({"best5_mean": float("nan")}, "best5_mean", None),
     ],
 )
-def test_score_is_a_number_of_the_summary(
+def test_score_is_read_from_the_summary(
     summary: dict[str, Any], metric: str, value: float | None
 ) -> None:
     assert score(summary, metric) == value

@@ -121,7 +121,7 @@ def test_allow_applies_to_one_command(package: Path, capsys: pytest.CaptureFixtu
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
-def test_missing_package_has_no_options(package: Path) -> None:
+def test_missing_or_single_file_package_has_no_options(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
     assert conf_folders_of(["nowhere", "single", "..", ""]) == []
@@ -225,7 +225,7 @@ def test_later_folder_replaces_option_of_earlier_one(tmp_path: Path) -> None:
     )
 
 
-def test_target_needs_installed_or_allowed_package(package: Path) -> None:
+def test_option_class_needs_installed_or_allowed_package(package: Path) -> None:
     with pytest.raises(RefusedError, match="allow it with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)

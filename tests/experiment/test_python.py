@@ -578,7 +578,7 @@ def test_client_model_needs_a_checkpoint() -> None:
         result.client_model(0)
 
 
-def test_load_refuses_other_folders() -> None:
+def test_load_refuses_missing_folder() -> None:
     with pytest.raises(RefusedError, match="nowhere"):
         raysim.load("nowhere")
 

@@ -43,7 +43,7 @@ class Trial:
         """Advance to the next measurement of the metric, or to the end; return the new rows.
 
         The rows are means over the seeds, and are on the disk when this returns. Raise
-        `RunStoppedError` if the metric is not measured until the last round.
+        `RunStoppedError` if the runs end without a measurement of the metric.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:
