@@ -29,25 +29,6 @@ MAX_CREATE_ATTEMPTS = 5
 
 
 # --- names ----------------------------------------------------------------------------------------
-def short_names(keys: Sequence[str]) -> list[str]:
-    """Return a short name for each key: its last parts, as many as make the names different.
-
-    "method.fedbr.lam" becomes "lam" if no other key ends in "lam".
-    """
-    names = []
-    for key in keys:
-        parts = key.split(".")
-        count = 1
-        while count < len(parts):
-            tail = parts[-count:]
-            same_tails = [other for other in keys if other.split(".")[-count:] == tail]
-            if len(same_tails) < 2:
-                break
-            count += 1
-        names.append(".".join(parts[-count:]))
-    return names
-
-
 def value_label(value: object) -> str:
     """Return a value as text for tables: a list of methods by their names, [] as "fedavg"."""
     if isinstance(value, list):

@@ -194,7 +194,8 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
     labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: settings in the order of rows, or a text such as "fedprox,fedavg"; those not named
-    follow, best first. The first setting is the one that others are tested against.
+    follow the settings of their data and split, best first. The first setting is the one that
+    others are tested against.
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs; () takes the highest ones that were
     reached.

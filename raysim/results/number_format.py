@@ -7,12 +7,17 @@ the unit and the decimals of the mean. A missing value (None) becomes a dash.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
+from raysim.primitives.checks import finite_values
 from raysim.results.tables import (
     MISSING,
     FormatNumber,
 )
 from raysim.results.theme import time_unit
+
+MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 
 
 def format_score(value: float | None, *, like: float | None = None) -> str:
@@ -37,19 +42,25 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def format_bytes(value: float | None, *, like: float | None = None) -> str:
+def format_bytes(
+    value: float | None, *, like: float | None = None, unit_of: float | None = None
+) -> str:
     """Return 1234567 as "1.23 MB"."""
-    return _with_unit(format_count(value, like=like), "B")
+    return _with_unit(format_count(value, like=like, unit_of=unit_of), "B")
 
 
-def format_watt_hours(value: float | None, *, like: float | None = None) -> str:
+def format_watt_hours(
+    value: float | None, *, like: float | None = None, unit_of: float | None = None
+) -> str:
     """Return 1234567 as "1.23 MWh"."""
-    return _with_unit(format_count(value, like=like), "Wh")
+    return _with_unit(format_count(value, like=like, unit_of=unit_of), "Wh")
 
 
-def format_grams(value: float | None, *, like: float | None = None) -> str:
+def format_grams(
+    value: float | None, *, like: float | None = None, unit_of: float | None = None
+) -> str:
     """Return 1234 as "1.23 kg"."""
-    return _with_unit(format_count(value, like=like), "g")
+    return _with_unit(format_count(value, like=like, unit_of=unit_of), "g")
 
 
 def _with_unit(text: str, unit: str) -> str:
@@ -58,11 +69,16 @@ def _with_unit(text: str, unit: str) -> str:
     return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
 
 
-def format_count(value: float | None, *, like: float | None = None) -> str:
-    """Return 1234567 as "1.23 M"."""
+def format_count(
+    value: float | None, *, like: float | None = None, unit_of: float | None = None
+) -> str:
+    """Return 1234567 as "1.23 M".
+
+    unit_of: a number whose unit is used; None takes that of the value, or of `like`.
+    """
     if value is None:
         return MISSING
-    size = abs(value if like is None else like)
+    size = abs(_first(unit_of, like, value))
     step = min(4, int(math.log10(size) // 3)) if size >= 1000 else 0
     prefix = ("", "k", "M", "G", "T")[step]
     return f"{_format_digits(value, like, 1000**step)} {prefix}".strip()
@@ -75,18 +91,43 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
     return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
 
 
-def format_seconds(value: float | None, *, like: float | None = None) -> str:
-    """Return a time in the unit that suits it: seconds, minutes, hours or days."""
+def format_seconds(
+    value: float | None, *, like: float | None = None, unit_of: float | None = None
+) -> str:
+    """Return a time in the unit that suits it: seconds, minutes, hours or days.
+
+    unit_of: a time whose unit is used; None takes that of the value, or of `like`.
+    """
     if value is None:
         return MISSING
-    size, unit = time_unit(value if like is None else like)
+    size, unit = time_unit(_first(unit_of, like, value))
     return f"{_format_digits(value, like, size)} {unit}"
+
+
+def _first(*numbers: float | None) -> float:
+    """Return the first number that is not None."""
+    return next(number for number in numbers if number is not None)
+
+
+def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
+    """Return a function like `show` that gives all numbers of a column the unit of the smallest.
+
+    If the numbers differ by more than a factor of `MAX_UNIT_RATIO`, or have no unit, it is `show`.
+    """
+    sizes = [abs(value) for value in finite_values(values) if value]
+    if show not in FORMATS_WITH_UNIT or not sizes or max(sizes) > MAX_UNIT_RATIO * min(sizes):
+        return show
+    return partial(show, unit_of=min(sizes))
+
+
+FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count, format_seconds)
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text with three digits, or with as many decimals as `like` gets."""
     if like is None:
-        return f"{value / size:.3g}"
+        number = value / size
+        return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
     decimals = 0
     if like:
         decimals = max(0, 2 - math.floor(math.log10(abs(like / size))))
@@ -96,8 +137,12 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
     """Return "mean ± deviation", or only the mean if `deviation` is None.
 
+    A unit that both have is written once: "7.68 ± 1.55 MB".
     show: function that formats both numbers.
     """
     if deviation is None:
         return show(mean)
-    return f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"
+    deviation_text = show(deviation, like=mean)
+    _, space, unit = deviation_text.partition(" ")
+    mean_text = show(mean, like=mean).removesuffix(f"{space}{unit}")
+    return f"{mean_text} ± {deviation_text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,15 @@ from raysim.results.theme import print_theme, set_log_scale
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 COLUMN_WIDTH_IN = 3.25  # fits a column of IEEE (3.5 in), ACM (3.33 in) and ICML (3.25 in)
 ASPECT = 0.66  # height / width
 MAX_DIRECT_LABELS = 4  # lines with a label at their end; more lines have a legend
 END_TOLERANCE = 0.03  # of the axes' width: labels are written if all lines end this close together
+MIN_ENTRY_IN = 1.0  # width of an entry of a legend: limits the columns that are tried
+CHARACTERS_PER_IN = 15  # of a label; longer labels have several lines
+USUAL_LEGEND_IN = 0.35  # height of two rows; a higher legend makes the figure higher
 LINE_SPACING = 1.2  # of labels, in sizes of their font
 PNG_DPI = 300
 FORMATS = ("pdf", "svg", "png")
@@ -56,8 +61,7 @@ def draw_figure(
         if needs_log_scale(curves, ylabel):
             set_log_scale(ax)
         if len(curves) > 1 and not _label_ends(figure, ax):
-            columns = max(1, min(len(curves), int(width / 1.05)))
-            legend = figure.legend(loc="outside upper center", ncols=columns)
+            legend = _add_legend(figure, ax)
             drawn = [curve for curve in curves if is_used(axis, [curve])]
             show_dashes(legend, drawn)
         figure.draw_without_rendering()
@@ -100,6 +104,23 @@ def _label_ends(figure: Figure, ax: Axes) -> bool:
             annotation_clip=False,
         )
     return True
+
+
+def _add_legend(figure: Figure, ax: Axes) -> Legend:
+    """Add a legend above the axes, with as many columns as fit; a high legend makes room."""
+    handles, labels = ax.get_legend_handles_labels()
+    width = figure.get_figwidth()
+    texts = [textwrap.fill(label, int(CHARACTERS_PER_IN * width)) for label in labels]
+    for columns in range(min(len(labels), int(width / MIN_ENTRY_IN)), 1, -1):
+        legend = figure.legend(handles, texts, loc="outside upper center", ncols=columns)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    else:
+        legend = figure.legend(handles, texts, loc="outside upper center")
+    legend_height = legend.get_window_extent().height / figure.dpi
+    figure.set_figheight(figure.get_figheight() + max(0.0, legend_height - USUAL_LEGEND_IN))
+    return legend
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:

@@ -36,6 +36,7 @@ from raysim.results.number_format import (
     format_score,
     format_seconds,
     format_watt_hours,
+    in_common_unit,
 )
 from raysim.results.significance import (
     MIN_PAIRS,
@@ -131,7 +132,8 @@ def _column(
     deviations: Sequence[float | None] | None = None,
     key: str = "",
 ) -> Column:
-    texts = [show(number) for number in scores]
+    show_in_unit = in_common_unit(show, scores)
+    texts = [show_in_unit(number) for number in scores]
     return Column(title, texts, list(scores), better, deviations, show=show, key=key)
 
 
@@ -489,7 +491,8 @@ def arrange_groups(
     """Return settings with new labels and in a new order.
 
     labels: the new label for each old one.
-    order: labels, old or new. Settings that are not in it follow at the end.
+    order: labels, old or new. Each other setting follows the settings of its data and split; at
+    the end if there are none.
     Raises `ValueError` for a setting that does not exist.
     """
     known = [group.label for group in groups]
@@ -505,7 +508,16 @@ def arrange_groups(
             advice = suggest(name, positions)
             raise ValueError(f"--order {name}: there is no such setting; {advice}.")
         chosen.append(positions[name])
-    places = dict.fromkeys([*chosen, *range(len(groups))])
+    data = [_data_settings(group.runs[0]) for group in groups]
+    places = list(dict.fromkeys(chosen))
+    for place in range(len(groups)):
+        if place in chosen:
+            continue
+        neighbours = [
+            position for position, other in enumerate(places) if data[other] == data[place]
+        ]
+        position = neighbours[-1] + 1 if neighbours else len(places)
+        places.insert(position, place)
     return [renamed[place] for place in places]
 
 
@@ -535,7 +547,6 @@ def result_columns(
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with a row for each group of runs, from a column with a row for each run."""
-    show = column.show or format_score
     numbers = iter(column.scores)
     data = iter(column.groups or [])
     by_seed: list[dict[str, float | None]] = []
@@ -544,20 +555,23 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
         by_seed.append({_seed(run): next(numbers) for run in group.runs})
         data_of_group = [next(data) for _ in group.runs]
         blocks.append(data_of_group[0])
-    texts = []
     means = []
     deviations = []
-    incomplete = set()
-    for row, scores in enumerate(by_seed):
-        values = finite_values(scores.values())
-        mean, deviation = mean_deviation(values)
+    for scores in by_seed:
+        mean, deviation = mean_deviation(finite_values(scores.values()))
         means.append(mean)
         deviations.append(deviation)
-        text = format_mean(mean, deviation if column.title != "rounds" else None, show)
-        is_part = 0 < len(values) < len(scores)
+    show = in_common_unit(column.show or format_score, means)
+    texts = []
+    incomplete = set()
+    for row, scores in enumerate(by_seed):
+        deviation = deviations[row] if column.title != "rounds" else None
+        text = format_mean(means[row], deviation, show)
+        count = len(finite_values(scores.values()))
+        is_part = 0 < count < len(scores)
         if is_part:  # without the seeds that never reach a score, the mean is too good
             incomplete.add(row)
-        texts.append(f"{text} ({len(values)} of {len(scores)})" if is_part else text)
+        texts.append(f"{text} ({count} of {len(scores)})" if is_part else text)
     has_seeds = any(len(group.runs) > 1 for group in groups)
     return replace(
         column,
@@ -655,6 +669,7 @@ def threshold_columns(
     thresholds = view.thresholds or _reached_thresholds(runs)[-limit:]
     names: list[str] = []
     labels: list[str] = []
+    blocks: list[object] = []  # only settings with the same data are compared
     reached: list[list[Row]] = []
     totals: list[int] = []
     for threshold in thresholds:
@@ -663,6 +678,7 @@ def threshold_columns(
             shown = threshold_name(threshold) if factor == 1.0 else f"{factor * threshold:g}"
             names.append(shown)
             labels.append(group.label)
+            blocks.append((shown, str(_data_settings(group.runs[0]))))
             reached.append([row for row in first_rows if row is not None])
             totals.append(len(first_rows))
     if not any(reached):
@@ -673,19 +689,27 @@ def threshold_columns(
         Column("", labels, key="setting"),
         Column("reached", counts, [float(len(rows)) for rows in reached], key="reached"),
     ]
+    # Without the seeds that never reach the score, a mean is too low to be the best.
+    incomplete = set()
+    for place, (rows, total) in enumerate(zip(reached, totals, strict=True)):
+        if len(rows) < total:
+            incomplete.add(place)
     for title, key, read, show, better in COSTS:
-        means, deviations, texts = [], [], []
-        incomplete = set()
-        for place, (rows, total) in enumerate(zip(reached, totals, strict=True)):
+        means: list[float | None] = []
+        spreads: list[float | None] = []
+        for rows in reached:
             mean, deviation = mean_deviation(finite_values([read(row) for row in rows]))
             means.append(mean)
-            # Without the seeds that never reach the score, the mean is too low to be the best.
-            if len(rows) < total:
-                incomplete.add(place)
-            deviations.append(deviation if len(rows) == total else None)
-            texts.append(format_mean(mean, deviation, show))
+            spreads.append(deviation)
         if not any(means):  # ideal devices take no virtual time
             continue
+        show = in_common_unit(show, means)
+        texts = []
+        for mean, deviation in zip(means, spreads, strict=True):
+            texts.append(format_mean(mean, deviation, show))
+        deviations = []
+        for place, deviation in enumerate(spreads):
+            deviations.append(None if place in incomplete else deviation)
         has_seeds = max(totals) > 1
         columns.append(
             Column(
@@ -694,7 +718,7 @@ def threshold_columns(
                 means,
                 better,
                 deviations if has_seeds else None,
-                names,
+                blocks,
                 show,
                 key,
                 bold=view.bold,

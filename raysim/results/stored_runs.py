@@ -270,8 +270,8 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    If several runs have the same name, the settings that differ replace it; if none differ, the
-    folder is added.
+    If several runs have the same name, the settings that differ replace it ("fedprox, alpha=0.1");
+    if none differ, the folder is added.
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -280,12 +280,14 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         # If only some runs have a key, it follows from an option that is named already. It is
         # used only if nothing else differs.
         shared = {key: values for key, values in differing.items() if MISSING not in values}
-        settings = shared or differing
+        settings = _without_implied(shared or differing)
+        key_names = short_names(list(settings))
         for place, index in enumerate(twins):
             texts = []
-            for key, values in settings.items():
-                if values[place] != MISSING:
-                    texts.append(f"{key}={values[place]}")
+            for (key, values), key_name in zip(settings.items(), key_names, strict=True):
+                value = values[place]
+                if value != MISSING:
+                    texts.append(value if key == "method" else f"{key_name}={value}")
             names[index] = ", ".join(texts) or name
 
     labels = []
@@ -293,3 +295,39 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         label = f"{name} ({without_password(run.address)})" if names.count(name) > 1 else name
         labels.append(label if run.finished else f"{label}{UNFINISHED}")
     return labels
+
+
+def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Leave out the settings that the methods imply.
+
+    A setting is implied if all runs of the same methods have the same value.
+    settings: by key, the value of each run.
+    """
+    methods = settings.get("method")
+    if methods is None:
+        return dict(settings)
+    kept = {}
+    for key, values in settings.items():
+        is_implied = len(set(zip(methods, values, strict=True))) == len(set(methods))
+        if key == "method" or not is_implied:
+            kept[key] = values
+    return kept
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Return a short name for each key: its last parts, as many as make the names different.
+
+    "method.fedbr.lam" becomes "lam" if no other key ends in "lam".
+    """
+    names = []
+    for key in keys:
+        parts = key.split(".")
+        count = 1
+        while count < len(parts):
+            tail = parts[-count:]
+            same_tails = [other for other in keys if other.split(".")[-count:] == tail]
+            if len(same_tails) < 2:
+                break
+            count += 1
+        names.append(".".join(parts[-count:]))
+    return names

@@ -162,10 +162,54 @@ def _format_block(columns: Sequence[Sequence[str]]) -> str:
 
 
 # --- LaTeX, Markdown, CSV -------------------------------------------------------------------------
+_MATHEMATICS = {
+    "±": "pm",
+    "×": "times",
+    "·": "cdot",
+    "≤": "le",
+    "≥": "ge",
+    "≠": "ne",
+    "≈": "approx",
+    "→": "to",
+    "∞": "infty",
+    "α": "alpha",
+    "β": "beta",
+    "γ": "gamma",
+    "δ": "delta",
+    "ε": "varepsilon",
+    "ζ": "zeta",
+    "η": "eta",
+    "θ": "theta",
+    "κ": "kappa",
+    "λ": "lambda",
+    "μ": "mu",
+    "µ": "mu",  # the sign of micro, which keyboards have
+    "ν": "nu",
+    "ξ": "xi",
+    "π": "pi",
+    "ρ": "rho",
+    "σ": "sigma",
+    "τ": "tau",
+    "φ": "varphi",
+    "χ": "chi",
+    "ψ": "psi",
+    "ω": "omega",
+    "Γ": "Gamma",
+    "Δ": "Delta",
+    "Θ": "Theta",
+    "Λ": "Lambda",
+    "Σ": "Sigma",
+    "Φ": "Phi",
+    "Ψ": "Psi",
+    "Ω": "Omega",
+}
 _LATEX = {
     "\\": r"\textbackslash{}",
     "{": r"\{",
     "}": r"\}",
+    # `\\` and `\midrule` of the line before would take these signs for their arguments.
+    "[": "{[}",
+    "*": "{*}",
     "&": r"\&",
     "%": r"\%",
     "$": r"\$",
@@ -175,12 +219,16 @@ _LATEX = {
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
-    "±": r"$\pm$",
+    "|": r"\textbar{}",
     "–": "--",
-    "α": r"$\alpha$",
-    "μ": r"$\mu$",
-    BETTER_MARK: r"$^\dagger$",
-    WORSE_MARK: r"$^\ddagger$",
+    "−": "$-$",
+    **{sign: rf"$\{name}$" for sign, name in _MATHEMATICS.items()},
+}
+# Marks take no width, so that numbers with and without a mark stand below each other.
+_LATEX_MARKS = {
+    "": "",
+    BETTER_MARK: r"\rlap{$^\dagger$}",
+    WORSE_MARK: r"\rlap{$^\ddagger$}",
 }
 
 
@@ -236,7 +284,7 @@ def _latex_cells(column: Column) -> list[str]:
         cell = _escape(text)
         if row in best:
             cell = rf"\textbf{{{cell}}}"
-        cells.append(cell + _escape(column.mark(row)))
+        cells.append(cell + _LATEX_MARKS[column.mark(row)])
     return cells
 
 

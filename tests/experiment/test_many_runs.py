@@ -15,16 +15,10 @@ from raysim.experiment.many_runs import (
     is_resume_requested,
     last_score,
     mean_row,
-    short_names,
     value_label,
 )
 from raysim.primitives.errors import RefusedError, first_line
 from raysim.results.history import Row, score, summarise
-
-
-def test_short_names_of_keys_are_unique() -> None:
-    keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
-    assert short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
 
 def test_label_of_a_value_is_short() -> None:

@@ -164,6 +164,36 @@ def test_cost_of_a_score_ends_with_the_first_round_reaching_it(study: Path) -> N
     assert table.loc["fedavgm", "rounds"] == 3
 
 
+def test_costs_are_compared_on_the_same_data_only(tmp_path: Path) -> None:
+    for method, final in {"fedavgm": 0.7, "fedprox": 1.0}.items():
+        for alpha in (0.1, 1.0):
+            for seed in range(3):
+                # A larger alpha needs fewer rounds, so it would always be the best.
+                score = final if alpha == 1.0 else 0.8 * final
+                folder = save(tmp_path / f"{method}-{alpha}-{seed}", method, seed, score)
+                config = (
+                    f"{{method: {{{method}: {{}}}}, partition: {{alpha: {alpha}}}, seed: {seed}}}"
+                )
+                (folder / "config.yaml").write_text(config)
+    text = raysim.report(sorted(tmp_path.iterdir()), thresholds=[0.5]).latex_thresholds()
+    best = [line for line in text.splitlines() if "textbf" in line]
+    assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
+
+
+def test_unnamed_settings_follow_those_of_their_data(tmp_path: Path) -> None:
+    for method in ("fedavgm", "fedprox", "moon"):
+        for alpha in (0.1, 1.0):
+            folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)
+            config = f"{{method: {{{method}: {{}}}}, partition: {{alpha: {alpha}}}, seed: 0}}"
+            (folder / "config.yaml").write_text(config)
+    names = [f"{folder.name}" for folder in sorted(tmp_path.iterdir())]
+    report = raysim.report(sorted(tmp_path.iterdir()), order=["moon-0.1", "moon-1.0"])
+    alphas = [group.label[-3:] for group in report.groups]
+    assert sorted(group.label for group in report.groups) == names
+    assert alphas == ["0.1", "0.1", "0.1", "1.0", "1.0", "1.0"]
+    assert report.groups[0].label == "moon-0.1" and report.groups[3].label == "moon-1.0"
+
+
 def test_cost_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
     save(study / "runs" / "fedprox-4", "fedprox", 4, 0.4)
     text = raysim.report(study, thresholds=[0.5]).latex_thresholds()
@@ -273,6 +303,17 @@ def test_figure_of_lines_with_different_ends_has_a_legend(study: Path) -> None:
     # Lines on other lines have gaps, and their legends do not.
     assert {line.get_linestyle() for line in figure.legends[0].get_lines()} == {"-"}
     assert "--" in {line.get_linestyle() for line in figure.axes[0].get_lines()}
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("label", ["fedprox, alpha=0.1", "a name of many words " * 6])
+def test_legend_fits_into_its_figure(label: str) -> None:
+    rows = [{"round": number, "accuracy": number / 30} for number in range(1, 31)]
+    curves = [mean_curve(f"{label} {index}", [rows], "accuracy", index) for index in range(7)]
+    figure = print_figures.draw_figure(curves, AXES[0], "accuracy")
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    assert figure.axes[0].get_window_extent().height / figure.dpi > 1.0
 
 
 def test_axis_of_rounds_has_multiples_of_ten() -> None:

@@ -115,13 +115,35 @@ def test_labels_of_settings_with_one_name_list_differences(tmp_path: Path) -> No
     second = make(tmp_path / "b" / "run", [0.5], config.format(lr=0.2, mu=1.0, out="b"))
     third = make(tmp_path / "c" / "other", [0.5], config.format(lr=0.3, mu=2.0, out="c"))
     labels = stored_runs.run_labels([first, second, third])
-    assert labels == ["local.lr=0.1", "local.lr=0.2", "other"]
+    assert labels == ["lr=0.1", "lr=0.2", "other"]
+
+
+def test_labels_leave_out_settings_that_methods_imply(tmp_path: Path) -> None:
+    runs = []
+    for method, weighting in {"fedprox": "samples", "scaffold": "uniform"}.items():
+        for alpha in (0.1, 0.5):
+            config = (
+                f"{{method: {{{method}: {{}}}}, weighting: {weighting}, "
+                f"partition: {{alpha: {alpha}}}}}"
+            )
+            runs.append(make(tmp_path / method / str(alpha) / "run", [0.5], config))
+    assert stored_runs.run_labels(runs) == [
+        "fedprox, alpha=0.1",
+        "fedprox, alpha=0.5",
+        "scaffold, alpha=0.1",
+        "scaffold, alpha=0.5",
+    ]
+
+
+def test_short_names_of_keys_are_unique() -> None:
+    keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
+    assert stored_runs.short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
 
 def test_labels_of_settings_list_methods_before_parameters(tmp_path: Path) -> None:
     plain = make(tmp_path / "a" / "run", [0.5], "{method: {}}")
     prox = make(tmp_path / "b" / "run", [0.5], "{method: {fedprox: {mu: 0.1}}}")
-    assert stored_runs.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
+    assert stored_runs.run_labels([plain, prox]) == ["fedavg", "fedprox"]
 
 
 def test_labels_of_equal_runs_are_their_folders(tmp_path: Path) -> None:
@@ -318,12 +340,28 @@ def test_threshold_column_counts_seeds_that_reached_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "texts"),
+    [([100.0, 200.0], ["100 s", "200 s"]), ([100.0, 360_000.0], ["100 s", "4.17 d"])],
+)
+def test_numbers_of_a_column_have_one_unit(
+    seconds: list[float], texts: list[str], tmp_path: Path
+) -> None:
+    groups = []
+    for number, value in enumerate(seconds):
+        run = make(tmp_path / str(number), [0.5])
+        run = replace(run, summary=run.summary | {"virtual_seconds": value})
+        groups.append(report.RunGroup(str(number), [run]))
+    columns = {column.title: column.texts for column in report.result_columns(groups)}
+    assert columns["virtual"] == texts
+
+
+@pytest.mark.parametrize(
     ("key", "title", "values", "text"),
     [
-        ("virtual_seconds", "virtual", [2.351, 2.349], "2.35 s ± 0.00 s"),
-        ("virtual_seconds", "virtual", [7100.0, 7300.0], "2.00 h ± 0.04 h"),
-        ("virtual_seconds", "virtual", [0.0, 0.0], "0 s ± 0 s"),
-        ("floats_up", "floats", [2_740_000, 2_741_000], "2.74 M ± 0.00 M"),
+        ("virtual_seconds", "virtual", [2.351, 2.349], "2.35 ± 0.00 s"),
+        ("virtual_seconds", "virtual", [7100.0, 7300.0], "2.00 ± 0.04 h"),
+        ("virtual_seconds", "virtual", [0.0, 0.0], "0 ± 0 s"),
+        ("floats_up", "floats", [2_740_000, 2_741_000], "2.74 ± 0.00 M"),
     ],
 )
 def test_deviation_has_unit_and_digits_of_its_mean(
@@ -389,8 +427,8 @@ def test_labels_of_settings_of_one_method_list_differences(
         for seed in (4, 5)
     ]
     assert sorted(group.label for group in report.group_by_setting(runs)) == [
-        "local.lr=0.1",
-        "local.lr=0.2",
+        "lr=0.1",
+        "lr=0.2",
     ]
 
 

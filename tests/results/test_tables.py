@@ -95,6 +95,19 @@ def test_latex_special_characters_are_escaped() -> None:
     assert r"50\% & \textbf{0.7 $\pm$ 0.1} \\" in text
 
 
+@pytest.mark.parametrize("sign", ["[", "*"])
+def test_latex_row_cannot_start_with_an_argument(sign: str) -> None:
+    text = to_latex([Column("", [f"{sign}1]", "x"]), Column("score", ["1", "2"], [1.0, 2.0])])
+    assert f"\\midrule\n{{{sign}}}1] & 1" in text  # not an argument of `\midrule` or `\\`
+
+
+def test_latex_has_commands_in_place_of_greek_letters() -> None:
+    labels = ["FedProx (μ = 0.1, β → 1)", "λ ≥ 0.5 × Δ"]
+    text = to_latex([Column("", labels), Column("score", ["0.1", "0.2"], [0.1, 0.2])])
+    assert text.isascii()
+    assert r"FedProx ($\mu$ = 0.1, $\beta$ $\to$ 1)" in text
+
+
 def test_bold_rule_marks_the_best_even_with_a_small_lead() -> None:
     deviations = [0.1, 0.1, 0.1]
     column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)

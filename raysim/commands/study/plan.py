@@ -19,12 +19,12 @@ from raysim.experiment.many_runs import (
     check_free,
     dated_folder,
     local_folder,
-    short_names,
     value_label,
 )
 from raysim.experiment.run_overrides import expand_override, read_full_key
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
+from raysim.results.stored_runs import short_names
 
 # These keys are in the name of every run, so that a continued study can have more values of them.
 ALWAYS_NAMED = ("method", "seed")

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from raysim.commands.study.plan import StudyPlan, StudyRun
-from raysim.experiment.many_runs import short_names
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.files import replace_file
@@ -44,7 +43,7 @@ from raysim.results.significance import (
     holm_correction,
     mean_deviation,
 )
-from raysim.results.stored_runs import Run, load_run
+from raysim.results.stored_runs import Run, load_run, short_names
 from raysim.results.tables import (
     BEST_RULE,
     MARK_RULE,

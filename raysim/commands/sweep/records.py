@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Self
 from raysim.commands.sweep.plan import SweepPlan
 from raysim.commands.sweep.space import Point
 from raysim.commands.sweep.trial import run_folders
-from raysim.experiment.many_runs import last_score, short_names, value_label
+from raysim.experiment.many_runs import last_score, value_label
 from raysim.experiment.run_table import describe_outcome, plus_minus
 from raysim.primitives.errors import RefusedError
 from raysim.results.history import Row, read_history, write_history, write_json
 from raysim.results.observers import HISTORY
 from raysim.results.progress import LOG_INTERVAL_S
+from raysim.results.stored_runs import short_names
 from raysim.results.tracking import (
     FINISH_TIMEOUT_S,
     NoTracker,

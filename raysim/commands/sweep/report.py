@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from raysim.commands.sweep.records import TrialRecord, TrialRecords
 from raysim.commands.sweep.space import Choice, Interval, ValueRange
 from raysim.experiment.config_files import to_yaml
-from raysim.experiment.many_runs import short_names, value_label
+from raysim.experiment.many_runs import value_label
 from raysim.experiment.run_table import plus_minus
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
@@ -25,7 +25,7 @@ from raysim.results.page import ReportSection, write_report
 from raysim.results.progress import format_duration
 from raysim.results.report import RunGroup
 from raysim.results.rerun import rerun_command
-from raysim.results.stored_runs import load_run
+from raysim.results.stored_runs import load_run, short_names
 from raysim.results.tables import Column, format_table
 from raysim.results.theme import DARK, LIGHT, set_log_scale
 
@@ -38,9 +38,7 @@ MAX_PRINTED_TRIALS = 20
 MAX_CURVES = 8  # on the page
 STOPPED_COLOUR = "#c3c8cd"
 TICKS = 5  # about so many on an axis
-LOGARITHMIC_RATIO = (
-    30  # of a list's largest and smallest number, from which its axis is set_log_scale
-)
+LOGARITHMIC_RATIO = 30  # of a list's largest to its smallest number: its axis is logarithmic
 PALEST = 0.08  # of the colour map, because its very end can hardly be seen on the page
 Picture: TypeAlias = Path | io.BytesIO
 
