@@ -20,6 +20,7 @@ from typing import IO, NamedTuple
 from raysim.primitives.files import replace_file
 
 STACKS = "stacks"  # the folder of these files in the folder of a run
+RAY_MESSAGES = "ray"  # the name of the file with Ray's messages, which is in the same folder
 ANSWER_TIMEOUT_S = 2.0  # a process that runs writes its stacks within milliseconds
 POLL_INTERVAL_S = 0.05
 _PREFIX = "raysim-stacks-"
@@ -132,7 +133,14 @@ def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(_SIGNAL)
-    if not path.stat().st_size:
+    remove_empty_file(path)
+
+
+def remove_empty_file(path: Path) -> None:
+    """Remove a file of the folder `stacks` if it is empty, and the folder if it has no other."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size:
+            return
         path.unlink()
         with contextlib.suppress(OSError):  # it has other files
             path.parent.rmdir()

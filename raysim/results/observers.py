@@ -18,7 +18,7 @@ from raysim.api.setup import RoundWarning
 from raysim.api.topology import Network
 from raysim.data.federated import FederatedData
 from raysim.primitives.files import replace_file
-from raysim.primitives.stacks import write_stacks
+from raysim.primitives.stacks import RAY_MESSAGES, stack_file, write_stacks
 from raysim.results import profile
 from raysim.results.clients import (
     ScoreWriter,
@@ -192,6 +192,8 @@ class ProgressLine(Observer):
         stacks = ""
         if event.stacks:
             stacks = str(write_stacks(run.folder, f"worker-{event.worker}", event.stacks))
+        ray_messages = stack_file(run.folder, RAY_MESSAGES)
+        has_messages = event.node_timeout is not None and ray_messages.exists()
         self._progress.wait(
             event.worker,
             clients,
@@ -200,6 +202,7 @@ class ProgressLine(Observer):
             event.replaced_after,
             event.node_timeout,
             stacks,
+            str(ray_messages) if has_messages else "",
         )
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:

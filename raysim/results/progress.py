@@ -174,12 +174,14 @@ class Progress:
         replaced_after: float = math.inf,
         node_timeout: float | None = None,
         stacks: str = "",
+        ray_messages: str = "",
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
         clients: the clients that the worker trains.
         node, replaced_after, node_timeout: see `Waiting`.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
+        ray_messages: the file for Ray's own messages; "" without one.
         """
         who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:
@@ -198,6 +200,8 @@ class Progress:
             self._wait_text += f", and is replaced after {limit} (faults.timeout)"
         if stacks:
             self._wait_text += f"; see what its threads execute: {stacks}"
+        if ray_messages:
+            self._wait_text += f"; see Ray's own messages: {ray_messages}"
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:

@@ -74,6 +74,8 @@ def test_progress_line_names_silent_worker_until_next_round() -> None:
     assert progress.line().endswith("· worker 0 has not answered for 12 s")
     progress.wait(2, ["3"], 12.0, "node-b (10.0.0.2)", 3600.0, 30.0)
     assert "30 s (faults.node_timeout)" in progress.line()
+    progress.wait(2, ["3"], 12.0, "node-b", 3600.0, 30.0, ray_messages="run/stacks/ray.txt")
+    assert progress.line().endswith(": run/stacks/ray.txt")
     progress.wait(2, ["3"], 12.0, "node-b (10.0.0.2)", 3600.0)
     assert progress.line().endswith(
         "worker 2 on node-b (10.0.0.2) with client 3 has not answered for 12 s, and is replaced "

@@ -7,6 +7,10 @@ undisturbed links and then on slow or lossy links of each kind. It prints a tabl
 round on the links and in raysim's columns, megabytes that TCP sent again, seconds per round, and
 the ratio of the seconds to those of the undisturbed run of the same turn. All runs of a schedule
 must end with the same bits.
+
+    uv run python tests/tools/measure_network.py --nodes 1 2 4 8 --cohorts 3 10 100
+
+measures how many vectors of the model's size enter the coordinator's node in a synchronous round.
 """
 
 from __future__ import annotations
@@ -79,10 +83,10 @@ class Measurement:
 
 
 def measure(
-    cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: list[str]
+    cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: Sequence[str]
 ) -> Measurement:
     """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last."""
-    words = ["python", "-c", PROGRAM, *STUDY, *SCHEDULES[schedule], *overrides]
+    words = ["python", "-c", PROGRAM, *STUDY, *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
     process = cluster.machines[0].popen(words, stdout=-1)
     assert process.stdout is not None
@@ -107,7 +111,8 @@ def measure(
         received = (after.received - before.received) / count
         links.append((received, (after.sent - before.sent) / count))
         resent.append((after.resent - before.resent) / count)
-    columns = [_columns(rows[first + 1 : last + 1], node) for node in range(MACHINES)]
+    nodes = range(len(cluster.machines))
+    columns = [_columns(rows[first + 1 : last + 1], node) for node in nodes]
     seconds = statistics.median(steps)
     return Measurement(turn, schedule, kind, seconds, links, columns, resent, sha256)
 
@@ -128,7 +133,8 @@ def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Itera
                 for number, link in KINDS.get(kind, {}).items():
                     cluster.machines[number].set_link(link)
                 for schedule in SCHEDULES:
-                    yield measure(cluster, turn, schedule, kind, overrides)
+                    words = [*SCHEDULES[schedule], *overrides]
+                    yield measure(cluster, turn, schedule, kind, words)
                 for machine in cluster.machines:
                     machine.set_link(Link())
 
@@ -161,6 +167,41 @@ def _line(schedule: str, kind: str, chosen: Sequence[Measurement]) -> str:
     return f"| {schedule} | {kind} | {seconds:.2f} | {ratio:.1f} | {' | '.join(cells)} |"
 
 
+def measure_sums(nodes: int, cohorts: Sequence[int], overrides: list[str]) -> Iterator[Measurement]:
+    """Measure synchronous rounds of several cohorts on a number of nodes."""
+    with NetworkCluster(nodes) as cluster:
+        cluster.start_ray([1] * nodes)
+        for cohort in cohorts:
+            words = ["schedule=synchronous", f"schedule.cohort={cohort}", *overrides]
+            words.append(f"partition.clients={max(cohorts)}")
+            yield measure(cluster, 0, str(cohort), str(nodes), words)
+
+
+def model_bytes(width: int) -> int:
+    """Return the bytes of the model: two hidden layers of a width, 64 inputs and 10 classes."""
+    weights = 64 * width + width * width + 10 * width
+    return 4 * (weights + 2 * width + 10)
+
+
+def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> str:
+    """Return the table of received vectors in Markdown.
+
+    measurements: what `measure_sums` yields.
+    vector_bytes: the bytes of a vector of the model's size.
+    """
+    nodes = list(dict.fromkeys(entry.kind for entry in measurements))
+    titles = [f"{count} node{'s' * (count != '1')}" for count in nodes]
+    lines = [f"| clients per round | {' | '.join(titles)} |", "| --- " * (len(nodes) + 1) + "|"]
+    for cohort in dict.fromkeys(entry.schedule for entry in measurements):
+        cells = []
+        for entry in measurements:
+            if entry.schedule == cohort:
+                received, column = entry.links[0][0], entry.columns[0][0]
+                cells.append(f"{received / vector_bytes:.2f} ({column / vector_bytes:.2f})")
+        lines.append(f"| {cohort} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(
@@ -172,6 +213,8 @@ def main() -> None:
     parser.add_argument(
         "--links", nargs="*", default=[*KINDS], choices=[*KINDS], help="the kinds of links (all)"
     )
+    parser.add_argument("--nodes", nargs="*", type=int, default=[], help="measure sums on these")
+    parser.add_argument("--cohorts", nargs="*", type=int, default=[3, 10, 100])
     parser.add_argument("--out", type=Path, help="file for all numbers")
     arguments = parser.parse_args()
     obstacle = find_obstacle()
@@ -182,6 +225,11 @@ def main() -> None:
         f"model.widths=[{arguments.width},{arguments.width}]",
     ]
     measurements: list[Measurement] = []
+    if arguments.nodes:
+        for nodes in arguments.nodes:
+            measurements += measure_sums(nodes, arguments.cohorts, overrides)
+        print(table_of_sums(measurements, model_bytes(arguments.width)))
+        return
     for entry in measure_all(arguments.turns, overrides, arguments.links):
         measurements.append(entry)
         print(f"{entry.schedule}, {entry.kind}: {entry.seconds:.3f} s per round", flush=True)

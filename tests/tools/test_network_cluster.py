@@ -13,6 +13,7 @@ import pytest
 from network_cluster import PORT, Link, NetworkCluster, find_obstacle, parse_link
 
 import raysim
+from raysim.primitives.stacks import RAY_MESSAGES, stack_file
 
 pytestmark = pytest.mark.slow
 MLP = ("data=synthetic", "data.samples=400", "model=mlp", "model.widths=[32]")
@@ -150,6 +151,8 @@ def test_lost_client_states_are_restored_with_the_same_bits(
     summary = finish(run, out)
     assert "The run restarts from its last checkpoint" in log_of(out)
     assert summary["model_sha256"] == expected(STATEFUL_ROUNDS, method, study=BATCH_NORM)
+    assert "(raylet)" not in log_of(out)
+    assert "marked dead" in stack_file(out, RAY_MESSAGES).read_text()
 
 
 def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:

@@ -165,6 +165,12 @@ class TrialRecords:
         if self._is_tracked and number not in self._trackers:
             self._trackers[number] = self._start_tracker(record)
 
+    def report_restart(self, number: int, details: str) -> None:
+        """Print that a trial starts again because its process was lost."""
+        self._say(
+            f"trial {number} has lost its process and continues from its last checkpoint{details}"
+        )
+
     def _start_tracker(self, record: TrialRecord) -> StoredTracker:
         name = f"{self.folder.resolve().name} {record.number}"
         tracker = make_tracker(self.path(record.number), self._uri, name, say=_ignore)

@@ -226,8 +226,13 @@ class SweepSession:
         task = trial_task(records, self.experiments[0], self.resources, allow)
         status = "KILLED"
         try:
-            with StatusLine(self.console, self.quiet) as line, errors_as_refusals():
-                search(self.plan, records, points, rounds, task, line)
+            with (
+                StatusLine(self.console, self.quiet) as line,
+                cluster.messages_written_to(self.folder) as messages,
+                errors_as_refusals(),
+            ):
+                path = messages.path if messages else None
+                search(self.plan, records, points, rounds, task, line, path)
             status = "FINISHED"
         except KeyboardInterrupt:
             command = resume_hint("sweep", self.folder, allow)

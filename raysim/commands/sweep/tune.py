@@ -232,9 +232,10 @@ def _ignore(text: str) -> None:
 class Listener(tune.Callback):
     """A Tune callback that passes Tune's reports on trials to the records."""
 
-    def __init__(self, records: TrialRecords, status: StatusLine):
+    def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):
         self._records = records
         self._status = status
+        self._ray_messages = ray_messages
 
     def __getstate__(self) -> dict[str, Any]:
         """Return an empty state: Tune stores its callbacks, but the stored ones are never read."""
@@ -257,6 +258,11 @@ class Listener(tune.Callback):
             rows, seconds = result["rows"], result["seconds"]
             self._records.add_rows(number, point, rows, seconds, result["is_complete"])
         self._status.show(self._records.status())
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Report that a trial starts again because its process was lost."""
+        messages = f". Ray's own messages: {self._ray_messages}" if self._ray_messages else ""
+        self._records.report_restart(_number(trial), messages)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record the end of a trial, which can be before the last round."""
@@ -440,11 +446,13 @@ def search(
     rounds: int,
     task: TrialTask,
     status: StatusLine,
+    ray_messages: Path | None = None,
 ) -> None:
     """Execute all trials with Tune, and wait for their end.
 
     points: the settings of a grid or a random search; empty with Optuna.
     rounds: the rounds of the longest run.
+    ray_messages: the file that gets Ray's messages, if any.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -470,7 +478,7 @@ def search(
         run_config=tune.RunConfig(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
-            callbacks=[Listener(records, status)],
+            callbacks=[Listener(records, status, ray_messages)],
             # If a trial's process dies, it is started again and continues at its checkpoint.
             failure_config=tune.FailureConfig(max_failures=MAX_TRIAL_DEATHS - 1),
             verbose=0,

@@ -7,6 +7,7 @@ Only this package, the sweep and the client of the job server import Ray.
 - failures: why Ray does not start, or cannot be joined
 - processes: start the processes of a run, and keep them for the next runs
 - driver: choose the number of workers, and pass on the events of a run
+- ray_messages: keep what Ray prints apart from raysim's output
 - node_watch: notice nodes that do not answer, that leave or that join
 - recruiter: start workers during a run
 - object_workers: workers of any class, without a coordinator
@@ -48,6 +49,7 @@ from raysim.runtime.ray.cluster import (
 from raysim.runtime.ray.driver import plan_workers, run
 from raysim.runtime.ray.object_workers import object_workers
 from raysim.runtime.ray.processes import keep_processes
+from raysim.runtime.ray.ray_messages import messages_written_to
 
 __all__ = [
     "RayCoordinator",
@@ -62,6 +64,7 @@ __all__ = [
     "has_gpus",
     "identify_process",
     "keep_processes",
+    "messages_written_to",
     "node_resources",
     "object_workers",
     "plan_workers",

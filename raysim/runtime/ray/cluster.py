@@ -28,6 +28,7 @@ from raysim.runtime.placement import (
 )
 from raysim.runtime.ray.failures import describe_failed_start
 from raysim.runtime.ray.node_watch import avoid_silent_nodes, living_nodes
+from raysim.runtime.ray.ray_messages import separate_messages
 
 Say = Callable[[str], None]
 
@@ -90,11 +91,13 @@ def connection(options: RayOptions) -> Iterator[None]:
 
     If this process was already connected, do neither. Raises the errors of `connect`.
     """
-    has_connected = connect(options)
-    try:
+    if not connect(options):
         yield
-    finally:
-        if has_connected:
+        return
+    with separate_messages():
+        try:
+            yield
+        finally:
             disconnect()
 
 

@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from raysim.runtime.ray.processes import (
     start_processes,
     waiting_workers,
 )
+from raysim.runtime.ray.ray_messages import MessageFile, messages_written_to
 from raysim.simulation.events import Event, Notice, ProcessLostError, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
@@ -54,6 +56,7 @@ from raysim.training.run_spec import RunSpec, build_networks
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
+CREATION_FAILURE = "error raised in its creation task"  # in the text of Ray's error
 SILENCE_WARNING_S = 60.0  # after this time without a message, a line is printed
 
 
@@ -277,6 +280,8 @@ def run(
     coordinator = processes.coordinator
     stack_source = coordinator.stack_source.remote()
     has_begun = has_succeeded = False
+    ray_messages: MessageFile | None = None
+    stack = ExitStack()
 
     def write_coordinator_stacks() -> Path | None:
         """Write the stacks of the coordinator's threads into a file; return it, or None.
@@ -308,7 +313,12 @@ def run(
                             "hardware or software, so a repetition may not be bit-identical."
                         )
                     yield event
-                    has_begun = bool(folder)
+                    if folder and not has_begun:
+                        has_begun = True
+                        ray_messages = stack.enter_context(messages_written_to(Path(folder)))
+                if ray_messages is not None and not ray_messages.is_empty:
+                    say(f"Ray's own messages are in {ray_messages.path}")
+                    ray_messages = None  # a run says it once
         has_succeeded = True
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
@@ -318,7 +328,8 @@ def run(
     except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
         raise _process_lost(error) from None
     finally:
-        release_processes(processes, has_succeeded)
+        with stack:
+            release_processes(processes, has_succeeded)
 
 
 def _receive(
@@ -370,4 +381,11 @@ def _receive(
 
 
 def _process_lost(error: Exception) -> ProcessLostError:
+    text = str(error)
+    if CREATION_FAILURE in text:  # followed by a traceback
+        reason = text.strip().splitlines()[-1]
+        advice = ""
+        if reason.startswith("ModuleNotFoundError"):
+            advice = ". Install the module on all nodes, or send it with `raysim submit --with`"
+        return ProcessLostError(f"a process of the run did not start ({reason}){advice}")
     return ProcessLostError(f"a process of the run died ({first_line(error)})")

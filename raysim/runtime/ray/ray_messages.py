@@ -1,0 +1,152 @@
+"""Keep the messages of Ray apart from raysim's output.
+
+When a process or a node is lost, a thread of Ray in the driver prints long messages on the standard
+output, and no setting of Ray turns them off. Here they go to a file in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raysim.primitives.stacks import RAY_MESSAGES, remove_empty_file, stack_file
+
+RAY_THREADS = "ray_"  # the beginning of the names of Ray's threads
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class MessageFile:
+    """A file that gets the messages of Ray in this process. It must be closed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, text: str) -> None:
+        """Write a text to the end of the file."""
+        self._file.write(text)
+        self._file.flush()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if there were no messages."""
+        return os.fstat(self._file.fileno()).st_size == 0
+
+    def close(self) -> None:
+        """Close the file; remove it if it is empty."""
+        self._file.close()
+        remove_empty_file(self.path)
+
+
+class RayMessages:
+    """The messages of Ray in this process, and the open files that get them.
+
+    Messages that come while no file is open go to the next one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: list[MessageFile] = []
+        self._waiting_text = ""
+
+    def add(self, text: str) -> None:
+        """Write a message to all open files; if there is none, keep it."""
+        plain_text = _COLOURS.sub("", text)
+        with self._lock:
+            if not self._files:
+                self._waiting_text += plain_text
+            for file in self._files:
+                file.write(plain_text)
+
+    def take_waiting_text(self) -> str:
+        """Return the messages that no file has, and forget them."""
+        with self._lock:
+            text, self._waiting_text = self._waiting_text, ""
+        return text
+
+    @contextmanager
+    def written_to(self, file: MessageFile) -> Iterator[None]:
+        """Write messages to a file until the end of the context, then close it."""
+        file.write(self.take_waiting_text())
+        with self._lock:
+            self._files.append(file)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._files.remove(file)
+            file.close()
+
+
+class RoutedStream:
+    """A text stream that passes on what it gets, but keeps text of Ray's threads as messages.
+
+    It has all attributes of the stream.
+    """
+
+    def __init__(self, stream: Any, messages: RayMessages):
+        self._stream, self._messages = stream, messages
+
+    def write(self, text: str) -> int:
+        """Write a text; return the number of its characters."""
+        if threading.current_thread().name.startswith(RAY_THREADS):
+            self._messages.add(text)
+            return len(text)
+        written: int = self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_messages: RayMessages | None = None  # None if raysim has not connected this process to Ray
+
+
+@contextmanager
+def _routed_output(messages: RayMessages) -> Iterator[None]:
+    previous = sys.stdout
+    routed: Any = RoutedStream(previous, messages)
+    sys.stdout = routed
+    try:
+        yield
+    finally:
+        if sys.stdout is routed:  # else a progress bar has ended, and restored what it had replaced
+            sys.stdout = previous
+
+
+@contextmanager
+def separate_messages() -> Iterator[None]:
+    """Keep what Ray's threads print, until the end of the context.
+
+    Messages that no file has got are printed at the end, on standard error.
+    """
+    global _messages
+    _messages = messages = RayMessages()
+    try:
+        with _routed_output(messages):
+            yield
+    finally:
+        _messages = None
+        sys.stderr.write(messages.take_waiting_text())
+
+
+@contextmanager
+def messages_written_to(folder: Path) -> Iterator[MessageFile | None]:
+    """Write Ray's messages into the folder of a run, until the end of the context.
+
+    Yield the file; None if raysim has not connected this process to Ray, so that nothing is
+    written. A progress bar that starts later would get the messages: begin this context after it.
+    """
+    if _messages is None:
+        yield None
+        return
+    file = MessageFile(stack_file(folder, RAY_MESSAGES))
+    with _routed_output(_messages), _messages.written_to(file):
+        yield file
