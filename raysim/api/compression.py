@@ -105,10 +105,11 @@ class Compressor(Method):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Subtract the decoded values from `wanted`, in place: the next memory of ef14.
+        """Subtract the decoded values from `wanted`, in place; the rest is the next memory of ef14.
 
-        A compressor whose decoded values are mostly 0 may override this to change few entries only.
-        message: the message of the decoded values.
+        A compressor whose decoded values are mostly 0 may override this function with one that
+        changes only few entries.
+        message: the message from which `decoded` was decoded.
         decoded, wanted: [layout.trained], on the device of the sender.
         """
         wanted.sub_(decoded)

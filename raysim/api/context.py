@@ -74,7 +74,7 @@ class WorkerView(Protocol):
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return copies of the networks that are not trained; see `LocalJob.frozen`."""
+        """Return frozen copies of all networks; see `LocalJob.frozen`."""
         ...
 
 
@@ -186,7 +186,7 @@ class Context:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return copies of the networks that are not trained; see `LocalJob.frozen`."""
+        """Return frozen copies of all networks; see `LocalJob.frozen`."""
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -217,7 +217,7 @@ class Context:
 
 
 def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor `compute()`, computed in inference mode.
+    """Return the tensor that `compute()` returns in inference mode.
 
     The result is a normal tensor (a copy), so that later computations with gradients may use it.
     """

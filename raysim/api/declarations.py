@@ -329,7 +329,7 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def settings(self) -> OptimizerSettings:
-        """Return the settings that the optimizer's constructor receives."""
+        """Return the optimizer's settings, such as momentum, without the learning rate."""
         return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:

@@ -498,7 +498,7 @@ class Setup:
         self.declared.change_updates = change
 
     def count_clients(self, column: str, clients: Iterable[int]) -> None:
-        """Add a column to the history: the number of updates in an aggregation from `clients`."""
+        """Add a column to the history: how many updates of an aggregation come from `clients`."""
         self.declared.counted_clients[column] = frozenset(clients)
 
     # --- training -----------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class TopK(_Sparse):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Set the entries of `wanted` that were sent to 0, as exactly they were decoded."""
+        """Set to 0 the entries of `wanted` that the message has: they were decoded exactly."""
         places = torch.from_numpy(self._places(message, layout)).to(wanted.device)
         wanted[places] = 0
 

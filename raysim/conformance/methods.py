@@ -109,7 +109,7 @@ class WatchedRun:
 
 
 def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> WatchedRun:
-    """Check that messages contain what methods declare and no client state; return them."""
+    """Check that messages contain what methods declare and no client state; return the run."""
     seen = _watch(make, schedule, fleet)
     methods = make().methods
     _check_secrets(seen, {method.name for method in methods})

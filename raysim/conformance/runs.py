@@ -131,7 +131,7 @@ class FinishedRun:
 
     @property
     def participations(self) -> dict[int, int]:
-        """The number of jobs of each client that was dispatched at least once."""
+        """The number of dispatched jobs by client; clients without a job are left out."""
         counts = self.coordinator.planner.participations
         return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
 

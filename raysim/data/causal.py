@@ -100,7 +100,7 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
 
 
 def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
-    """Return a vocabulary of token numbers below `size`, whose text is the number."""
+    """Return a vocabulary of the tokens 0 to size - 1; the text of a token is its number."""
     names = [str(number) for number in range(size)]
     names[end] = END_NAME
 

@@ -96,7 +96,8 @@ def find_inputs(
     inputs = [name for name in candidates if name not in unused]
     if not inputs:
         raise ValueError(
-            f"{place} has no column for the input, it has {', '.join(types)}. Set data.columns."
+            f"{place} has no column for the input. Set data.columns to one or more of its columns: "
+            f"{', '.join(types)}."
         )
     numbers = [name for name in inputs if _is_number(_stored_type(types[name]))]
     if are_separate or len(inputs) == 1 or len(numbers) == len(inputs):
@@ -489,7 +490,7 @@ def spread_test_rows(
 
 # ---- types of Arrow ------------------------------------------------------------------------------
 def values_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values, also for a dictionary-encoded column."""
+    """Return the type of a column's values; if it is dictionary-encoded, of the decoded values."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
@@ -538,7 +539,8 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
     """
     if name not in table.column_names:
         raise ValueError(
-            f"{place} has no column {name}, it has {', '.join(table.column_names)}. Set {key}."
+            f"{place} has no column {name}. Set {key} to one of its columns: "
+            f"{', '.join(table.column_names)}."
         )
     column = table[name]
     if isinstance(column.type, pa.BaseExtensionType):

@@ -133,7 +133,7 @@ class Text(_Corpus):
             yield _NamedText(user, part, is_test)
 
     def _user_of(self, path: Path) -> tuple[str, bool]:
-        """Return the name of the user whose text is in a file, and True for a test file."""
+        """Return the name of the user that a file belongs to, and True if it is a test file."""
         root = require_root(self.root, "data=text", "a file of text")
         if root.is_file():
             return path.stem, False

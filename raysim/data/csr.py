@@ -68,7 +68,7 @@ class Partition:
     validation: None if nothing is held out.
     spare: training rows that `partition.fraction` left out; None if it left out none.
     unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
-    with_unseen: the training rows of all clients, also of unseen clients; None if there are no
+    with_unseen: the training rows of all clients, including unseen ones; None if there are no
     unseen clients, so that `train` has all rows.
     """
 

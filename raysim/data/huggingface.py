@@ -153,8 +153,8 @@ class HuggingFace(Source):
         if user == "domain":
             return find_column(names, USER_NAMES) if self.columns is None else None
         raise ValueError(
-            f"{place} has no column {user}, it has {', '.join(names)}. Set partition.column or "
-            "data.user."
+            f"{place} has no column {user}. Set partition.column or data.user to one of its "
+            f"columns: {', '.join(names)}."
         )
 
     def _load_splits(self) -> list[Any]:

@@ -425,7 +425,7 @@ def test_hugging_face_reads_folder(tmp_path: Path) -> None:
         dataset.inputs.tolist() == [[98, 0], [99, 99], [100, 0], [101, 0], [98, 0]]
         and len(data.central) == 1
     )
-    with pytest.raises(ValueError, match=r"who.* text, label, user.*partition\.column"):
+    with pytest.raises(ValueError, match=r"who.*partition\.column.* text, label, user"):
         federate(source, Natural(column="who"), 0)
     with pytest.raises(ValueError, match=r"data\.root=.*nowhere"):
         HuggingFace(str(tmp_path / "nowhere")).build()

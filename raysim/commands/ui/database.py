@@ -134,7 +134,7 @@ class RunDatabase:
             self._say(problem)
 
     def add_models(self) -> Iterator[Path]:
-        """Save the models that MLflow does not have; yield the run's folder before each of them."""
+        """Save the models that MLflow does not have; yield each run's folder before its model."""
         for folder in _stored_folders(self.root):
             if self._examined.get(folder) == _changed_at(folder / RECORD):
                 continue

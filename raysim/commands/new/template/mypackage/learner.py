@@ -31,7 +31,7 @@ class MyLearner(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Return the parameters after a job.
+        """Train on a client's samples; return the new means, and a result for the history.
 
         inputs, labels: the client's samples, [n, ...] and [n].
         """
