@@ -292,7 +292,7 @@ def _hooks(method: Method) -> str:
         about = first_sentence(getattr(Method, slot).__doc__)
         rows.append((f"`{slot}`", about.replace("<", "&lt;")))
     if not rows:
-        return "## Hooks\n\nThis method fills no hooks; it only declares what the run needs."
+        return "## Hooks\n\nThis method overrides no hooks; it only declares what the run needs."
     return f"## Hooks\n\n{table(('hook', 'what it does'), rows)}"
 
 

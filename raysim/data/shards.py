@@ -198,7 +198,10 @@ class WebDataset(Source):
     def _read_input(
         self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
     ) -> tuple[NDArray[Any], Tokens | None]:
-        """Return the files with one ending as an array [n, ...], and their tokens if any."""
+        """Return the files with one ending as an array [n, ...]; for text, also the set of tokens.
+
+        samples: the files of each of n samples, by ending.
+        """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
             return stack_images(pictures, len(samples), self.size, self.channels), None

@@ -9,17 +9,19 @@ How the run works
   matter. Batches are drawn from all of them. Client k's share of the gradients is n_k / n, as in
   FedAvg.
 - The optimizer, the batch size and the number of rounds are those of the federated run. The model
-  is scored after each round. A round processes as many samples as a cohort of average clients:
-  local.epochs times the share of clients in a cohort, in passes over all samples (or the
-  equivalent number of batches if that is no whole number); or local.steps times the cohort.
+  is scored after each round. A round processes as many samples as a cohort of average clients. With
+  local.epochs=E and a share s of the clients in a cohort, these are E s passes over all samples,
+  or as many batches if E s is no whole number. With local.steps=S and m clients in a cohort, these
+  are S m batches.
 - The optimizer starts again in each round, as it does in a client.
 
 Departures from the released code
 - The code keeps its best checkpoint for each domain by validation accuracy; here the last model
   counts.
-- Batches with equal shares of all clients (`balanced`) and its rule `checkpoint` are not
+- The code's options `balanced` (batches with equal shares of all clients) and `checkpoint` are not
   implemented.
-- Losses and client-side corrections combine with it; server rules see a cohort of one.
+- Methods that change the loss or correct clients can be combined with this one; server rules see a
+  cohort of one.
 """
 
 from __future__ import annotations

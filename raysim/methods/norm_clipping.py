@@ -1,6 +1,6 @@
 """Norm clipping: shorten updates that are longer than a bound, and average them.
 
-So the influence of a single client is bounded.
+This limits the influence of a single client.
 
 Source: Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019):
 
