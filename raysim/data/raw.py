@@ -278,7 +278,7 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in the type in which they are stored, and their tokens.
+    """Return inputs in the type in which they are stored; for token numbers, also their set.
 
     uint8 stays uint8, floats become float32, other integers are token numbers (int64). Raise
     ValueError for other types, nan, infinite values, and integers that cannot be tokens.

@@ -115,7 +115,7 @@ def test_fedbr_draws_rows_like_numpy(
     )
 
 
-def test_fedbr_draws_rows_without_array_over_clients() -> None:
+def test_fedbr_draws_rows_in_memory_independent_of_clients() -> None:
     ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
     tracemalloc.start()
     rows_by_samples(ends, 64, 64, generator)
