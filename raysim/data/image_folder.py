@@ -115,7 +115,7 @@ def _read_split_file(path: Path) -> list[PictureFile]:
     for picture in pictures:
         if picture.split not in SPLITS:
             raise ValueError(
-                f"{path}: split={picture.split} of {picture.path} must be train or test."
+                f"{path}: the split of {picture.path} is {picture.split}. Write train or test."
             )
         if not (path.parent / picture.path).is_file():
             raise ValueError(

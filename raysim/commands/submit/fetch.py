@@ -146,8 +146,8 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
         job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, **options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise RefusedError(
-            f"{client.get_address()} did not accept the job that packs the results: "
-            f"{first_line(error)}"
+            f"{client.get_address()} did not accept the job that packs the results "
+            f"({first_line(error)}). Correct the cause, or copy the folder from its node"
         ) from error
     output: list[str] = []
     connection = job_server.ConnectionToJob(client, job, output.append, _say)

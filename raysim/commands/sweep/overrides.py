@@ -83,7 +83,7 @@ def _option_value(option: str, override: SettingOverride) -> Any:
 def _check_renamed(option: str) -> None:
     key = f"{SWEEP}.{option}"
     if key in RENAMED_KEYS:
-        raise RefusedError(f"{key} is now called {RENAMED_KEYS[key]}")
+        raise RefusedError(f"{key} is now called {RENAMED_KEYS[key]}. Write the new name")
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:

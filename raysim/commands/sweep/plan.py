@@ -277,7 +277,7 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
     for key, values in space.items():
         reason = WHY_NOT_SEARCHED.get(key.partition(".")[0])
         if reason:
-            raise RefusedError(f"{key} is not searched: {reason}")
+            raise RefusedError(f"{key} cannot be searched: {reason}. Give it one value")
         if key in group_names and isinstance(values, Interval):
             raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b")
 

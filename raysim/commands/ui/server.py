@@ -130,7 +130,10 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     reason = lines[-1] if lines else "it printed nothing"
-    raise RefusedError(f"--port {port}: MLflow's server did not start: {reason}")
+    raise RefusedError(
+        f"--port {port}: MLflow's server did not start ({reason}). Correct the cause, or give "
+        "another port"
+    )
 
 
 def _open_page(address: str, opens_browser: bool) -> None:
