@@ -192,7 +192,7 @@ def test_study_trains_then_reports_then_accepts_more_seeds(
 
 @pytest.mark.slow
 @pytest.mark.pictures
-def test_tracked_study_is_the_parent_of_its_runs() -> None:
+def test_mlflow_run_of_a_study_is_parent_of_its_runs() -> None:
     from mlflow.tracking import MlflowClient
 
     overrides = [override for override in QUICK if override != "tracking=none"]
@@ -359,7 +359,7 @@ class Dying(Method):
 
 
 @pytest.mark.slow
-def test_dead_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_of_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("dying.py").write_text(DYING)
     Path("own/method").mkdir(parents=True)
     Path("own/method/dying.yaml").write_text("dying:\n  _target_: dying.Dying\n")

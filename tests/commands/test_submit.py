@@ -629,7 +629,7 @@ def test_new_package_runs_on_a_cluster(submitted: Submitted) -> None:
     assert (submitted.out / "best.txt").is_file()
 
 
-def test_fetch_brings_the_results_of_a_job(
+def test_fetch_copies_the_results_of_a_job(
     cluster: Cluster, submitted: Submitted, tmp_path: Path
 ) -> None:
     here = tmp_path / "here"

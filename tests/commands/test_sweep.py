@@ -142,7 +142,7 @@ class TestPlan:
         assert list(methods) == ["fedprox", "feddecorr"]
         assert methods["fedprox"]["mu"] == 0.2
 
-    def test_trial_has_the_configuration_of_a_run(self) -> None:
+    def test_trial_is_configured_like_a_single_run(self) -> None:
         overrides = ["method=[fraug]", "model=small_cnn"]
         searched = ["rounds=7,9", "local.steps=3,5", "method.fraug.weight=0.2,0.4"]
         point = {"rounds": 9, "local.steps": 5, "method.fraug.weight": 0.4}
@@ -376,7 +376,7 @@ class TestGrid:
         assert "failed: " in printed
         assert "clients failed in round" in (folder / "logs" / "0002_seed-0.txt").read_text()
 
-    def test_tracked_grid_is_the_parent_of_its_trials(self, grid: tuple[Path, str]) -> None:
+    def test_mlflow_run_of_a_grid_is_parent_of_its_trials(self, grid: tuple[Path, str]) -> None:
         from mlflow.tracking import MlflowClient
 
         assert RunDatabase(grid[0].parent).update() == 7

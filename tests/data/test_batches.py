@@ -96,7 +96,7 @@ def test_rotation_moves_pixels_counter_clockwise() -> None:
     assert torch.equal(still, IMAGES)
 
 
-def test_rotation_follows_crop_and_flip() -> None:
+def test_rotation_is_applied_after_crop_and_flip() -> None:
     both = Pipeline(augment=("crop", "flip", "rotate"), rotate_degrees=0.0)
     alone = Pipeline(augment=("crop", "flip"))
     rotated, unrotated = (

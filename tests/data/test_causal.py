@@ -169,7 +169,7 @@ def test_markov_labels_are_the_next_tokens() -> None:
 
 
 # --- text ---------------------------------------------------------------------------------
-def test_text_folder_has_users_and_test_files(tmp_path: Path) -> None:
+def test_text_source_reads_users_and_test_files_of_folder(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "test").mkdir()
     (tmp_path / "train" / "anna.txt").write_text("abab")
@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_python_topics_are_made_without_a_file() -> None:
+def test_python_topics_need_no_file() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
@@ -384,7 +384,7 @@ def test_leaf_without_text_is_refused(tmp_path: Path) -> None:
 
 # --- the model ----------------------------------------------------------------------------
 @pytest.mark.parametrize("tied", [True, False])
-def test_gpt_sees_no_later_token(tied: bool) -> None:
+def test_gpt_output_does_not_depend_on_later_tokens(tied: bool) -> None:
     recipe = Gpt(width=8, heads=2, blocks=2, tied=tied)
     model = recipe.build((6,), 9, 0, Tokens(9)).eval()
     tokens = torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -131,7 +131,7 @@ def test_changed_file_of_a_domain_is_read_again(root: Path) -> None:
     assert Domains(**settings).build().path != before.path
 
 
-def test_domains_of_real_digits_are_complete(shared: Path) -> None:
+def test_digit_domains_have_their_published_sizes(shared: Path) -> None:
     names = ["usps", "mnist_m", "digits"]
     built = Domains(
         root=str(shared / "data"), download=False, domains=names, size=32, channels=3

@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_uncorrupted_data_set_has_one_file(cache: Path) -> None:
+def test_uncorrupted_data_set_is_stored_in_one_file(cache: Path) -> None:
     data = federate(SOURCE, IID(5), 0)
     assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
     assert data.central.tolist() == list(range(300, 320))
@@ -97,7 +97,7 @@ def test_central_test_set_is_rotated_by_rotation_test() -> None:
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
-def test_rotation_per_image_follows_client_preferences() -> None:
+def test_rotation_per_image_follows_client_angle_shares() -> None:
     rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
     data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
     turns = data.open().domains

@@ -104,7 +104,7 @@ def test_hold_out_keeps_last_sample_of_client() -> None:
     assert hold_out(csr, 0.0, np.arange(12)).test.counts.tolist() == [0, 0, 0, 0]
 
 
-def test_smaller_fraction_is_part_of_larger_one() -> None:
+def test_samples_of_smaller_fraction_are_in_larger_one() -> None:
     small, large, whole = (split(Domain(2, fraction=f, test_fraction=0.1)) for f in (0.1, 0.5, 1.0))
     for client in range(8):
         rows = [set(part.train.rows(client).tolist()) for part in (small, large, whole)]

@@ -565,7 +565,7 @@ def forms(root: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["strips", "parquet", "pictures"])
-def test_stored_data_set_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
+def test_stored_data_set_is_equal_in_every_file_format(form: str, tmp_path: Path) -> None:
     images = forms(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
     assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [

@@ -141,7 +141,9 @@ def test_structured_targets_have_the_same_bits_on_workers() -> None:
         ("data.kind=regression", {}, r"data\.kind=regression"),
     ],
 )
-def test_settings_without_use_for_structures_are_refused(words: str, parts: Any, text: str) -> None:
+def test_settings_useless_for_structured_targets_are_refused(
+    words: str, parts: Any, text: str
+) -> None:
     settings = {key: value for key, value in FAST.items() if key not in words}
     arguments = {"model": outputs_of, "loss": box_loss, "data": (INPUTS, TARGETS), **parts}
     with pytest.raises(RefusedError, match=text):

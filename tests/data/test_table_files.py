@@ -140,7 +140,7 @@ def test_table_with_only_text_becomes_tokens(write: Writer, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_error_of_mixed_table_names_both_choices_of_columns(write: Writer, tmp_path: Path) -> None:
+def test_error_of_text_and_numbers_names_both_column_choices(write: Writer, tmp_path: Path) -> None:
     columns = {
         "age": COLUMNS["age"],
         "city": ["x", "y"] * 6,

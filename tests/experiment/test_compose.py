@@ -156,7 +156,7 @@ def test_resources_of_the_runtime_may_have_any_name() -> None:
 
 
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
-def test_range_of_too_many_counts_is_refused(word: str) -> None:
+def test_range_with_too_many_integers_is_refused(word: str) -> None:
     with pytest.raises(RefusedError, match="10,000 values"):
         expand_override(word)
 
@@ -470,7 +470,7 @@ def test_deeply_nested_option_file_is_refused(tmp_path: Path) -> None:
         load_yaml(path)
 
 
-def test_option_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_option_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data/mine.yaml").mkdir(parents=True)
     (tmp_path / "method").mkdir()
     os.mkfifo(tmp_path / "method/pipe.yaml")

@@ -84,7 +84,7 @@ def test_run_starts_from_model_of_another_run(trained: Path) -> None:
     assert start(experiment).keys() == stored.keys()
 
 
-def test_adapters_start_on_weights_of_a_run_without_them(trained: Path, tmp_path: Path) -> None:
+def test_adapters_start_from_weights_of_run_without_adapters(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     weights = load_file(trained / "model.safetensors")
     words = [*MLP, "model.lora.rank=2"]
@@ -208,7 +208,7 @@ def test_initial_weights_may_have_names_of_a_users_network(tmp_path: Path) -> No
 
 # Methods with more networks, with a personal network, or with both.
 @pytest.mark.parametrize("method", ["fedbr", "fedrep", "fraug"])
-def test_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) -> None:
+def test_method_starts_from_weights_of_run_with_same_method(method: str, tmp_path: Path) -> None:
     words = [*NORMED, f"method={method}", "rounds=1"]
     if method == "fedrep":
         words.append("method.fedrep.mode=joint")
@@ -221,7 +221,7 @@ def test_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) 
     assert_starts(experiment, {name: drawn[name] for name in tensors if name not in stored})
 
 
-def test_model_of_plain_run_starts_method_with_more_networks(trained: Path) -> None:
+def test_method_with_networks_starts_from_fedavg_model(trained: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     experiment = build([*MLP, "method=dann", f"init={trained / 'model.safetensors'}"])
     assert_starts(experiment, stored)
@@ -312,7 +312,7 @@ def test_init_refuses_parts_that_do_not_exist(key: str, words: list[str], traine
 
 
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
-def test_init_refuses_parts_without_a_file(word: str) -> None:
+def test_init_refuses_parts_if_no_file_is_set(word: str) -> None:
     with pytest.raises(RefusedError, match=r"^init\."):
         build([*MLP, word])
 

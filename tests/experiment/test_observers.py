@@ -362,7 +362,7 @@ def test_run_warns_of_absent_clients(capsys: pytest.CaptureFixture[str]) -> None
     assert "were not available" in capsys.readouterr().err
 
 
-def test_summary_has_heterogeneity() -> None:
+def test_summary_has_heterogeneity_of_the_split() -> None:
     result = raysim.run([*QUICK, "out=a"], quiet=True)
     split = result.summary["split"]
     assert split["clients"] == 10 and 0 < split["label_entropy"] <= split["pooled_entropy"]

@@ -325,7 +325,7 @@ def test_object_of_wrong_type_is_refused(given: dict[str, Any], sentence: str) -
     assert "\n" not in str(refused.value) and not Path("a").exists()
 
 
-def test_key_given_twice_is_refused() -> None:
+def test_key_set_as_override_and_argument_is_refused() -> None:
     with pytest.raises(RefusedError, match="rounds=2"):
         raysim.run("rounds=3", **(SMALL | PARTS))
     with pytest.raises(RefusedError, match=r"model=\.\.\. has no effect here"):
