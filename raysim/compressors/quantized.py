@@ -223,7 +223,7 @@ class QSGD(_Quantizer):
 
 
 class TernGrad(_Quantizer):
-    """A compressor that rounds entries randomly to -m, 0 or m, the largest value of the tensor.
+    """A compressor that rounds entries randomly to -m, 0 or m; see the top of this file.
 
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.

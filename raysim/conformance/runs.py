@@ -165,7 +165,7 @@ class FinishedRun:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """The tensors of all committed client states, by "client/name"."""
+        """The tensors of all client states after their last aggregated jobs, by "client/name"."""
         states = self.coordinator.client_states.named_tensors()
         return {
             f"{client}/{name}": array

@@ -276,7 +276,8 @@ class DocumentSettings:
     prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
     count.
     tokenizer: see `text_vocabulary`.
-    padding: the token that ends documents of token numbers, without a tokenizer.
+    padding: the token that ends a document, if documents are token numbers and there is no
+    tokenizer.
     length: tokens in a row.
     packing: `is_packed` of `pack`; None joins documents unless they have prompts.
     """

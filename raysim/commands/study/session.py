@@ -37,12 +37,12 @@ class StudyResult:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """Return a row for each run: settings, seed and scores."""
+        """Return a table of the runs: settings, seed and scores."""
         return self._table("study.csv")
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each comparison with the reference: difference, interval and p-value."""
+        """Return a table of the comparisons with the reference: difference, interval, p-value."""
         return self._table("differences.csv")
 
     def _table(self, name: str) -> pd.DataFrame:
