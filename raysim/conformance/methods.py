@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -108,19 +108,24 @@ class WatchedRun:
     secrets: list[tuple[str, bytes]]
 
 
-def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> WatchedRun:
-    """Check that messages contain what methods declare and no client state; return the run."""
-    seen = _watch(make, schedule, fleet)
+def check_messages(
+    make: Make, schedule: Schedule, fleet: Fleet | None = None, **settings: Any
+) -> WatchedRun:
+    """Check that messages contain what methods declare and no client state; return the run.
+
+    settings: others of the run of five rounds, see `coordinate`.
+    """
+    seen = _watch(make, schedule, fleet, **settings)
     methods = make().methods
     _check_secrets(seen, {method.name for method in methods})
     _check_costs(seen, pooled=any(method.pools for method in methods))
     return seen
 
 
-def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> WatchedRun:
+def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any) -> WatchedRun:
     spec = make()
     spy = Spy(spec)
-    result = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
+    result = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5, **settings))
     assert not result.failures, result.failures[0].error
     layout = result.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}

@@ -108,7 +108,6 @@ from raysim.methods.streaming_diloco import WHOLE_MODEL_METHODS, StreamingDiLoCo
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
 from raysim.models import Lora, Mlp, ModelRecipe
-from raysim.simulation.events import Saved
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
@@ -479,23 +478,35 @@ FREIGHT: dict[str, Callable[[], Method]] = {
     "fedproto": FedProto,
 }
 SCHEDULES = {"rounds": ROUNDS, "buffer": BUFFER}
+# With the two updates of a buffer, these combine updates as FedAvg does.
+NEEDS_COHORT = ("fedexp", "trimmed_mean", "krum")
 # One method for each place where a method keeps or sends something. The messages of all methods in
-# rounds are those of `test_messages_with_fedbn_hold_no_client_state`.
+# rounds are those of `test_messages_with_fedbn_contain_no_client_state`.
 IN_ROUNDS = ("fedavg", "scaffold", "fedbr once", "fedpac", "fraug", "fedproto", "dp_fedavg", "ace")
 WATCHED = [
-    *((name, "buffer") for name in ("fedavg", *FREIGHT)),
-    *((name, "rounds") for name in IN_ROUNDS),
+    *((name, "buffer") for name in ("fedavg", *FREIGHT) if name not in NEEDS_COHORT),
+    *((name, "rounds") for name in (*IN_ROUNDS, *NEEDS_COHORT)),
 ]
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of five rounds whose messages were checked, and how to make it again."""
+    """A run of five rounds whose messages were checked, and how to make it again.
+
+    folder: where the run wrote its checkpoint after round 3.
+    """
 
     name: str
     schedule: Any
     make: Callable[[], Any]
     seen: WatchedRun
+    folder: Path
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the settings of the run of a method of `FREIGHT`, or of FedAvg."""
+    row = TABLE.get(name.partition(" ")[0])
+    return {} if row is None else {"model": row.model}
 
 
 @pytest.fixture(
@@ -503,18 +514,18 @@ class Watched:
     params=WATCHED,
     ids=lambda param: "-".join(param),
 )
-def watched(request: pytest.FixtureRequest) -> Watched:
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Run a method once for all tests that look at a run of it."""
     name, schedule = request.param
-    row = TABLE.get(name.partition(" ")[0])
+    folder = tmp_path_factory.mktemp("watched")
 
     def make() -> Any:
-        if row is None:
-            return study()
-        return study(FREIGHT[name](), model=row.model)
+        methods = [] if name == "fedavg" else [FREIGHT[name]()]
+        return study(*methods, **settings_of(name))
 
-    seen = check_messages(make, SCHEDULES[schedule])
-    return Watched(name, SCHEDULES[schedule], make, seen)
+    saved = {"checkpoint_every": 3, "folder": str(folder)}
+    seen = check_messages(make, SCHEDULES[schedule], Ideal(), **saved)
+    return Watched(name, SCHEDULES[schedule], make, seen, folder)
 
 
 def test_conformance_table_has_every_method() -> None:
@@ -560,31 +571,23 @@ def test_method_is_fedavg_at_reference_settings(plain: Plain) -> None:
     assert same_arrays(finished.tensors, fedavg.tensors)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
-    # FedBuff differs where updates are stale only.
-    schedule = BUFFER if name == "fedbuff" else ROUNDS
-    row = TABLE[name]
-    run_settings = {"schedule": schedule, "rounds": 4} | UNIFORM
-    finished = run(study(row.make(), model=row.model), **run_settings)
-    fedavg = fedavg_run(frozenset({("model", row.model)}), frozenset(run_settings.items()))
-    assert (finished.finished.model_sha256 != fedavg.finished.model_sha256) is not row.as_fedavg
+def test_method_at_its_own_settings_is_not_fedavg(watched: Watched) -> None:
+    study_settings = frozenset(settings_of(watched.name).items())
+    for weighting in ("samples", "uniform"):
+        settings = {"schedule": watched.schedule, "fleet": Ideal(), "rounds": 5}
+        run_settings = frozenset((settings | {"weighting": weighting}).items())
+        fedavg = fedavg_run(study_settings, run_settings)
+        is_fedavg = watched.seen.run.finished.model_sha256 == fedavg.finished.model_sha256
+        assert not is_fedavg or watched.name == "fedavg" or TABLE[watched.name].as_fedavg
 
 
 # --- interruptions --------------------------------------------------------------------------------
 
 
-def test_resumed_run_equals_a_straight_one(watched: Watched, tmp_path: Path) -> None:
-    interrupted = coordinate(
-        watched.make(), watched.schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path)
-    )
-    next(event for event in interrupted.run() if isinstance(event, Saved))
-    resumed = run(
-        watched.make(),
-        watched.schedule,
-        rounds=5,
-        resume=str(tmp_path / "checkpoints" / "round-000003"),
-    )
+# That checkpoints do not change a run is the next test.
+def test_resumed_run_equals_a_straight_one(watched: Watched) -> None:
+    checkpoint = str(watched.folder / "checkpoints" / "round-000003")
+    resumed = run(watched.make(), watched.schedule, Ideal(), rounds=5, resume=checkpoint)
     agreement.check_same(watched.seen.run, resumed, "straight and resumed after round 3")
 
 
@@ -671,17 +674,6 @@ def test_messages_contain_only_declared_values(watched: Watched) -> None:
     assert any(seen.spy.contributed) == row.contributes
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_messages_with_fedbn_contain_no_client_state(name: str) -> None:
-    names = list(dict.fromkeys([name, "fedbn"]))
-    if len(names) > 1 and clash(*names):
-        return
-    seen, rows = check_messages(fresh(*names), ROUNDS), [TABLE[method] for method in names]
-    assert seen.uploads == {upload for row in rows for upload in row.uploads}
-    assert bool(seen.personal)
-    assert bool(seen.secrets)
-
-
 def test_traffic_has_pseudo_data_once_per_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
@@ -733,54 +725,6 @@ def test_error_names_both_methods_that_exclude_each_other(first: str) -> None:
             both = f"method '{first}' .*method '{second}'|method '{second}' .*method '{first}'"
             with pytest.raises(ValueError, match=both):
                 check_list([first, second])
-
-
-@functools.cache
-def legal() -> set[frozenset[str]]:
-    """Every two methods that may be in one list."""
-    return {frozenset(pair) for pair in pairs(list(TABLE)) if not clash(*pair)}
-
-
-def covering(
-    names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 8
-) -> list[list[str]]:
-    """Lists of `least` to `most` names that hold each allowed pair at least once.
-
-    Greedy, and always the same ones.
-
-    A list begins with the first pair that is missing and takes, again and again, the name with the
-    most missing pairs.
-    """
-    missing, found = set(allowed), list[list[str]]()
-    while missing:
-        chosen = list(next(pair for pair in pairs(names) if frozenset(pair) in missing))
-        while len(chosen) < most:
-            fits = [new for new in names if all(frozenset((old, new)) in allowed for old in chosen)]
-            gains = {new: sum(frozenset((old, new)) in missing for old in chosen) for new in fits}
-            best = max(fits, key=gains.__getitem__, default=None)
-            if best is None or (gains[best] == 0 and len(chosen) >= least):
-                break
-            chosen.append(best)
-        missing -= {frozenset(pair) for pair in pairs(chosen)}
-        found.append(sorted(chosen, key=names.index))
-    return found
-
-
-COVERING = covering(list(TABLE), legal())
-
-
-def test_each_compatible_pair_of_methods_trains() -> None:
-    assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == legal()
-    assert all(3 <= len(names) <= 8 for names in COVERING)
-
-
-@pytest.mark.parametrize("names", COVERING, ids="-".join)
-def test_compatible_methods_of_a_list_train_together(names: list[str]) -> None:
-    methods = [TABLE[name].make() for name in names]
-    finished = run(study(*methods, data=tiny_data(samples=60)), rounds=2)
-    assert not finished.failures
-    losses = [row["train_loss"] for row in finished.rows]
-    assert all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
 # Methods of which a list may hold one.
@@ -906,11 +850,69 @@ ALTERNATIVES = [
         )
     ),
 ]
+EXCLUDED = {frozenset(pair) for group in ALTERNATIVES for pair in pairs(group)}
+# `test_only_listed_alternatives_exclude_each_other` checks this list. Asking raysim for each pair
+# here would take seconds in every process that collects tests.
+COMPATIBLE = {frozenset(pair) for pair in pairs(list(TABLE))} - EXCLUDED
+
+
+def covering(
+    names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 8
+) -> list[list[str]]:
+    """Lists of `least` to `most` names that hold each allowed pair at least once.
+
+    Greedy, and always the same ones.
+
+    A list begins with the first pair that is missing and takes, again and again, the name with the
+    most missing pairs.
+    """
+    missing, found = set(allowed), list[list[str]]()
+    while missing:
+        chosen = list(next(pair for pair in pairs(names) if frozenset(pair) in missing))
+        while len(chosen) < most:
+            fits = [new for new in names if all(frozenset((old, new)) in allowed for old in chosen)]
+            gains = {new: sum(frozenset((old, new)) in missing for old in chosen) for new in fits}
+            best = max(fits, key=gains.__getitem__, default=None)
+            if best is None or (gains[best] == 0 and len(chosen) >= least):
+                break
+            chosen.append(best)
+        missing -= {frozenset(pair) for pair in pairs(chosen)}
+        found.append(sorted(chosen, key=names.index))
+    return found
+
+
+COVERING = covering(list(TABLE), COMPATIBLE)
+
+
+def test_each_compatible_pair_of_methods_trains() -> None:
+    assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == COMPATIBLE
+    assert all(3 <= len(names) <= 8 for names in COVERING)
+
+
+@pytest.mark.parametrize(
+    "names", [names for names in COVERING if "fedbn" not in names], ids="-".join
+)
+def test_compatible_methods_of_a_list_train_together(names: list[str]) -> None:
+    methods = made(*names)
+    finished = run(study(*methods, data=tiny_data(samples=60)), rounds=2)
+    assert not finished.failures
+    losses = [row["train_loss"] for row in finished.rows]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("names", [names for names in COVERING if "fedbn" in names], ids="-".join)
+def test_messages_with_fedbn_contain_no_client_state(names: list[str]) -> None:
+    seen, rows = check_messages(fresh(*names), ROUNDS), [TABLE[name] for name in names]
+    assert seen.uploads == {upload for row in rows for upload in row.uploads}
+    assert bool(seen.personal)
+    assert bool(seen.secrets)
+    losses = [row["train_loss"] for row in seen.run.rows]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
 def test_only_listed_alternatives_exclude_each_other() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
-    assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
+    assert refused == EXCLUDED
 
 
 def test_three_compatible_methods_train_together() -> None:
