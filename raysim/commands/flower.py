@@ -37,7 +37,7 @@ class FlowerRequest:
     node: raysim's configuration, such as the fleet.
     seeds: the app is run once for each seed.
     clients: the number of clients; None takes the number in the Flower project.
-    samples: the number of samples of each client, which decides its virtual time.
+    samples: the number of samples of each client, from which the virtual time of its work follows.
     run_config: overrides of the app's run config.
     """
 

@@ -160,9 +160,9 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if results differ between this process and the sweep's own.
+        """Raise `UnequalWorkersError` if this process may compute other bits than the sweep's.
 
-        The identities of the processes say whether they compute the same bits.
+        The identities of both processes are compared; nothing is computed.
         """
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
