@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without stored byte code each process compiles torch and Ray again, which takes half of the
     # time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Tests read what they wrote through the same kernel, so none needs to wait for the disk.
+    os.fsync = lambda fd: None
     # The data sets that tests make are for subprocesses and Ray's workers, too. Some tests make
     # them when their module is imported.
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")

@@ -47,6 +47,7 @@ QUICK = (
     "local.epochs=1",
     "rounds=4",
     "checkpoint.every=2",
+    "model=mlp",
 )
 OWNER = """
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
@@ -372,14 +373,15 @@ def identity(experiment: Experiment) -> dict[str, object]:
     if spec.settings.init.file:
         facts["init_sha256"] = spec.settings.init.sha256
     facts["python"] = platform.python_version()
-    facts["libraries"] = _library_versions()
+    facts["libraries"] = dict(_library_versions(LIBRARIES))
     return facts
 
 
-def _library_versions() -> dict[str, str]:
+@functools.cache  # reading the metadata of installed packages takes 20 ms
+def _library_versions(libraries: tuple[str, ...]) -> dict[str, str]:
     # On a cluster, raysim may be a folder that is not installed, so its version is in its code.
     versions = {"raysim": __version__}
-    for name in LIBRARIES:
+    for name in libraries:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -8,6 +8,7 @@ with an allowed prefix is imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -158,7 +159,8 @@ def _plain_data(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _type_hints(cls: Callable[..., object]) -> dict[str, Any]:
+@functools.cache  # annotations are texts, and evaluating those of one class takes a millisecond
+def _type_hints(cls: Callable[..., object]) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(cls):
         # Base classes have their annotations in their own modules.
         return get_type_hints(cls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import raysim
 from raysim import cli
+from raysim.experiment import describe
 from raysim.experiment.build import build
 from raysim.experiment.describe import identity, overview
 from raysim.experiment.execute import run
@@ -148,11 +148,7 @@ def test_run_refuses_fleet_without_available_clients(
 
 def test_version_is_known_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is not installed on the nodes to which `raysim submit` sends it."""
-
-    def nothing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    monkeypatch.setattr(describe, "LIBRARIES", ("raysim-that-nobody-installed",))
     assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}
 
 
