@@ -15,7 +15,10 @@ from raysim.training.run_spec import RunSpec
 
 
 def check_probe(spec: RunSpec) -> None:
-    """Raise ValueError if the run probes local models and has no central test set."""
+    """Raise ValueError if `evaluate.probe` is set, but the data has no central test set.
+
+    A probe scores the model that a client has just trained; it needs the central test set.
+    """
     if spec.settings.evaluate.probe and not len(spec.data.central):
         raise ValueError(
             f"evaluate.probe={spec.settings.evaluate.probe} scores local models on the central "
@@ -26,7 +29,14 @@ def check_probe(spec: RunSpec) -> None:
 def collect_contributions(
     declarations: Declarations, replicas: Replicas, planner: Planner, calls: WorkerCalls
 ) -> None:
-    """Collect the arrays that clients send before round 0, and pass these to the methods."""
+    """Collect the arrays that clients send before round 0, and give them to the methods.
+
+    Do nothing if no method needs such arrays. Each client with samples sends its arrays once; the
+    planner counts this traffic.
+
+    declarations: what the run's methods have declared.
+    calls: the calls to the workers, which compute the arrays.
+    """
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
@@ -43,14 +53,22 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors that clients receive once, and the rows that probes use."""
+    """Send every worker the tensors that each client receives once, and the probed rows.
+
+    The probed rows are the samples of the central test set on which `evaluate.probe` scores local
+    models. Do nothing if there are no such tensors and no probes.
+    """
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:
         calls.store_constants(runtime.put(constants), _probed_rows(spec))
 
 
 def _probed_rows(spec: RunSpec) -> np.ndarray:
-    """Draw about `evaluate.probe_rows` rows of the central test set, equally many of each class."""
+    """Draw the samples of the central test set on which `evaluate.probe` scores local models.
+
+    Return their rows in the data set. There are about `evaluate.probe_rows` of them, equally many
+    of each class.
+    """
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]
     rows_per_class = max(1, rows // max(1, len(np.unique(labels))))

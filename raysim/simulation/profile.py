@@ -13,9 +13,12 @@ from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime that measures the time of each of its functions.
+    """A runtime that passes every call on to another runtime and measures how long it takes.
 
     It also records when each worker was called.
+
+    runtime: the other runtime.
+    spans: the recorder of the coordinator's times.
     """
 
     def __init__(self, runtime: Runtime, spans: Spans):
@@ -44,7 +47,7 @@ class WatchedRuntime:
             return self.runtime.get(ref)
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait for any of these values; see `Runtime`."""
+        """Wait at most `seconds` for any of these values; return its index. See `Runtime`."""
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
 
@@ -54,7 +57,10 @@ class WatchedRuntime:
         self.runtime.revive(worker)
 
     def release(self, worker: int, may_return: bool = True) -> None:
-        """Stop using a worker; its profile is lost."""
+        """Stop using a worker; its profile is lost.
+
+        may_return: False means that the worker is never started again.
+        """
         self.call_times.pop(worker, None)
         self.runtime.release(worker, may_return)
 
@@ -68,7 +74,12 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Start the profile: from now on, measure the time of these parts of the coordinator."""
+        """Start the profile: from now on, measure the time of these parts of the coordinator.
+
+        server: the server or the replicas; the time of `step` counts as "sums".
+        evaluator: the time of `score` and `columns` counts as "evaluation".
+        saver: the time of `save` and `finish` counts as "saving".
+        """
         for owner, name, kind in (
             (server, "step", "sums"),
             (evaluator, "score", "evaluation"),
@@ -80,7 +91,10 @@ class Profile:
         self.start = self.spans.now()
 
     def take(self) -> Profiled:
-        """Return the profile from its start until now, with the profiles of all workers."""
+        """Return the times of the coordinator and of all workers, from the start until now.
+
+        Time of the coordinator that no part has used counts as "other".
+        """
         stop = self.spans.now()
         track = self.spans.take("coordinator")
         rest = max(0.0, stop - self.start - sum(track.seconds.values()))
@@ -95,13 +109,15 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Return a worker's track to which the time between the worker's calls is added.
+    """Return the times of a worker, with the time between its calls added.
 
-    A worker first waits until it is called ("waiting"), and then until the message arrives
-    ("messages").
-    call_times: the times at which the coordinator made the calls, in the order in which they
-    arrive.
-    start, stop: the interval of the profile.
+    Between two calls the worker first waits until the coordinator makes the next call. This time
+    counts as "waiting". Then it waits until the call arrives, which counts as "messages".
+
+    worker_track: the times that the worker has measured.
+    call_times: the times at which the coordinator made the calls, in the order of the calls.
+    start, stop: the beginning and the end of the profile.
+    All times are in seconds since the epoch.
     """
     waiting = messages = 0.0
     last_end = start

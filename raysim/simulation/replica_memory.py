@@ -25,7 +25,7 @@ class ReplicaMemory:
     the same values.
     servers: the server of each replica.
     budget: the most bytes of replicas in memory; infinity means no limit.
-    folder: the folder of the file (see `MappedFile`).
+    folder: the folder of the file; "" is the system's folder for temporary files.
     moves_state: False if all replicas share their server state, which then stays in memory.
     """
 
@@ -45,9 +45,10 @@ class ReplicaMemory:
         return 0 if self._file is None else self._file.used
 
     def note_read(self, replica: int) -> None:
-        """Record that a replica is read next.
+        """Record that the caller reads a replica next.
 
-        If the replica is on disk, this may first remove other mapped replicas from memory.
+        If the replica is on disk, the system loads its pages into memory when they are read. If too
+        many bytes of the file were loaded before, remove these from memory first.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
@@ -98,7 +99,11 @@ class ReplicaMemory:
         return moved
 
     def _move(self, group: Sequence[int]) -> None:
-        """Move the replicas that share one vector from memory to disk."""
+        """Move replicas from memory to disk.
+
+        group: replicas whose vector is the same tensor, for example after an exchange. The vector
+        is written once.
+        """
         if self._file is None:
             self._file = MappedFile(self._folder, "replicas", self._step)
         vector = self._to_disk(self._servers[group[0]].vector)
@@ -137,6 +142,7 @@ class ReplicaMemory:
 def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
-    An empty tensor cannot be moved, nor one in reserved space, such as the rows of a cache.
+    An empty tensor cannot be moved. A tensor that uses only a part of its allocated memory cannot
+    be moved either, for example a method's cache, which has reserved space for further rows.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

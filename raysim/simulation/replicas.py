@@ -27,20 +27,26 @@ Arrival: TypeAlias = Update | Failure
 
 
 class Replicas:
-    """The replicas of a run: their servers, their exchanges and their mean.
+    """The models of a run's server (replicas): their servers, their exchanges and their mean.
+
+    Each replica has a `Server` of its own. A run without a topology has one replica.
 
     Attributes:
     - is_single: True if there is one replica.
     - version: the number of aggregations of the run so far, of all replicas together.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica the number of its published version. A replica gets the next number
-      when it changes. Equal replicas may have the same number.
+    - numbers: for each replica the number of its current version. These numbers count the versions
+      of all replicas together: a replica that changes gets the next number. Replicas with the same
+      values may have the same number.
     - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
       replica, it is the one that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
-    set_clients: function that tells a server which clients it has, given `clients_of`; None if
-    clients never move.
+    network: which clients each replica serves, and when replicas exchange.
+    servers: the server of each replica.
+    declarations: what the run's methods have declared.
+    set_clients: function of `clients_of` and a server, which tells the server its clients; None if
+    clients never move between replicas.
     budget: the most bytes of replicas in memory. Replicas that have been idle longest are moved to
     disk.
     folder: the folder for replicas on disk.
@@ -85,7 +91,10 @@ class Replicas:
 
     @property
     def summable(self) -> bool:
-        """True if workers may sum the updates of one replica."""
+        """True if a worker may send the sum of several updates instead of each update.
+
+        False if a method needs single updates, or if clients move between replicas.
+        """
         return self.first.summable and not self.network.moves_clients
 
     @property
@@ -115,7 +124,8 @@ class Replicas:
     ) -> None:
         """Let a method make server state before round 0; all replicas get the same state.
 
-        parts: for each client, the arrays that it sent, by full name.
+        declared: what the method has declared.
+        parts: for each client, the arrays that it sent, by "method.name".
         """
         first, *other_servers = self.servers
         first.assemble(declared, parts)
@@ -151,8 +161,10 @@ class Replicas:
     def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
         """Return the jobs of an aggregation, each with the replica that aggregates its update.
 
-        If clients choose their replica, this is the chosen one, which serves the client from now
-        on. Otherwise it is the replica that serves the client now.
+        Clients may have moved to another replica since their jobs were dispatched. If clients
+        choose their replica by its loss, the update goes to the chosen replica, which serves the
+        client from now on. Otherwise it goes to the replica that serves the client now.
+
         results: an update or a failure for each job.
         """
         if not self.network.moves_clients:
@@ -177,9 +189,12 @@ class Replicas:
             self._set_clients(self.clients_of, self.servers[replica])
 
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
-        """Let the cluster rule move clients to other replicas after an aggregation.
+        """Let the cluster rule move clients to unused replicas after an aggregation.
 
-        Return the replicas that get clients.
+        An unused replica is one without clients. It first gets a copy of the model that its new
+        clients had before. Return the replicas to which clients were moved; without a cluster rule,
+        none.
+
         by_replica: the updates of each replica, in the order in which they are aggregated.
         """
         rule = self.network.clusters
@@ -220,18 +235,22 @@ class Replicas:
         return [replica for replica, server in enumerate(self.servers) if not server.able]
 
     def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
-        """Raise ValueError if a move of clients is not allowed.
+        """Raise ValueError if the cluster rule may not move these clients.
 
-        Some clients of a replica, but not all, may move to a replica without clients.
-        target: the replica that gets the clients.
+        A rule may move some clients of a replica, but not all of them, to a replica that has no
+        clients.
+
+        target: the replica to which the clients move.
+        clients: the numbers of these clients.
         view: what the rule knows about the replica that the clients leave.
         """
         is_member = np.isin(clients, view.members)
         if target not in view.free or not is_member.all() or len(clients) >= len(view.members):
             raise ValueError(
                 f"topology: {type(self.network.clusters).__name__}.regroup moves clients "
-                f"{clients.tolist()} of replica {view.replica} to replica {target}. Move some (not "
-                f"all) of view.members to one of view.free ({list(view.free)})."
+                f"{clients.tolist()} of replica {view.replica} to replica {target}, which is not "
+                f"allowed. Move some clients of view.members, but not all, to one of the replicas "
+                f"of view.free ({list(view.free)})."
             )
 
     @staticmethod
@@ -358,9 +377,9 @@ class Replicas:
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
-        """Give each changed replica a new version number.
+        """Give a new version number to each replica that the last aggregation has changed.
 
-        Replicas that share a vector get the same number.
+        Replicas that share a vector get the same number, unless methods send other tensors with it.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -372,14 +391,15 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of the vectors with which the replicas are scored, [layout.shared].
+        """Return the weighted mean of the vectors with which replicas are scored, [layout.shared].
 
-        Also return the maximum of their integer buffers, [layout.shared_counters].
+        A method may score another vector than the trained one, for example an average of earlier
+        versions. Also return the maximum of the integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 
     def mean(self) -> tuple[Tensor, Tensor]:
-        """Return the mean of all replicas' vectors, [layout.shared].
+        """Return the weighted mean of all replicas' vectors, [layout.shared].
 
         Also return the maximum of their integer buffers, [layout.shared_counters].
         """
@@ -403,7 +423,7 @@ class Replicas:
         return self._weighted_mean(vectors), torch.from_numpy(counters)
 
     def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the weighted mean of vectors, one of each replica."""
+        """Return the mean of vectors, one of each replica, with the weights of the replicas."""
         weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:
@@ -422,7 +442,11 @@ class Replicas:
         return torch.from_numpy(total)
 
     def consensus_distance(self) -> float:
-        """Return the root mean square distance of the replicas to their mean, over parameters."""
+        """Return the root mean square of the distances of the replicas to their mean.
+
+        A distance is the Euclidean norm of the difference of the shared parameters, without
+        buffers. Replicas are weighted as in their mean.
+        """
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
         total = 0.0
@@ -462,7 +486,14 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The base versions of the updates of one replica, by the replica's own version number."""
+    """The versions that the updates of one replica started from.
+
+    The keys are the numbers that count the aggregations of this replica. `Versions` has other
+    numbers for the same versions, which count the versions of all replicas.
+
+    versions: the stored versions of all replicas.
+    number_of: for each key the number of the version in `versions`.
+    """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
         self._versions, self._number_of = versions, number_of

@@ -17,14 +17,22 @@ from raysim.simulation.history_row import RowWriter
 
 @dataclass
 class PendingRound:
-    """An aggregation that the server has made and the run has not reported yet."""
+    """An aggregation that the server has made and the run has not reported yet.
+
+    row: the columns of the history so far, without scores.
+    failures: the failed jobs of the aggregation.
+    probes: the probes of local models, if `evaluate.probe` is set.
+    jobs: the jobs that ended in this round.
+    scorings: the evaluations of this round; their scores may not have arrived yet.
+    scored: the vector and the integer buffers of the scored model; None if this round is not
+    scored.
+    """
 
     row: Row
     failures: tuple[Failure, ...]
     probes: tuple[Probe, ...]
-    jobs: tuple[JobRecord, ...]  # jobs that ended in this round
+    jobs: tuple[JobRecord, ...]
     scorings: list[Scoring] = field(default_factory=list)
-    # The vector and the counters of the model that is scored; None: this round is not scored.
     scored: tuple[Tensor, Tensor] | None = None
 
 

@@ -14,7 +14,7 @@ Ref: TypeAlias = Any  # a reference to a value that may not exist yet
 class WorkerDiedError(RuntimeError):
     """The error of a worker whose process ended before it answered.
 
-    The worker's memory is lost. Values that it had returned before are not.
+    The worker's memory is lost. Values that the worker had returned before can still be read.
     """
 
 
@@ -38,7 +38,7 @@ class Runtime(Protocol):
 
     @property
     def workers(self) -> int:
-        """The number of workers, including released ones."""
+        """The number of workers, including those that `release` has removed from the run."""
         ...
 
     @property
@@ -55,12 +55,19 @@ class Runtime(Protocol):
 
     @property
     def combine_from(self) -> float:
-        """The smallest vector, in floats, for which nodes add up the sums of their workers."""
+        """The size of the smallest model, in floats, for which nodes add up the sums of workers.
+
+        A node then sends one total to the coordinator. With a smaller model each worker sends its
+        own sum. Infinity means that nodes never add up.
+        """
         ...
 
     @property
     def is_in_process(self) -> bool:
-        """True if workers are in this process; then `call` returns after the call has ended."""
+        """True if the workers are in this process.
+
+        Then `call` runs the worker's method itself, and returns when the method has ended.
+        """
         ...
 
     def put(self, value: object) -> Ref:
@@ -81,7 +88,8 @@ class Runtime(Protocol):
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
         """Start to add up sums of updates on a node; return a reference to the total.
 
-        A node whose workers are busy with training can do this as well.
+        The node's workers do not add up, so they can train meanwhile.
+
         parts: for each sum, its positions in the summation tree (see `tree_sum.add_up`).
         refs: references to the sums.
         """
@@ -125,16 +133,18 @@ class Runtime(Protocol):
         ...
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:
-        """Return the workers whose node is lost or leaves the cluster, each with its node.
+        """Return the workers whose node is lost or leaves the cluster.
 
-        Released workers are left out.
+        The keys are the numbers of the workers; the values say why the node is lost. Workers that
+        `release` has removed are left out.
         """
         ...
 
     def release(self, worker: int, may_return: bool = True) -> None:
-        """Stop using a worker, which may be unreachable.
+        """Stop using a worker; its node may be unreachable.
 
-        may_return: False means that the worker is never started again.
+        may_return: True means that a worker with this number may be started again later, and
+        `take_new_workers` then returns it; False means that it never is.
         """
         ...
 

@@ -19,9 +19,10 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """The object that saves and restores a run.
 
+    run: the parts of the run that a checkpoint stores.
     initial: the initial model. The tensors of the final model get the same names.
-    folder: where the model and the checkpoints are written; "" writes none.
-    address: the address of the checkpoint to continue from; "" starts a new run.
+    folder: the run's folder, where the model and the checkpoints are written; "" writes none.
+    address: the path or the URL of the checkpoint to continue from; "" starts a new run.
     base: the checksum of the run's frozen weights, which the file of the final model contains; ""
     if no weight is frozen.
     """
@@ -50,16 +51,19 @@ class RunSaver:
 
     @property
     def is_due(self) -> bool:
-        """True if a checkpoint must follow the current aggregation.
+        """True if a checkpoint must be written now.
 
-        False after the last aggregation of the run.
+        A checkpoint is written after every `checkpoint.every` rounds, but not after the last round.
         """
         version = self._run.replicas.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
 
     @property
     def has_folder(self) -> bool:
-        """True if a checkpoint can be written, even if the run normally writes none."""
+        """True if the run has a folder, so that `save` can write a checkpoint.
+
+        This is possible even with `checkpoint.every=0`.
+        """
         return bool(self._folder)
 
     def save(self) -> Saved:

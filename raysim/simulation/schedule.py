@@ -21,14 +21,17 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """What a schedule knows when it decides, after all events of one instant; read-only.
 
-    now: virtual seconds.
+    A pool is a group of clients with similar speed; only `schedule=tiered` has pools.
+
+    now: the current virtual time in seconds.
     version: the number of aggregations so far.
     running: the jobs in flight by number, in the order of their dispatch; discarded jobs are left
     out.
     arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
     together are in the order of their clients' numbers.
-    idle: the number of clients that are not busy; some of these may be unavailable.
-    sent: the number of jobs that were dispatched with this version.
+    idle: the number of clients with samples that have no job; some of them may be unavailable.
+    sent: the number of jobs that were dispatched since the last aggregation, from the current
+    version.
     since: the virtual time at which the first of these jobs was dispatched.
     in_pool: for each pool, the number of its jobs in `running`.
     short: the pools in which a dispatch at this instant found fewer available clients than it
@@ -50,11 +53,12 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are available, these are dispatched. The schedule then decides
-    again when a job ends or a client becomes available. A schedule with pools decides again at
-    once, for the other pools; `View.short` then contains this pool.
-    count: the number of clients.
-    pool: the pool to draw from; -1 means all clients.
+    If fewer than `count` clients are available, only these are dispatched. The schedule then
+    decides again when a job ends or a client becomes available. A schedule with pools decides again
+    at once, for the other pools; `View.short` then contains this pool.
+
+    count: the number of clients to draw.
+    pool: the number of the pool to draw from, see `Schedule.pools`; -1 draws from all clients.
     """
 
     count: int
@@ -84,7 +88,11 @@ class Discard:
 
 @dataclass(frozen=True)
 class Wait:
-    """The action to wait for the next event, at most until a virtual time."""
+    """The action to wait for the next event, for example for the end of a job.
+
+    until: the virtual time in seconds at which the schedule decides again, even if no event comes
+    before; infinity waits for an event.
+    """
 
     until: float = math.inf
 
@@ -179,7 +187,10 @@ class Synchronous(_Policy):
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Dispatch a cohort; when no job is in flight any more, aggregate."""
+        """Dispatch a cohort; when all its jobs have ended, aggregate the updates that arrived.
+
+        If no update has arrived, because all jobs were lost, dispatch another cohort.
+        """
         if view.running:
             return Wait()
         if view.arrived:
@@ -217,7 +228,10 @@ class Oversample(_Policy):
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Dispatch a round; when `cohort` updates have arrived, discard late jobs and aggregate."""
+        """Dispatch a round; when `cohort` updates have arrived, discard late jobs and aggregate.
+
+        If all jobs have ended before, aggregate the updates that have arrived.
+        """
         if len(view.arrived) >= self.cohort:
             late = [*view.running, *_numbers(view.arrived[self.cohort :])]
             if late:
@@ -269,7 +283,12 @@ class Deadline(_Policy):
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
-        """Aggregate at the time limit, or when the first update arrives after the limit."""
+        """Dispatch a round, and aggregate what has arrived when its time limit is reached.
+
+        Aggregate earlier if all jobs have ended, and later if no update has arrived at the limit:
+        then with the first update. With late="discard" the jobs that are still in flight are
+        discarded before.
+        """
         if not view.sent or not (view.running or view.arrived):
             if view.idle:
                 return Dispatch(min(self.cohort, view.idle))
@@ -304,7 +323,10 @@ class Buffered(_Policy):
         self._check(concurrency=self.concurrency, size=self.size)
 
     def decide(self, view: View) -> Action:
-        """Aggregate if `size` updates have arrived; otherwise dispatch, or wait."""
+        """Aggregate if `size` updates have arrived.
+
+        Otherwise dispatch clients until `concurrency` jobs are in flight, and then wait.
+        """
         if len(view.arrived) >= self.size:
             return Aggregate(_numbers(view.arrived[: self.size]))
         return _refill(view, self.concurrency)
@@ -328,7 +350,10 @@ class Immediate(_Policy):
         self._check(concurrency=self.concurrency)
 
     def decide(self, view: View) -> Action:
-        """Aggregate an arrived update; otherwise dispatch, or wait."""
+        """Aggregate the update that arrived first.
+
+        If none has arrived, dispatch clients until `concurrency` jobs are in flight, and then wait.
+        """
         if view.arrived:
             return Aggregate((view.arrived[0].number,))
         return _refill(view, self.concurrency)
@@ -386,25 +411,31 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Return the action that makes `concurrency` clients busy; `Wait` if none can be dispatched."""
+    """Return a dispatch after which at most `concurrency` jobs are in flight.
+
+    Return `Wait` if so many jobs are in flight already, or if no client is idle.
+    """
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
 
 
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
-    """Raise ValueError if a schedule does not fit the clients that it schedules.
+    """Raise ValueError if a schedule needs more clients than there are, or cannot be used here.
 
-    These are all clients, or the clients of each replica if every replica has its own schedule.
+    If every replica has its own schedule, the clients of each replica must suffice. A schedule that
+    divides clients by their speed cannot be used then.
+
     counts: int [clients], training samples.
-    network: the replicas.
+    network: the replicas of the run, and the clients that each of them serves.
     """
     if not network.own_schedules:
         check_concurrency(schedule, counts)
         return
     if schedule.pools:
         raise ValueError(
-            f"schedule={type(schedule).__name__.lower()} divides clients into groups, but this "
-            "topology has a separate schedule for each model. Choose another schedule."
+            f"schedule={type(schedule).__name__.lower()} divides clients into tiers by their "
+            "speed, but this topology has a separate schedule for each model. Set another "
+            "schedule, for example schedule=synchronous."
         )
     for replica, members in enumerate(network.members(np.arange(len(counts)))):
         check_concurrency(schedule, counts[members], f" of {network.name} {replica}")
@@ -414,7 +445,7 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> N
     """Raise ValueError if a schedule needs more clients at once than there are with samples.
 
     counts: int [clients], training samples.
-    of: text that follows the word "clients" in the error.
+    of: text that follows the word "clients" in the error, such as " of edge server 2".
     """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:

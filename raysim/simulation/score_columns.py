@@ -33,9 +33,9 @@ class ScoredClients(Protocol):
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    version: the scored version.
-    client_scores: for each column, pairs of an array of clients and an array of their scores;
-    `ScoreColumns` fills it.
+    version: the number of the scored version.
+    client_scores: by the name of a column, a list of pairs: an array of clients and an array of
+    their scores. `ScoreColumns` adds them.
     """
 
     clients: np.ndarray
@@ -45,13 +45,19 @@ class ScoredClients(Protocol):
 
 
 class ScoreColumns:
-    """The object that makes the columns of one metric.
+    """The object that makes the columns of the history for one metric.
 
-    In the arguments of its functions, "values" are what the metric computes for each sample.
+    The "values" in the arguments of its functions are arrays with one entry for each sample, which
+    the metric has computed. `metric.summarise` makes the score of a set of samples from its values.
+
+    The best round of a client is the round with its best validation score. Best rounds are kept
+    only for the main metric, which is the first of `evaluate.metrics`.
+
     place: the position of this metric's values in `ScoringReport.scores`.
-    personal: True if each client has its own model.
-    test_counts, validation_counts: int64 [clients], the samples of each client.
-    best: the best rounds of the clients, for the main metric; None for other metrics, and without
+    data: the clients' data and the central test set.
+    personal: True if each client is scored with a model of its own.
+    test_counts, validation_counts: int64 [clients], the test and validation samples of each client.
+    best: the best rounds so far; None for other metrics than the main one, and if clients have no
     validation samples.
     """
 
@@ -77,6 +83,7 @@ class ScoreColumns:
 
         parts: four arrays of values: for the test samples of clients, the test samples of unseen
         clients, the central test set, and the validation samples of clients.
+        scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         tested, unseen, central, validated = parts
         suffix, name = "_shared" if self.personal else "", self.metric.name
@@ -100,7 +107,9 @@ class ScoreColumns:
 
         tested: for each client the values of its test samples.
         validated: for each client the values of its validation samples.
-        suffix: the end of the columns' names.
+        suffix: the end of the columns' names, which tells several kinds of own models apart; ""
+        for the kind whose best rounds are kept.
+        scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -117,14 +126,16 @@ class ScoreColumns:
         scoring: ScoredClients,
         own: Row,
     ) -> Row:
-        """Return columns of the scores on the central test set.
+        """Return columns with the scores of replicas on the central test set.
 
-        The columns are the score of the mean of all replicas, and the mean and the worst of the
-        replicas' scores.
+        The columns are the score of the mean model (the mean of all replicas), its worst score over
+        the domains, the mean and the worst of the replicas' scores, and the best round of the mean
+        model.
 
-        mean: the values of the mean of all replicas.
+        mean: the values of the mean model.
         replicas: the values of each replica.
-        own: the columns of the clients' own models.
+        scoring: the scored clients.
+        own: the columns of the clients' own models; their validation score decides the best round.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -137,7 +148,16 @@ class ScoreColumns:
     def _client_columns(
         self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> Row:
-        """Return columns with scores on clients' test sets: mean, worst, and of each domain."""
+        """Return columns with the mean and the worst of the clients' test scores.
+
+        If the test samples of clients come from 2 to `MAX_DOMAIN_COLUMNS` domains, there is also a
+        column with the score of each domain. Domains are groups of samples, for example those with
+        the same rotation.
+
+        suffix: the end of the columns' names.
+        scores: the values of all test samples, client after client.
+        clients: the scored clients.
+        """
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
             return {}
@@ -153,7 +173,11 @@ class ScoreColumns:
         return row
 
     def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: ScoredClients) -> Row:
-        """Return columns with scores on unseen clients' test sets: mean and worst."""
+        """Return columns with the mean and the worst of the unseen clients' test scores.
+
+        suffix: the end of the columns' names.
+        scores: the values of all their test samples, client after client.
+        """
         if not len(scoring.unseen):
             return {}
         name = f"{self.metric.name}{suffix}"
@@ -186,6 +210,9 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with validation scores, and with test scores in each client's best round.
 
+        The validation columns are means over clients: of the current scores, and of the scores in
+        each client's best round. For other metrics than the main one, only the first is returned.
+
         tested: a value for each test sample, client after client.
         validated: a value for each validation sample, client after client.
         """
@@ -205,9 +232,12 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return columns with the shared model's best round, and its central score there.
+        """Return columns with the shared model's best round, and its central score in that round.
 
-        The best round is the one with the best validation score.
+        The best round is the one with the best mean validation score. Return {} for other metrics
+        than the main one, and without validation samples.
+
+        version: the number of the scored version.
         row: the columns of the current round.
         """
         name, sign = self.metric.name, 1 if self.metric.higher else -1

@@ -31,7 +31,10 @@ class RoundRobin(Selection):
     """
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the initial state, by name: the client whose turn is next."""
+        """Return the initial state: under the name "next", the client whose turn is next.
+
+        clients: the number of clients; not used.
+        """
         return {"next": np.zeros((), np.int64)}
 
     def select(self, view: SelectionView) -> np.ndarray:

@@ -28,11 +28,13 @@ class SelectionError(RunStoppedError):
 
 @dataclass(frozen=True)
 class LossPass:
-    """A pass in which clients compute the loss of the current model, before jobs start.
+    """A pass in which some clients compute the loss of the current model, before jobs start.
 
-    seconds: the virtual seconds until the slowest client has answered.
-    work: for each client, the work of its pass in samples.
-    down: for each client, the floats that it received. Each client sends one float.
+    A selection rule can request it, to choose clients by their losses.
+
+    seconds: the virtual seconds until the slowest of these clients has answered.
+    work: by client, the work of its pass. The unit is the work of training on one sample once.
+    down: by client, the floats that it received. Each client sends one float.
     """
 
     seconds: float
@@ -47,9 +49,15 @@ class LossPass:
         now: float,
         load: tuple[float, int, int],
     ) -> Trip:
-        """Return the end of a job that is dispatched at `now` and starts after the pass.
+        """Return when a job ends that is dispatched at `now` and starts after the pass.
 
-        load: the samples of the job, and the floats that its client receives and sends.
+        The result also says whether the update arrives. It does not if the client becomes
+        unavailable during the pass, or if the device loses the job.
+
+        devices: the simulated devices of the clients.
+        participation: the number of the client's earlier jobs; random numbers depend on it.
+        now: the virtual time of the dispatch in seconds.
+        load: the work of the job in samples, and the floats that its client receives and sends.
         """
         start = now + self.seconds
         if devices.presence is not None:
@@ -108,10 +116,14 @@ class IdleMask:
 class Selector:
     """The object that lets a selection rule choose clients, and stores what the rule may know.
 
+    rule: the selection rule.
+    devices: the simulated devices of the clients.
     counts: int64 [clients], training samples.
-    pools: the clients of each pool.
+    pools: for each pool (group of clients with similar speed) its clients; empty without pools.
     concurrency: the largest number of jobs in flight.
-    load: see `Planner`.
+    load: function that returns the work of a client's next job in samples, and the floats that the
+    client receives and sends. Its arguments are the client, the version, the number of the client's
+    earlier jobs, and how many of these were aggregated.
     participations, accepted: int32 [clients], the number of each client's jobs so far, and the
     number of its aggregated jobs. The planner updates these arrays.
     """
@@ -256,7 +268,11 @@ class Selector:
 
     # --- what a rule may ask for ------------------------------------------------------------------
     def _expected_seconds(self) -> Floats:
-        """Return the expected duration of each client's first job, float64 [clients]."""
+        """Return the expected virtual seconds of a job of each client, float64 [clients].
+
+        All jobs of a client count like its first job, without drop-outs. For clients without
+        samples the value has no meaning.
+        """
         if self._seconds is None:
             work = np.zeros(len(self._busy))
             loads = (self._load(client, 0, 0, 0)[0] for client in self._eligible.tolist())
@@ -267,7 +283,11 @@ class Selector:
         return self._seconds
 
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
-        """Return how many seconds each client needs to send its first update, float64 [clients]."""
+        """Return the virtual seconds that each of these clients needs to send its update.
+
+        The result is float64 [len(clients)]. All updates of a client count like its first one. It
+        is 0 if the fleet does not tell how long sending takes.
+        """
         if not isinstance(self._devices, DevicesWithPhases):
             return np.zeros(len(clients))
         loads = ((client, *self._load(client, 0, 0, 0)) for client in clients)
@@ -320,7 +340,7 @@ class Selector:
     def aggregate(self, jobs: Iterable[Job], version: int) -> None:
         """Record the staleness of the jobs of an aggregation.
 
-        version: the number of the version to which the updates are added.
+        version: the number of the current version, just before the aggregation.
         """
         for job in jobs:
             self._facts.staleness[job.client] = version - job.version

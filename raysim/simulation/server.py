@@ -49,19 +49,23 @@ class AggregationError(RunStoppedError):
 class Server:
     """The server of one model, which makes the next version from the updates.
 
-    Without methods the rule is x + sum(w_i * delta_i) / divisor, where x is the shared vector, and
-    w_i and delta_i are the weight and the parameters of update i. Methods change each part of this
-    rule by hooks. Updates are summed in a tree over the order in which they are aggregated
-    (`tree_sum`), on the server or on workers.
+    Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). Here x is the shared
+    vector, w_i is the weight of update i, and delta_i is its change of the parameters. Methods
+    change each part of this rule by hooks. Updates are summed in a fixed tree over the order in
+    which they are aggregated (`tree_sum`), on the server or on workers.
 
+    declarations: what the run's methods have declared.
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], training samples; 0 for clients that are never trained.
+    weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
+    updates by 1.
     size: the most updates in one aggregation.
     format_client: function that returns the name of a client for errors.
     unseen: the number of clients that are never trained (`evaluate.unseen`).
     replica: the number of this model, if the run has several; `counts` is then 0 for clients of
     other models.
+    local: the settings of local training.
     """
 
     def __init__(
@@ -143,9 +147,10 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative sum of the clients' shares of all samples; the last entry is 1.
+        """The cumulative sum of the clients' shares of all samples; the last entry is about 1.
 
-        float64, with an entry for each client that has samples.
+        float64, with an entry for each client that has samples. Clients are drawn by their samples
+        with it: a random number between 0 and 1 is looked up among the entries.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -156,11 +161,17 @@ class Server:
         return stream(self.seed, purpose, self.version)
 
     def weight(self, client: int) -> float:
-        """Return the weight of a client's updates, before methods change it."""
+        """Return the weight of a client's updates, before methods change it.
+
+        It is the number of the client's training samples, or 1 with weighting="uniform".
+        """
         return float(self.counts.item(client)) if self.weighting == "samples" else 1.0
 
     def scored(self) -> Tensor:
-        """Return the vector [layout.shared] with which this model is scored."""
+        """Return the vector [layout.shared] with which this model is scored.
+
+        It is the shared vector, unless a method declares another one, such as an average.
+        """
         declared = self._scored
         if declared is None or declared.scored is None:
             return self.vector
@@ -172,7 +183,8 @@ class Server:
     ) -> None:
         """Let a method make server state from the arrays that clients sent before round 0.
 
-        parts: for each client, in the order of their numbers, its arrays by full name.
+        declared: what the method has declared.
+        parts: for each client, in the order of their numbers, its arrays by "method.name".
         """
         assert declared.assemble is not None, "only for a method that gathers"
         prefix = f"{declared.method}."
@@ -192,15 +204,15 @@ class Server:
         return PublishedVersion(self.version, vector, counters, extras, number=number)
 
     def sent_once(self) -> Arrays:
-        """Return the tensors that every client receives with its first job, by full name."""
+        """Return the tensors that every client receives with its first job, by "method.name"."""
         return self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
-        """Return the tensors that only this client receives, by full name."""
+        """Return the tensors that methods send to this client alone, by "method.name"."""
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return the tensors that methods send to clients now, by full name.
+        """Return the tensors that methods send to clients now, by "method.name".
 
         to: the receivers: "all", "once" or "client".
         client: the client, if `to` is "client".
@@ -455,7 +467,8 @@ def _ranges_of_sums(
     """Map the range of positions that each sum covers to the sum.
 
     A position is the index of an update in this aggregation. Sums of other replicas are left out.
-    sums: the sums that workers made; each contains at least one update that did not fail.
+    sums: the sums that workers made, by the numbers of the summed jobs. At least one of these jobs
+    did not fail.
     positions: the position of each update that did not fail, by the number of its job.
     """
     ranges: dict[range, np.ndarray | None] = {}

@@ -79,10 +79,13 @@ class SetScores:
         return tasks
 
     def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
-        """Return the tasks that score some rows, one for each domain.
+        """Return the tasks that score some samples, one task for each domain.
 
-        Return [] if there is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
-        prefix: the beginning of the tasks' names.
+        Domains are groups of samples, for example those with the same rotation. Return [] if there
+        is a single domain, or more than `MAX_DOMAIN_COLUMNS`.
+
+        prefix: the beginning of the tasks' names; the domain's name follows.
+        rows: the rows of the samples in the data set.
         """
         domains = self.domains[rows]
         present = np.unique(domains)
@@ -129,7 +132,12 @@ class SetScores:
     def _client_columns(
         self, reports: Sequence[SetReport], suffix: str, scoring: ScoredSets
     ) -> Row:
-        """Return columns with each metric's mean and worst value over the clients."""
+        """Return columns with each metric's mean and worst value over the clients.
+
+        reports: the reports on the clients' test samples.
+        suffix: text after the metric in the columns' names: "" or "_unseen".
+        scoring: the scored clients; their values are added to `scoring.client_scores`.
+        """
         row: Row = {}
         for name, values in _by_metric(reports).items():
             clients = np.array(sorted(values), np.int64)
@@ -162,9 +170,9 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return for each metric its value by client.
+    """Return for each metric a dictionary from the client of a report to the metric's value.
 
-    A report without a client is listed under a negative number instead of a client.
+    A report without a client, such as that of a domain, has the key -1 - (its index in `reports`).
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -36,8 +36,9 @@ class _Piece:
 class SpillFile:
     """A file that contains a dictionary of arrays for each client.
 
-    The file grows with the number of clients, and not with the number of writes. It is removed when
-    the process ends in any way.
+    New arrays of a client overwrite its old ones if they are not larger. So repeated writes do not
+    make the file grow. The file is removed when the process ends in any way.
+
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     """
 
@@ -181,9 +182,10 @@ class _UnnamedFile:
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
 
     def write(self, start: int, array: np.ndarray, total: int) -> None:
-        """Write an array at the position `start`.
+        """Write an array into the file.
 
-        total: the bytes of the file, for the error.
+        start: the position of its first byte in the file.
+        total: the bytes of the whole file with this array; only the error names them.
         Raises OSError, which names the folder, if the file cannot be written.
         """
         try:

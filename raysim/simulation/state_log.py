@@ -58,10 +58,11 @@ def _empty_table(columns: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StateIndex:
-    """The file that contains each client's committed state.
+    """The index of a checkpoint: it says which file contains each client's committed state.
 
-    states: int64 [clients, 4], with the columns client, job that made its state, number of the
-    file, and bytes of the state. A client whose state is committed for the first time comes last.
+    states: int64 [clients, 4], with a row for each client that has a committed state. The columns
+    are the number of the client, the number of the job that made its state, the number of the file,
+    and the bytes of the state. A client whose state is committed for the first time comes last.
     files: int64 [files, 2], with the columns number of the file and bytes written into it.
     """
 

@@ -162,7 +162,9 @@ class Clustered(Topology):
     the paper.
     max_norm: a cluster is split only if the norm of its longest update is above this value, eps_2
     in the paper.
-    gamma: gamma_max of the paper; 0 splits by the norms alone.
+    gamma: gamma_max in the paper, from 0 to below 1. A cluster is split only if sqrt((1 - s) / 2)
+    is above this value, where s is the largest cosine between an update of one part and an update
+    of the other part. 0 splits by the norms alone.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -273,8 +275,9 @@ class Gossip(Topology):
             )
         if (self.edges is None) == (self.graph == "edges"):
             raise ValueError(
-                f"topology.graph={self.graph} does not fit topology.edges. Set "
-                "topology.graph=edges and topology.edges together, or neither."
+                f"topology.graph={self.graph}: topology.graph=edges needs topology.edges, and no "
+                "other graph uses them. Set both topology.graph=edges and topology.edges, or "
+                "neither of them."
             )
 
     def connect(self, federation: Federation) -> Network:

@@ -12,8 +12,9 @@
 | `flops`      | number            | floating-point operations a second in training, for any model |
 | `down`, `up` | number            | bytes a second                                                |
 
-A client is not available between its intervals. Other columns are ignored. The file is read in
-pieces, and the memory that stays in use is 28 bytes a client, 40 a row and 16 an interval.
+A client is available from each `start` to the `end` at the same position of the list, and not
+between these intervals. Other columns are ignored. The file is read in pieces. Afterwards the
+trace occupies 28 bytes for each client of the run, 40 for each row and 16 for each interval.
 `raysim fleet check FILE` checks a file.
 """
 
@@ -50,7 +51,9 @@ _BUFFER_BYTES = 1 << 18
 class RecordedDevices(NamedTuple):
     """The rows of a trace; each row is a recorded device.
 
-    bounds, first: see `Intervals`.
+    bounds: float64, the start and the end of each interval in seconds, row after row.
+    first: int64 [rows + 1], the position in `bounds` at which each row begins; the last entry is
+    the length of `bounds`.
     period, down, up: float64 [rows], the columns with these names.
     rate: float64 [rows], the column whose name is `rate_name`, "speed" or "flops".
     """
@@ -84,8 +87,12 @@ class Trace(Fleet):
     availability: str = "trace"
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices of the trace.
+        """Return the devices of the clients, which follow the rows of the trace.
 
+        seed: the seed of the run.
+        clients: the number of clients.
+        sample_flops: function that returns the floating-point operations of the forward and
+        backward pass of one sample; used if the trace has the column "flops".
         Raises ValueError if the file is not a valid trace.
         """
         if self.file is None:
@@ -227,16 +234,23 @@ def _is_name(kind: pa.DataType) -> bool:
 def _read_batch(
     file: str, batch: pa.RecordBatch, rate_name: str, earlier_rows: int
 ) -> tuple[np.ndarray, ...]:
-    """Return the bounds in a batch, the number of bounds in each row, and the numeric columns.
+    """Check some rows of a trace, and return their content as arrays.
 
-    earlier_rows: the number of rows of the file before this batch.
+    The first array has the start and the end of each interval, row after row. The second one has
+    the number of starts and ends in each row. The others are the columns of numbers, in the order
+    of `NUMBERS`, and then the column `rate_name`.
+
+    earlier_rows: the number of rows of the file before this batch, for errors.
     Raises ValueError for the first row with an error.
     """
     for name in ("client", *LISTS):
         if batch.column(name).null_count:
             is_null = batch.column(name).is_null().to_numpy(zero_copy_only=False)
             row = int(np.flatnonzero(is_null)[0])
-            raise ValueError(f"{_row_name(file, batch, row, earlier_rows)}: {name} is missing.")
+            raise ValueError(
+                f"{_row_name(file, batch, row, earlier_rows)}: {name} is missing. Give each row a "
+                "value in this column."
+            )
     numbers = [_floats(batch.column(name)) for name in (*NUMBERS, rate_name)]
     period = numbers[0]
     starts_of_row, ends_of_row = (
@@ -255,7 +269,10 @@ def _read_batch(
     if is_wrong.any():
         row = int(np.flatnonzero(is_wrong)[0])
         values = {name: batch.column(name)[row].as_py() for name in (*LISTS, *NUMBERS, rate_name)}
-        raise ValueError(f"{_row_name(file, batch, row, earlier_rows)}: {describe_error(values)}.")
+        raise ValueError(
+            f"{_row_name(file, batch, row, earlier_rows)}: {describe_error(values)}. Correct this "
+            "row, or remove it."
+        )
     bounds, is_kept = _join_intervals(start, end, is_same_row)
     counts = np.bincount(np.repeat(row_of, 2)[is_kept], minlength=len(batch))
     return bounds, counts, *numbers

@@ -69,7 +69,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Store a current version that the store does not have; return it."""
+        """Make a current version, which the store does not have; return it without storing it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
@@ -110,19 +110,23 @@ class Versions(Mapping[int, PublishedVersion]):
             self._on_disk.discard(version)
 
     def is_held(self, version: int) -> bool:
-        """Return True if at least one job starts from this version."""
+        """Return True if at least one job starts from this version and has not ended.
+
+        These are the jobs for which `hold` was called and `release` was not.
+        """
         return self._holders[version] > 0
 
     def extra_floats(self, version: int, name: str) -> int:
-        """Return the number of floats of a tensor that is sent with a version; 0 without it.
+        """Return the size of a tensor that a method sends with a version, in floats.
 
-        name: the full name of the tensor.
+        Return 0 if the version has no such tensor.
+        name: the tensor's name, "method.name".
         """
         return self._extra_floats[version].get(name, 0)
 
     @property
     def held_versions(self) -> list[int]:
-        """The versions that at least one job may still start from."""
+        """The numbers of the versions from which at least one job starts that has not ended."""
         return [version for version, holders in self._holders.items() if holders > 0]
 
     @property

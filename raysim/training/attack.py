@@ -109,8 +109,10 @@ def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
 class Attackers(Method):
     """The attackers of a run, as a method that comes before the user's methods.
 
-    train: the clients' training samples.
-    max_norm: the norm above which an update is a failure; None allows any norm.
+    attack: the settings of the attack.
+    seed: the seed of the run; it decides which clients attack.
+    train: for each client the rows of its training samples in the data set.
+    max_norm: the norm above which an update is a failure (`faults.norm`); None allows any norm.
     label: a function that returns the name of a client for errors.
     """
 

@@ -35,12 +35,15 @@ def make_plan(
     generator: np.random.Generator,
     drop_single: bool,
 ) -> Plan:
-    """Shuffle the selected samples and cut them into batches.
+    """Return the batches of a job: shuffle the selected samples and cut them into batches.
 
-    samples: the number of the client's samples.
-    selected: for each epoch, the ascending positions of its samples. With `local.steps`, the steps
-    are divided into equal parts, and `selected` has an entry for each part.
-    drop_single: see `cut_batches`.
+    local: the settings of local training, such as the batch size.
+    samples: the number of the client's training samples.
+    selected: for each epoch, the ascending positions of the samples to train on, from 0 to
+    `samples` - 1. With `local.steps`, the steps are divided into equal parts, and `selected` has an
+    entry for each part.
+    generator: the source of random numbers for the shuffle.
+    drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches: list[np.ndarray] = []
     for part, positions in enumerate(selected):
@@ -100,8 +103,10 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 class BatchPlanner:
     """A planner of the batches of jobs.
 
+    local: the settings of local training.
+    seed: the seed of the run.
     selector: the method that selects samples; None takes all samples.
-    drop_single: see `cut_batches`.
+    drop_single: True drops a last batch of one sample, unless it is the only batch.
     needs_two_rows: True if the model cannot train on a batch of one row.
     """
 
@@ -117,7 +122,10 @@ class BatchPlanner:
         self.drop_single, self.needs_two_rows = drop_single, needs_two_rows
 
     def plan(self, ctx: Context) -> Plan:
-        """Return the batches of a job from the samples that a method selects, or from all."""
+        """Return the batches of a job from the samples that a method selects, or from all.
+
+        ctx: the context of the job.
+        """
         if self.selector is not None:
             selected = self._select(self.selector, ctx)
             if selected:
@@ -126,13 +134,23 @@ class BatchPlanner:
         return self.plan_all(ctx.samples, ctx.client, ctx.participation)
 
     def plan_all(self, samples: int, client: int, participation: int) -> Plan:
-        """Return the batches of a job that takes all samples in every epoch."""
+        """Return the batches of a job that takes all samples in every epoch.
+
+        samples: the number of the client's training samples.
+        participation: the number of the client's earlier jobs. With the client it decides the
+        random numbers of the shuffle.
+        """
         selected = [np.arange(samples)] * (self.local.epochs or 1)
         generator = stream(self.seed, "batches", client, participation)
         return make_plan(self.local, samples, selected, generator, self.drop_single)
 
     def plan_finetuning(self, samples: int, epochs: int, client: int, version: int) -> Plan:
-        """Return the batches in which a scored model is fine-tuned."""
+        """Return the batches with which a model is fine-tuned before it is scored.
+
+        samples: the number of samples to train on.
+        client, version: the client and the number of the scored version. They decide the random
+        numbers of the shuffle.
+        """
         local = replace(self.local, epochs=epochs, steps=None)
         selected = [np.arange(samples)] * epochs
         generator = stream(self.seed, "finetune", client, version)

@@ -160,7 +160,10 @@ class BatchedLanes(LaneLoop[Lane]):
         self.optimizer.restart(lane.row, lane.ctx.optimizers.saved_buffers(_TASK.name))
 
     def finish(self, lane: Lane) -> None:
-        """Copy the lane's optimizer buffers into its job, if it has made a step."""
+        """Give the lane's optimizer to its job, if the job has made a step.
+
+        The end of a job needs the optimizer, for example to keep its buffers for the next job.
+        """
         if lane.step:
             lane.ctx.optimizers.put(
                 _TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate
@@ -168,7 +171,11 @@ class BatchedLanes(LaneLoop[Lane]):
 
     # --- the step ----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[Lane]) -> None:
-        """Make the next step of these lanes."""
+        """Make the next step of these lanes.
+
+        busy: the lanes that have a job.
+        Raises LanesError if the step cannot be computed for all lanes at once.
+        """
         try:
             losses = self._step(busy)
         except (RuntimeError, IndexError) as error:

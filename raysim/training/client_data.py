@@ -77,8 +77,10 @@ class ClientData:
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
         """Yield the batches of a plan; several batches are gathered and normalised at once.
 
-        rows: the rows of the data set that the plan's positions refer to.
-        purpose, keys: the name of the random stream for augmentation.
+        plan: the positions of the samples in each batch.
+        rows: the rows of the data set to which these positions refer.
+        purpose, keys: text and numbers that decide the random numbers for augmentation, for example
+        "augment", the client and the number of its earlier jobs.
         """
         rows = rows[plan.positions]
         generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None

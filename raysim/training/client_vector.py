@@ -26,6 +26,9 @@ def load_vector(vector: Vector, base: Tensor, counters: Tensor, state: ClientSta
 
 
 def copy_client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
-    """Return a client's state: a copy of the vector's personal part, and the state of methods."""
+    """Return a client's state: a copy of the vector's personal part, and the state of methods.
+
+    methods: the tensors that methods keep for the client, by "method.name"; they are not copied.
+    """
     counters = vector.counters[vector.layout.shared_counters :]
     return ClientState(vector.personal.clone(), counters.clone(), methods)

@@ -22,7 +22,9 @@ Record: TypeAlias = Callable[[Compute], Compute]
 def recorder(device: torch.device) -> Record:
     """Return the function that records computations on a device.
 
-    Its CUDA graphs share a pool of memory.
+    The returned function takes a computation, which is a function without arguments that returns
+    tensors. It returns a function that repeats this computation: on a GPU by a CUDA graph,
+    elsewhere by calling the computation again. All its CUDA graphs share a pool of memory.
     """
     if device.type != "cuda":
         return lambda compute: compute
@@ -66,7 +68,11 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class Branches:
-    """Branches of work that run in parallel in a CUDA graph; elsewhere one after another."""
+    """Branches of work that run in parallel in a CUDA graph; elsewhere one after another.
+
+    While a CUDA graph is captured, put the work of each branch into `with branches.branch(n)`, and
+    then call `join` once.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device

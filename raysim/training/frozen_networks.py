@@ -1,4 +1,7 @@
-"""Make and load further sets of a run's networks, which are not trained."""
+"""Make and load further sets of a run's networks, which are not trained.
+
+A method uses such a set, for example, to compute the outputs of the received model while it trains.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Sets of networks in eval mode without gradients, by name.
 
-    A set is made when it is first requested; later jobs use it again.
+    A set is a copy of all networks of the run, with other values. It is made when it is first
+    requested; later jobs load their values into it.
+
+    vector: the vector of the networks that are trained.
     """
 
     def __init__(self, vector: Vector):
@@ -26,7 +32,13 @@ class FrozenNetworks:
         self._owners: dict[str, Context] = {}  # by set: the job for which it was loaded last
 
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return the networks of a set, loaded once per job; see `Context.frozen`."""
+        """Return the networks of a set, by name; their values are loaded once per job.
+
+        ctx: the context of the job.
+        name: the name of the set. A method can choose any name.
+        values: [layout.total], the values to load; None loads the model that the client received,
+        with the personal part that it had before training.
+        """
         if self._owners.get(name) is not ctx:
             # Tensors that are made in inference mode cannot be changed outside of it.
             with torch.inference_mode(False):

@@ -39,7 +39,10 @@ class FrozenWeights:
 
 
 def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the full name and the parameter of all frozen parameters."""
+    """Yield all parameters that are not trained (`requires_grad` is False), each with its name.
+
+    The name is "network.path", such as "model.head.weight".
+    """
     for network, module in networks.items():
         for path, parameter in module.named_parameters():
             if not parameter.requires_grad:

@@ -49,6 +49,8 @@ class UnequalWorkersError(ValueError):
 class Identity:
     """The identity of a process of a run.
 
+    name: the name of the process, such as "worker-3".
+    node: the name of its machine.
     facts: by name, all facts on which the bits of the process's results depend.
     """
 
@@ -63,6 +65,7 @@ class Identity:
 def identify(name: str, packages: Sequence[str] = (), device: str = "", node: str = "") -> Identity:
     """Return the identity of this process.
 
+    name: the name of the process, for errors.
     packages: packages besides raysim whose code the run uses.
     device: the device that the process computes on; "" for a process that trains nothing.
     node: the name of this machine; "" takes the operating system's name.
@@ -139,7 +142,11 @@ def code_checksum(package: str) -> str:
 
 
 def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
-    """Yield the Python files of a package with their paths in it, or the file of a module."""
+    """Yield the Python files of a package, each as its path in the package and its full path.
+
+    folders: the package's folders; None for a module, which is a single file.
+    origin: the file of a module; None or a file that does not exist yields nothing.
+    """
     if folders is None:
         if origin and Path(origin).is_file():
             yield Path(origin).name, Path(origin)
@@ -151,9 +158,11 @@ def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable
 
 @dataclass
 class Participants:
-    """The processes that took part in a run, the driver first.
+    """The processes that took part in a run.
 
+    driver: the process in which the coordinator runs.
     mixed: True if processes may differ (`runtime.mixed`).
+    joined: the other processes, in the order in which they joined.
     """
 
     driver: Identity
@@ -161,7 +170,11 @@ class Participants:
     joined: list[Identity] = field(default_factory=list)
 
     def add(self, *identities: Identity) -> None:
-        """Add processes. Raises UnequalWorkersError if one differs and `mixed` is False."""
+        """Add processes to the run.
+
+        Raises UnequalWorkersError if `mixed` is False and one has other facts than the processes
+        before it.
+        """
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)
         if not self.mixed:
@@ -174,7 +187,10 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return the first value of each fact, with the process that has it."""
+        """Return the first value of each fact, with the process that has it.
+
+        new: processes that will be added; they come after the processes of the run.
+        """
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:
             for fact, value in identity.facts.items():
@@ -185,7 +201,10 @@ class Participants:
 def _check_equal(
     reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]
 ) -> None:
-    """Raise UnequalWorkersError if facts of a process differ from the reference."""
+    """Raise UnequalWorkersError if facts of a process differ from the reference.
+
+    reference: for each fact the expected value, and the process that has it.
+    """
     unequal: dict[str, list[Identity]] = {}  # by the text of their differences
     for identity in identities:
         text = _describe_differences(reference, identity)

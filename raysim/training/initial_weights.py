@@ -80,13 +80,22 @@ class InitialWeights:
                 targets.tensors[name].copy_(torch.from_numpy(np.asarray(array)))
 
     def drawn(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> list[str]:
-        """Return the full names of the tensors that do not start from the file."""
+        """Return the full names of the tensors that do not start from the file.
+
+        personal: names of tensors that stay on the clients; the file need not have them.
+        """
         targets = _Targets(networks, personal)
         chosen = self._select(targets)
         return [name for name in targets.tensors if name not in chosen]
 
     def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
-        """Raise ValueError if the file's adapters belong to other frozen weights than the run's."""
+        """Raise ValueError if the file's adapters belong to other frozen weights than the run's.
+
+        Do nothing if the run uses no adapter of the file, or if the file does not say to which
+        weights its adapters belong.
+
+        personal: names of tensors that stay on the clients; the file need not have them.
+        """
         if not self.base:
             return
         drawn = self.drawn(networks, personal)
@@ -151,6 +160,8 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
+        used: names of the tensors that `init.only` and `init.redraw` allow to start from the file.
+        chosen: by name, the arrays of the file for these tensors.
         is_partial: True if `init.only` names the parts that the file must have. Otherwise it must
         have the whole model, and the whole of each other network of which it has a tensor.
         """
@@ -229,7 +240,12 @@ class _Targets:
         return any(ADAPTER in name for name in self.tensors)
 
     def within(self, key: str, parts: Sequence[str] | None) -> set[str] | None:
-        """Return the full names of all tensors in these parts; None if `parts` is None."""
+        """Return the full names of all tensors in these parts; None if `parts` is None.
+
+        key: the setting that names the parts, "only" or "redraw", for the error.
+        parts: names of networks, modules or tensors.
+        Raises ValueError if the run does not have a part.
+        """
         if parts is None:
             return None
         full_names: set[str] = set()
@@ -324,7 +340,8 @@ def _read(path: Path, shown: str) -> dict[str, np.ndarray]:
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError) as error:
         raise ValueError(
-            f"init.file={shown} cannot be read ({first_line(error)}). Restore it."
+            f"init.file={shown} cannot be read ({first_line(error)}). Restore this file, or "
+            "choose another one."
         ) from error
     except Exception as error:  # the unpickler accepts only plain state dicts
         raise ValueError(

@@ -9,7 +9,10 @@ from raysim.training.trainer import RunningJob, Trainer
 
 
 class JobHandler(Protocol):
-    """The interface with which a loop begins and ends jobs; `place` is an index into `numbers`."""
+    """The interface with which a loop begins and ends the jobs of one call of a worker.
+
+    In all functions, `place` is the position of a job in `numbers`.
+    """
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -17,19 +20,25 @@ class JobHandler(Protocol):
         ...
 
     def is_ready(self, place: int) -> bool:
-        """Return True if the job can begin: no other job must end before."""
+        """Return True if the job can begin now.
+
+        False if it starts from the client state that an earlier job of this call has yet to make.
+        """
         ...
 
     def begin(self, place: int) -> RunningJob:
-        """Load a job's client into the trainer's vector, and return the running job."""
+        """Load the model and the state of a job's client into the trainer; return the running job.
+
+        The model is then in `Trainer.vector`.
+        """
         ...
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Make the result of a finished job from the trainer's vector."""
+        """Make the result of a finished job, whose trained model is in `Trainer.vector`."""
         ...
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Record the error that a job raised."""
+        """Record the error that a job raised; the job's result is then a failure."""
         ...
 
 
@@ -40,7 +49,7 @@ class OneByOne:
         self.trainer = trainer
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the places of jobs in the order in which they will begin."""
+        """Return the positions of jobs in `numbers`, in the order in which they will begin."""
         return range(len(numbers))
 
     def train(self, jobs: JobHandler) -> None:

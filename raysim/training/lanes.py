@@ -1,9 +1,12 @@
 """Train K clients at the same time in lanes; a lane trains one client after another.
 
-Subclasses compute the steps: by batched products (`batched_lanes.py`) or from recordings of `Step`
-(`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other
-clients in the batch. The last bit of a result may depend on the lane, because kernels compute the
-end of a tensor in another way. Therefore the number of the job decides the lane, on every worker.
+Subclasses compute the steps. `batched_lanes.py` computes one matrix product for all lanes.
+`recorded_lanes.py` records the operations of a training step (`Step`) once, as a CUDA graph on a
+GPU, and repeats them without running Python code.
+
+For a given number of lanes, a client's result does not depend on the other clients in the batch.
+The last bit of a result may depend on the lane, because kernels compute the end of a tensor in
+another way. Therefore the number of the job decides the lane, on every worker.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ class LanesError(RefusedError):
 
 @dataclass(eq=False)
 class Lane:
-    """A vector, and the job that trains in it."""
+    """A vector, and the job that trains in it.
+
+    row: the number of the lane, and its row in tensors that contain all lanes.
+    """
 
     row: int
     home: VectorStorage  # the memory of the lane's vector
@@ -57,7 +63,7 @@ class Lane:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the next step."""
+        """Return the stages of the next step: the optimizer steps that it makes on one batch."""
         cycle = self.job.cycle
         return tuple(cycle[self.step % len(cycle)])
 

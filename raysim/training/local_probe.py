@@ -20,8 +20,13 @@ PROBE_FEATURES = 200  # the number of rows whose features a probe stores
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Score the local and the received model of a job in eval mode.
 
-    rows: rows of the central test set with balanced classes.
-    score_batch: rows that are scored at once.
+    The local model is the one that the client has just trained. Return its accuracy on `rows`, and
+    the features and outputs of about `PROBE_FEATURES` of them.
+
+    trainer: the trainer, whose vector contains the local model.
+    ctx: the context of the job.
+    rows: rows of the central test set in the data set, equally many of each class.
+    score_batch: the number of rows that are scored at once.
     """
     trainer.set_training(False)
     received = cast("Classifier", ctx.frozen()["model"])

@@ -61,10 +61,13 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 
 
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean cosine between features of seen and of unseen classes.
+    """Return the mean cosine between a row of a seen class and a row of an unseen class.
 
-    Figure 2 of the FedBR paper shows this measure. Return None if there are no rows of seen
-    classes, or no rows of unseen classes.
+    The mean is over all such pairs of rows. A row of zeros has the cosine 0. Figure 2 of the FedBR
+    paper shows this measure. Return None if there are no rows of seen classes, or no rows of unseen
+    classes.
+    features: [rows, features], the features of the local model.
+    labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.
     """
     features = np.asarray(features, np.float64)
@@ -77,9 +80,12 @@ def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None
 
 
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean probability of the true class over rows of unseen classes.
+    """Return the mean probability that the local model gives to the true class of unseen rows.
 
-    Return None if there are no such rows.
+    Unseen rows are rows of classes that the client's training data does not have. Return None if
+    there are none.
+    probabilities: [rows, classes], the outputs of the local model after softmax.
+    labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.
     """
     rows = np.flatnonzero(~seen[labels])
@@ -89,9 +95,13 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean probability of all seen classes together over rows of unseen classes.
+    """Return the probability of all seen classes together, as a mean over unseen rows.
 
-    A larger value means a stronger bias to seen classes. Return None if there are no such rows.
+    Unseen rows are rows of classes that the client's training data does not have, so every such
+    probability is wrong. A larger value means a stronger bias to seen classes. Return None if there
+    are no unseen rows.
+    probabilities: [rows, classes], the outputs of the local model after softmax.
+    labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.
     """
     output = output_distribution(probabilities, labels, seen)
@@ -99,9 +109,10 @@ def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
 
 
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
-    """Return the mean output [C] over rows of unseen classes; None without such rows.
+    """Return the mean probability of each class [C] over unseen rows; None if there are none.
 
-    Figure 3 of the FedBR paper shows it.
+    Unseen rows are rows of classes that the client's training data does not have. Figure 3 of the
+    FedBR paper shows this mean. The arguments are those of `seen_share`.
     """
     rows = ~seen[labels]
     if not rows.any():
