@@ -15,8 +15,8 @@ extractor, phi_i the head, c_k the prototype of a class.
     phi_i <- sum_j a_ij phi_j,  a_i = argmin a'P_i a over the simplex
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
-The extractor is combined as the run says (FedAvg by default). Label counts are uploaded with the
-statistics.
+The server averages the extractors as FedAvg does, unless another method of the run changes that.
+Clients upload their label counts with the statistics.
 
 Departures from the paper
 - The budget: the authors train the head for one epoch and then the extractor for E epochs, so
@@ -90,10 +90,11 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
 
 
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
-    """Return the statistics of the features in some batches.
+    """Return the statistics of all batches of a client together.
 
     Three sums over the samples are enough: the features of each class, the counts, and the squared
     norms.
+    batches: the features [B, D] and the labels int64 [B] of each batch.
     """
     batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
     sums = torch.stack([row[0] for row in batch_sums]).sum(0)
@@ -162,12 +163,13 @@ def feature_alignment_loss(
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:
-    """Return the weights of m participants' heads in the head of `client`: float64 [m].
+    """Return the weights with which one participant mixes the heads of all m: float64 [m].
 
     Weights are at least 0 and sum to 1; weights up to `min_weight` become 0, unless all would.
 
-    variances: [m], see `Statistics`.
-    weighted_means: [m, C, D], see `Statistics`.
+    variances: [m], the `variance` of each participant's `Statistics`.
+    weighted_means: [m, C, D], the `weighted_means` of each participant's `Statistics`.
+    client: the position, from 0 to m - 1, of the participant that gets the mixed head.
     """
     return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
@@ -218,7 +220,7 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
     sizes: the number of samples in each batch of the job.
     samples: the number of the client's samples.
-    head_epochs: see `FedPAC`.
+    head_epochs: the number of epochs that train the head, as far as the job is long enough.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
@@ -244,17 +246,26 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return True after the first aggregation, which makes the prototypes."""
+    """Return True if the server has prototypes, which the first aggregation makes.
+
+    view: a job, for which its base version counts; or the server with the current version.
+    """
     return view.version > 0
 
 
-def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that returns the server state `name`; None before the first aggregation."""
+def _state_reader(name: str) -> Callable[[ServerView], Tensor | None]:
+    """Return a function that reads the server state `name`, so that it can be sent to clients.
+
+    Before the first aggregation the function returns None: there is nothing to send.
+    """
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
-def _budget(local: Local) -> tuple[str, int]:
-    """Return the key of the setting for local work (local.epochs or local.steps), and its value."""
+def _local_work(local: Local) -> tuple[str, int]:
+    """Return the setting that says how long a job trains: its key and its value.
+
+    The key is "local.epochs", or "local.steps" if the run sets no epochs.
+    """
     if local.epochs is not None:
         return "local.epochs", local.epochs
     return "local.steps", local.steps or 0
@@ -289,8 +300,11 @@ class FedPAC(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return local.epochs or local.steps, large enough to leave one for the extractor."""
-        key, budget = _budget(local)
+        """Return the setting that FedPAC needs: local.epochs or local.steps, by key.
+
+        It is the run's value, but at least head_epochs + 1, so that the extractor is trained, too.
+        """
+        key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}
 
     def setup(self, run: Setup) -> None:
@@ -303,7 +317,7 @@ class FedPAC(Method):
         )
         run.warn_if_single("every client keeps the head that it trained")
         self._require_parts(run)
-        key, budget = _budget(run.local)
+        key, budget = _local_work(run.local)
         run.require(
             budget > self.head_epochs,
             f"{key}={budget}: method.fedpac.head_epochs={self.head_epochs} leaves nothing for the "
@@ -327,7 +341,7 @@ class FedPAC(Method):
         run.send_to_client("head", _head_of, _head_size, when=lambda job: job.aggregated_jobs > 0)
         if self.lam:
             for name, floats in (("prototypes", classes * features), ("present", classes)):
-                run.send(name, _sent_later(name), floats, when=_has_prototypes)
+                run.send(name, _state_reader(name), floats, when=_has_prototypes)
 
     @staticmethod
     def _require_parts(run: Setup) -> None:
@@ -341,7 +355,11 @@ class FedPAC(Method):
         )
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return what each step trains: first the head, and then the extractor."""
+        """Return a list for each batch of a job, with the one stage of this batch.
+
+        The stages of the first batches train the head, those of later batches the extractor.
+        plan: the batches of the job.
+        """
         modes = {"model": True, "model.extractor": False}
         head = Stage("fedpac.head", ("model.head",), rate=self.head_lr_factor, modes=modes)
         extractor = Stage("fedpac.extractor", ("model.extractor",), modes={"model": True})

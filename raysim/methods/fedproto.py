@@ -154,7 +154,11 @@ class FedProto(Method):
         return loss + self.lam * term
 
     def end(self, job: LocalJob) -> None:
-        """Upload the class means of the trained model; keep the prototypes of held classes."""
+        """Upload the class means of the trained model.
+
+        With predict="prototype", also keep the received prototypes of the client's classes: the
+        client is scored with these.
+        """
         job.model.eval()
         with torch.no_grad():
             batches = ((job.model.features(inputs), labels) for inputs, labels in job.data())

@@ -57,6 +57,9 @@ class FedProx(Method):
         self.mu = at_least("method.fedprox.mu", mu, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the gradient of the proximal term to that of the task loss."""
+        """Add the gradient of the proximal term to `grad`, in place.
+
+        grad: the gradient of the task loss by the parameters `job.params[at]`.
+        """
         if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

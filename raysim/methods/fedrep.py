@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
-    """Return the number of a job's first steps that train the head."""
+    """Return the number of a job's first steps that train the head, rounded down.
+
+    Its share of all `steps` is head_epochs / (head_epochs + body_epochs).
+    """
     return steps * head_epochs // (head_epochs + body_epochs)
 
 
@@ -76,7 +79,11 @@ class FedRep(Method):
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return local.epochs for both phases, or local.steps with a step for the head."""
+        """Return the setting that FedRep needs, by key; in mode joint it needs none.
+
+        This is local.epochs = head_epochs + body_epochs. If the run sets local.steps instead, it is
+        the run's value, but large enough to train the head for a step.
+        """
         if self.mode == "joint":
             return {}
         if local.epochs is not None:
@@ -107,7 +114,11 @@ class FedRep(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return what each step trains: first the head, and then the extractor."""
+        """Return a list for each batch of a job, with the one stage of this batch.
+
+        The stages of the first batches train the head, those of later batches the extractor.
+        plan: the batches of the job.
+        """
         first = head_steps(plan.steps, self.head_epochs, self.body_epochs)
         head = Stage("fedrep.head", ("model.head",))
         body = Stage("fedrep.body", ("model.extractor",))

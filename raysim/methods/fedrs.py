@@ -41,7 +41,9 @@ def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") ->
     """Return the factor on each class's logit, from alpha to 1: float64 [C].
 
     class_counts: [C], the client's samples of each class; at least one is above 0.
-    kind: see `FedRS`.
+    alpha: the factor of a class without samples.
+    kind: "binary" gives all other classes the factor 1; with "relative" the factor grows linearly
+    with the class's samples, from alpha to 1 for the most frequent class.
     """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()
@@ -56,7 +58,7 @@ def restricted_softmax_cross_entropy(
 
     logits: the outputs of a head without a bias.
     labels: int64 [B].
-    class_counts, alpha, kind: see `class_scales`.
+    class_counts, alpha, kind: the arguments of `class_scales`, which computes the factors.
     """
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
@@ -66,8 +68,8 @@ class FedRS(Method):
     """A task loss that scales down the logits of classes that the client does not have.
 
     alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias.
-    kind: "binary" has two scales, alpha and 1; with "relative" the scale grows with the class's
-    count.
+    kind: "binary" has two scales, alpha and 1; with "relative" the scale grows from alpha to 1 with
+    the number of the client's samples of the class.
     """
 
     name = "fedrs"

@@ -88,7 +88,11 @@ class FedSAM(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient at the point uphill."""
+        """Return the gradient at the point uphill, [n].
+
+        params, grad: [n], the parameters that the step trains, and their gradient.
+        gradient_at(shift): the gradient at params + shift, on the same batch.
+        """
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))
         return gradient_at(sharpness_shift(grad, self.rho))

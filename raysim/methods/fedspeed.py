@@ -87,11 +87,18 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the mixture of the gradient and the gradient at the point uphill."""
+        """Return the mixture of the gradient and the gradient at the point uphill, [n].
+
+        params, grad: [n], the parameters that the step trains, and their gradient.
+        gradient_at(shift): the gradient at params + shift, on the same batch.
+        """
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the pull to the received model, and subtract the client's correction."""
+        """Add the pull to the received model to `grad`, and subtract the client's correction.
+
+        grad: the gradient of the loss by the parameters `job.params[at]`, changed in place.
+        """
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
         grad -= job.state["correction"][at]
 

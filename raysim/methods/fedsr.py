@@ -24,7 +24,8 @@ Departures from the paper
   that other methods add have an eps of their own.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
   code. Here all inputs have the same draws of eps, made once from the seed, so that scoring uses no
-  random stream. Other uses outside training (frozen copies, probes) see mu.
+  random stream. Everything else outside training uses mu as the features: frozen copies of the
+  model, and the measurement of local models (`evaluate.probe`).
 - Soft targets (Mixup) count as their heaviest class in the KL.
 """
 
@@ -105,9 +106,9 @@ class Gaussian(Classifier):
         return mean, F.softplus(raw)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return features [B, Z].
+        """Return the features of x, [B, Z]: drawn from N(mu, sigma^2) in training, otherwise mu.
 
-        Their attribute `moments` is the mean and the standard deviation that they are drawn with.
+        The returned tensor has an attribute `moments`, the pair (mu, sigma), both [B, Z].
         """
         mean, std = self.moments(x)
         # A view of the mean, so that the attribute is not set on `mean` itself.
@@ -147,6 +148,9 @@ class FedSR(Method):
     alpha_cmi: the weight of the KL divergence.
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
+    probabilistic: False is FedL2R: features without noise, and the norm as the only penalty.
+    share_reference: True averages the Gaussians of the classes and their scale over the clients;
+    False keeps them on each client.
     """
 
     name = "fedsr"

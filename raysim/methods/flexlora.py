@@ -111,7 +111,10 @@ class FlexLoRA(Method):
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Set the gradient to 0 for ranks above the client's rank."""
+        """Set the gradient to 0 for the ranks that the client does not have.
+
+        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        """
         grad *= job.scratch["mask"][at]
 
     # --- an aggregation -----------------------------------------------------------------------
@@ -158,10 +161,12 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return new factors B and A, whose product is the nearest one to the sum P, in float64.
+    """Return new factors B and A of one layer, whose product is the nearest one to the sum P.
 
-    models: see `_shares_of_models`.
-    old_a: see `split_product`.
+    Both are float64.
+    factors: the places of the layer's factors in the vector.
+    models: the models and their shares, from `_shares_of_models`.
+    old_a: the current A, whose rows stay where P has a lower rank.
     """
     left, right = [], []
     for vector, share in models:

@@ -96,8 +96,9 @@ class FLoRA(Method):
 
     @staticmethod
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
-        """Declare how many floats FLoRA sends, so that traffic is counted.
+        """Declare how many floats FLoRA sends, so that traffic and virtual time count only these.
 
+        ranks: the ranks of all clients.
         sizes: the number of floats of each weight that has an adapter.
         """
         mean_rank = float(ranks.of_client.mean())
@@ -117,7 +118,10 @@ class FLoRA(Method):
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Set the gradient to 0 for ranks above the client's rank."""
+        """Set the gradient to 0 for the ranks that the client does not have.
+
+        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        """
         grad *= job.scratch["mask"][at]
 
     # --- an aggregation -----------------------------------------------------------------------
@@ -167,7 +171,10 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 
 
 def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return "model.lora.layers=..." with all layers that have adapters, except one."""
+    """Return the override with which only the adapter `left_out` is missing, for an error.
+
+    Its form is "model.lora.layers=c_attn+c_proj", with the last part of each layer's name.
+    """
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
     names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     return f"model.lora.layers={'+'.join(names)}"

@@ -124,8 +124,10 @@ def generator_loss(
     reference: [k, D], real features or prototypes.
     head_weight, head_bias: the classifier's head.
     lam: the weight of the distance.
-    metric: the distance, see `METRICS`.
-    reference_labels: int64 [k]; None means `labels`.
+    metric: the distance: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
+    `raysim/methods/feature_distances.py` computes it.
+    reference_labels: int64 [k], the labels of `reference`, which only "mmd_classes" uses; None
+    means `labels`.
     """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
     distance = feature_distance(metric, fake_embeddings, reference, labels, reference_labels)
@@ -152,9 +154,10 @@ def rtnet_loss(
     anchors: class prototypes; proto_embeddings: features generated around these.
     head_weight, head_bias: the classifier's head.
     lam: the weight of the distance between generated features and their originals.
-    metric: the distance, see `METRICS`.
-    real_labels, proto_labels: int64 [B], the labels of both kinds; only metric="mmd_classes" needs
-    them.
+    metric: the distance: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
+    `raysim/methods/feature_distances.py` computes it.
+    real_labels, proto_labels: int64 [B], the labels of real features and of prototypes; only
+    "mmd_classes" needs them.
     """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
@@ -196,24 +199,29 @@ class FRAug(Method):
 
     rounds: the round in which the ramps end; the configuration sets it to the run's rounds.
     noise_dim: the size of the noise; in the paper half the number of features.
+    noise: the distribution of the noise: "normal", or "uniform" on [0, 1).
     generator_lam, rtnet_lam: the weights of the distances in the losses of generator and RTNet.
-    generator_metric, rtnet_metric: the distances; with "mse" the generator is compared with
-    prototypes.
+    generator_metric, rtnet_metric: the distances: "mmd", "mmd_moments", "mmd_classes" or "mse".
+    With "mse" the generator is compared with prototypes.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True ends RTNet with BatchNorm.
-    ramp, gamma: the form and the speed of the ramp rho, see `rampup_coefficient`.
+    ramp, gamma: the form and the speed of the ramp rho: "exp", "laine_aila", "reciprocal" or
+    "constant", whose formulas are in `raysim/methods/ramps.py`.
     ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
     weight: the largest share beta of generated features in the classifier's loss.
     residual: the strength of residuals in the classifier's step; None follows the ramp.
     prototype_weight: the share mu of a batch's means in the prototypes.
+    prototype_ramp: True multiplies this share by a ramp that reaches 1 in the last round.
+    keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
     Table 3 of the paper leaves out one part in each row. These settings do the same:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
     - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
     - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
-    - residual=1 (smoothing): residuals have full strength from the first round, as in their code.
+    - residual=1 (smoothing): residuals have full strength from the first round, as in the authors'
+      code.
     """
 
     name = "fraug"
@@ -320,7 +328,10 @@ class FRAug(Method):
             )
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return local.batch, at least 2, because FRAug leaves out batches of one sample."""
+        """Return the setting that FRAug needs: the run's local.batch, but at least 2.
+
+        FRAug leaves out batches of one sample.
+        """
         return {"local.batch": max(local.batch, 2)}
 
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
@@ -367,7 +378,10 @@ class FRAug(Method):
         return (FORWARD * needs_features + networks / model) * job.trained_samples
 
     def scale_warning(self, row: Mapping[str, Any]) -> str:
-        """Return a warning if generated features are much longer than real features, else ""."""
+        """Return a warning if generated features have a much larger norm than real ones, else "".
+
+        row: a round's row of the history.
+        """
         real, generated = row.get("fraug.real_norm"), row.get("fraug.generated_norm")
         if real is None or generated is None or generated <= MAX_NORM_RATIO * real:
             return ""
@@ -384,7 +398,11 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set the four sums of `_add_sums` to 0, from which `end` computes what it reports."""
+        """Set the sums to 0 from which `end` computes what the job reports.
+
+        They are the norms of real features, the norms of generated features, the shares of correct
+        predictions, and the number of steps.
+        """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -451,7 +469,11 @@ class FRAug(Method):
         return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
-        """Report the mean norms, and the share of correctly classified generated features."""
+        """Report three means over the job's steps, which become columns of the history.
+
+        They are the norm of real features, the norm of generated features, and the share of
+        synthetic features that the head classifies correctly. A job without a step reports nothing.
+        """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
             return
@@ -510,7 +532,7 @@ def _optional_count(key: str, value: int | None) -> int | None:
 
 # --- what a step needs --------------------------------------------------------------------------
 def _anchors(job: LocalJob) -> Tensor:
-    """Return the prototype of the class of each drawn label, [B, D]."""
+    """Return the prototypes of the classes that `draw_labels` chose for this batch, [B, D]."""
     prototypes: Tensor = job.state["prototypes"]
     return prototypes.index_select(0, job.drawn("labels"))
 
@@ -536,11 +558,13 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step to the job's sums.
+    """Add a step to the job's four sums.
 
-    The sums are the mean norms of real and of generated features, the share of correct predictions,
-    and the number of steps.
-    is_correct: bool, for each synthetic feature whether the head predicts its class.
+    The step adds the mean norm of its real features, the mean norm of its generated features, its
+    share of correct predictions, and 1, which counts the steps.
+    real: [B, D], the real features.
+    generated: [2 B, ...], the features from the generator, or the noise if there is no generator.
+    is_correct: bool [2 B], True for each synthetic feature whose class the head predicts.
     """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()

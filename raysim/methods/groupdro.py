@@ -47,7 +47,11 @@ def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 
 
 def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
-    """Return the weights of the participants `indices`, int64 [M], in their order, with sum 1."""
+    """Return the weights of the M participants, divided by their sum: [M].
+
+    weights: [N], the weights of all clients.
+    indices: int64 [M], the numbers of the participants, in the order of the result.
+    """
     participants = weights[indices]
     return participants / participants.sum()
 

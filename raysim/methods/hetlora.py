@@ -57,7 +57,10 @@ if TYPE_CHECKING:
 
 
 def product_norm(layout: Layout, vector: Tensor) -> float:
-    """Return the Frobenius norm of the products B A of the adapters of all layers together."""
+    """Return the Frobenius norm of the products B A of the adapters of all layers together.
+
+    vector: the parameters of a model, in the order of `layout`.
+    """
     total = 0.0
     for factors in find_factors(layout):
         a, b = (factor.double() for factor in factors.matrices(vector))
@@ -141,7 +144,11 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the term's derivative; set the gradient to 0 for ranks above the client's rank."""
+        """Add the derivative of the term that makes the last ranks small.
+
+        Then set the gradient to 0 for the ranks that the client does not have.
+        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        """
         if self.lam:
             tail = job.scratch["tail"]
             for factors in find_factors(job.layout):

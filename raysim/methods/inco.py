@@ -68,8 +68,12 @@ def cross_layer_gradient(
 
     Both are CPU tensors of the same shape.
 
-    granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately.
-    align, clamp_max, value_clip, eps: see `InCo`.
+    granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
+    whole tensor as one vector.
+    align: "conflict" mixes only if `target` opposes `source`; "always" mixes in any case.
+    clamp_max: the largest factor theta on the source.
+    value_clip: the largest absolute value of the result; None for no bound.
+    eps: added to divisors.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -104,7 +108,11 @@ def _mix(
 ) -> None:
     """Mix each row of `rows` [n, k] with the same row of `sources` [n, k], in place.
 
-    The function is compiled. Sums are in float64. clip: inf for no bound.
+    The function is compiled. Sums are in float64.
+    clamp_max: the largest factor theta.
+    clip: the largest absolute value of an entry of the result; inf for no bound.
+    eps: added to divisors.
+    conflict: True mixes only the rows that oppose their source.
     """
     chunk = 64  # rows whose factors are computed at once
     square = np.empty(chunk, rows.dtype)
@@ -211,9 +219,10 @@ class InCo(Method):
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean update after mixing the part of each tensor with that of its source.
+        """Mix the mean update of each tensor with the mean update of its source; return the result.
 
         A source has no source itself, so the order of the tensors does not matter.
+        direction: [layout.trained], the mean update, changed in place.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]
         updates = {

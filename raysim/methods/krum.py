@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 
 def scores(distances: Tensor, byzantine: int) -> Tensor:
-    """Return the score of each update [n] from the squared distances [n, n] between updates."""
+    """Return the score of each of n updates, [n]: the sum of its smallest squared distances.
+
+    distances: [n, n], the squared distances between the updates.
+    byzantine: the assumed number of arbitrary updates. A score counts the n - byzantine - 2 updates
+    that are closest, but at least one.
+    """
     count = len(distances)
     to_others = distances.clone().fill_diagonal_(torch.inf)
     closest_first = to_others.sort(dim=1).values
@@ -41,7 +46,10 @@ def scores(distances: Tensor, byzantine: int) -> Tensor:
 
 
 def least_scores(distances: Tensor, byzantine: int, selected: int) -> list[int]:
-    """Return the indices of the `selected` updates with the least scores, ascending."""
+    """Return the positions of the `selected` updates with the least scores, in ascending order.
+
+    distances, byzantine: the arguments of `scores`.
+    """
     if len(distances) <= selected:
         return list(range(len(distances)))
     order = scores(distances, byzantine).argsort(stable=True)

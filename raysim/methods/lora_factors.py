@@ -38,9 +38,10 @@ Ranks: TypeAlias = dict[str, int] | list[int] | None
 
 
 def require_adapters(run: Setup) -> tuple[Adapter, ...]:
-    """Return the adapters of the run's model; refuse a second method of `LORA_METHODS`.
+    """Return the adapters of the run's model. Raise ValueError if it has none.
 
-    Raise ValueError for a model without adapters.
+    Also declare that the method cannot be combined with another one of `LORA_METHODS`, which all
+    change how adapters are trained or averaged.
     """
     for other in LORA_METHODS:
         if other != run.method:
@@ -113,7 +114,12 @@ def find_factors(layout: Layout) -> tuple[Factors, ...]:
 
 # --- ranks of clients -----------------------------------------------------------------------------
 def check_ranks(key: str, ranks: Ranks) -> Ranks:
-    """Return the ranks of clients. Raise ValueError unless each is an integer from 1 on."""
+    """Return a copy of a method's setting `ranks`, after a check.
+
+    Raise ValueError if it is empty, or if a rank is not an integer of 1 or more.
+    key: the key of the setting, such as "method.flora.ranks".
+    ranks: a list of ranks, a rank for each kind of device, or None.
+    """
     if ranks is None:
         return None
     require(key, ranks, len(ranks), "one rank or more, or null")
@@ -127,7 +133,10 @@ def check_ranks(key: str, ranks: Ranks) -> Ranks:
 
 
 def require_sharing(run: Setup) -> None:
-    """Declare that the method cannot be combined with methods whose clients share no adapters."""
+    """Declare that the method cannot be combined with the methods local and fedproto.
+
+    Their clients share no adapters.
+    """
     for other in ("local", "fedproto"):
         run.excludes(other, "its clients share no adapters")
 
@@ -161,8 +170,10 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients], the rank of each client.
-    sizes: for each adapter its rank, and the number of floats of one rank.
+    of_client: int [clients], the rank of each client; [1] if `is_equal`.
+    sizes: two numbers for each adapter: its rank in the model, and the number of floats in one row
+    of A and one column of B together, which is the size of one rank.
+    is_equal: True if all clients have the rank of the model.
     """
 
     of_client: np.ndarray
@@ -190,7 +201,12 @@ def _floats_per_rank(run: Setup, adapter: Adapter) -> int:
 
 
 def _ranks_of_clients(run: Setup, key: str, ranks: Sequence[int] | Mapping[str, int]) -> np.ndarray:
-    """Return the rank of each client, int64 [clients]."""
+    """Return the rank of each client, int64 [clients].
+
+    key: the key of the method's setting `ranks`, for errors.
+    ranks: a list, from which each client draws one with equal probability; or a rank for each kind
+    of device in the fleet.
+    """
     if not isinstance(ranks, Mapping):
         places = stream(run.seed, "lora.ranks").integers(len(ranks), size=run.task.clients)
         return np.array(ranks)[places]
@@ -218,15 +234,22 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if other methods may change factors of ranks that a client does not have.
+    """Return True if gradients must be masked, so that ranks that a client does not have stay 0.
 
-    Without such methods the gradients of these factors are 0.
+    This is the case if clients have ranks of their own and another method changes gradients.
+    Otherwise the gradients of these ranks are 0 anyway.
+    ranks: the method's setting; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 
 
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
-    """Do not call the hooks `begin` and `gradient` if they do nothing in this run."""
+    """Do not call the hooks `begin` and `gradient` of the method if they do nothing in this run.
+
+    `begin` does nothing if all clients have the rank of the model, and `gradient` if no gradient
+    must be masked (`needs_mask`).
+    ranks: the method's setting; None gives all clients the rank of the model.
+    """
     if ranks is None:
         run.skip("begin")
     if not needs_mask(run, ranks):

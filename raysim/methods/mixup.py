@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return labels int64 [...] as one-hot rows [..., C]; floating rows are unchanged."""
+    """Return labels as rows of probabilities, [..., C].
+
+    Class numbers, int64 [...], become one-hot rows. Labels of floats are such rows already, and are
+    returned unchanged.
+    """
     if labels.is_floating_point():
         return labels
     # torch's one_hot waits for the device to know the largest label.
@@ -80,7 +84,8 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
 class Mixup(Method):
     """A method that trains on weighted means of two samples and of their labels.
 
-    Targets are soft; `batch.pair` has the labels of each pair and their weight.
+    The targets of a mixed batch are rows of probabilities. `Batch.pair` keeps the labels of both
+    samples and the weight lam, for methods that need class numbers.
     alpha: the parameter of the Beta distribution from which the weight of a batch is drawn.
     """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def clip_factor(update: Tensor, bound: float) -> float:
-    """Return the factor of an update [d]: 1, unless it is longer than `bound`."""
+    """Return the factor that shortens an update [d] to the norm `bound`; 1 if it is not longer."""
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     return bound / norm if norm > bound else 1.0
 

@@ -319,7 +319,12 @@ class PartialFed(Method):
 
 
 def _layer_indices(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
-    """Return the index of each entry's layer in `layers`; len(layers) for other networks."""
+    """Return for each entry the position of its layer in `layers`.
+
+    entries: tensors (parameters and buffers), with their places in the vector. The tensors of other
+    networks than the model have no layer, and get len(layers).
+    layers: the paths of the model's layers.
+    """
     index_of = {path: index for index, path in enumerate(layers)}
     indices = []
     for entry in entries:
@@ -334,10 +339,13 @@ def _mix(
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return the received values of the layers in a mask, and the previous values of all others.
+    """Return one flat tensor with received values where a layer is loaded, else previous values.
 
-    mask: bool [L].
-    received, previous: flat tensors with the values of the entries.
+    Networks other than the model are always loaded.
+    entries: the tensors of the result, with their places in `received` and `previous`.
+    layers: the paths of the model's L layers.
+    mask: bool [L], True for the layers that are loaded.
+    received, previous: flat tensors: the received model, and what the client trained last.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -351,6 +359,8 @@ def _mix(
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
     """Return the model's shared tensors by path, as mixtures of received and previous values.
 
+    The previous values are those that the client trained last.
+    layers: the paths of the model's L layers.
     shares: [L], the share of the received values in each layer; the result is differentiable in it.
     """
     entries = [

@@ -100,7 +100,12 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient of the pull between shared and personal parameters."""
+        """Train the personal parameters theta on the batch; return lam (w - theta), [n].
+
+        This is the gradient that moves the shared parameters w towards theta.
+        params, grad: [n], the parameters w that the step trains, and their gradient.
+        gradient_at(shift): the gradient at params + shift, on the same batch.
+        """
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()
         stretches = job.layout.stretches(job.layout.entries_in(job.stage.trains))
@@ -125,5 +130,8 @@ class PFedMe(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return beta times the mean update."""
+        """Return beta times the mean update.
+
+        direction: [layout.trained], the mean update.
+        """
         return self.beta * direction

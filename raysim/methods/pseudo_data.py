@@ -49,9 +49,11 @@ class PseudoData:
     samples_per_mean: the number of samples in each mean.
     means_per_client: the number of means that each client sends before round 0.
     refresh: draw B means every "round", or "once".
-    sources: which samples are drawn, see the module's docstring.
+    sources: which samples are drawn, "balanced", "unbalanced" or "classes"; the module's docstring
+    describes these.
     fresh: True makes the means of clients' raw data again in every round. Each job makes them
     itself, and clients send nothing before round 0.
+    proxy: the source of the public set, for kind="mixture"; None if there is none.
     Raises ValueError for settings that do not fit together.
     """
 
@@ -129,12 +131,15 @@ class PseudoData:
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return means of the client's own samples."""
+        """Return means of the client's own samples, which it sends before round 0, as "pool"."""
         size = self.means_per_client, self.samples_per_mean
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Keep the pool of all means; if they are drawn once, keep only the drawn ones."""
+        """Keep all means as the server's pool; with refresh="once" keep only B drawn ones.
+
+        parts: the arrays that `own_means` returned, in a list for each name, by client number.
+        """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
         if self.refresh == "once":
             server.state["pool"] = self.draw(server)
@@ -154,7 +159,7 @@ class PseudoData:
         return pool[generator.choice(len(pool), size=self.rows, replace=False)]
 
     def draw_fresh(self, job: LocalJob) -> Tensor:
-        """Return B means of raw data of all clients, the same for all jobs of a version."""
+        """Make B means of raw data of all clients, the same in all jobs of a version."""
         return fresh_means(job, (self.rows, self.samples_per_mean), self.sources)
 
 
@@ -182,7 +187,7 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of the client's own samples, drawn with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: see the module's docstring.
+    sources: "classes" draws each of the client's classes equally often, otherwise each sample.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -225,14 +230,21 @@ def rows_by_samples(
 def _share_of_clients(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return where the parts of some clients in [0, 1) start, and the widths of these parts.
 
-    ends: what `_share_ends` returned.
+    ends: float64 [all clients], the ends of the parts, from `_share_ends`.
+    clients: int64 [k], the numbers of the clients.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
 
 
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
-    """Return means of raw data of all clients, the same for all jobs of a version."""
+    """Make means of raw data of all clients, the same in all jobs of a version: [size[0], ...].
+
+    Each mean is over samples of one client.
+    size: the number of means, and the number of samples in each mean.
+    sources: "unbalanced" draws clients in proportion to their samples, otherwise equally often;
+    "classes" also draws each class of a client equally often.
+    """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _share_ends(job.partition, sources != "unbalanced")
     # Clients are drawn as by `Generator.choice`, but without an array over all clients.
@@ -286,7 +298,7 @@ def proxy_means(
     proxy: the source of the set, with the mean and the deviation of its channels.
     dataset: the data set that `proxy` builds.
     size: the number of means, and the number of samples in each mean.
-    sources: see the module's docstring.
+    sources: "unbalanced" draws each sample equally often, otherwise each class equally often.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)

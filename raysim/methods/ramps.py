@@ -16,6 +16,7 @@ RAMPS = get_args(RampForm)
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
     """Return the value of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
 
+    gamma: the speed of the ramp, in the formula of its form.
     form: "exp" is e^(gamma (s - T)), as in FRAug's paper; "laine_aila" is e^(-gamma (1 - min(s/T,
     1))^2); "reciprocal" is 1 - 1/(gamma s + 1); "constant" is 1/2.
     """

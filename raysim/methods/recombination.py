@@ -22,7 +22,7 @@ def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
 
 
 def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Return the trainable parameters of the updates that have a weight above 0.
+    """Return the trainable parameters [trained] of each update whose weight is not 0, as views.
 
     Raises ValueError if there is none.
     """
@@ -30,8 +30,8 @@ def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]
     if not weighted:
         raise ValueError(
-            "all updates of an aggregation have the weight 0, so that there is nothing to combine. "
-            "Change weighting, or leave out the method that sets the weights to 0."
+            "method: all updates of an aggregation have the weight 0, so that the server has "
+            "nothing to combine. Leave out the method that sets the weights to 0."
         )
     return weighted
 

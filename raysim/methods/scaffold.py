@@ -127,7 +127,10 @@ class Scaffold(Method):
         run.upload("control")
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Subtract the client's control variate from the gradient, and add the server's."""
+        """Subtract the client's control variate from the gradient, and add the server's.
+
+        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        """
         grad -= job.state["control"][at]
         grad += job.received["control"][at]
 

@@ -88,9 +88,10 @@ def _layer_name(name: str) -> str:
 
 
 def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
-    """Return the numbers of the fragments that were due in the versions since, ..., version - 1.
+    """Return the numbers of the fragments that were sent in a range of versions, each once.
 
-    count: the number of fragments. Each number appears once.
+    since, version: the first version of the range, and the version after its last one.
+    count: the number of fragments.
     """
     return [number % count for number in range(max(since, version - count), version)]
 
@@ -193,7 +194,11 @@ class StreamingDiLoCo(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step with Nesterov's momentum for fragments that have updates; else 0."""
+        """Return the step with Nesterov's momentum for fragments that have updates; else 0.
+
+        direction: [layout.trained], the mean of all updates, in which an update has zeros outside
+        of its own fragment.
+        """
         weights = [0.0] * self.fragments
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             weights[update.version % self.fragments] += weight

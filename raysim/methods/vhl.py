@@ -61,10 +61,12 @@ if TYPE_CHECKING:
 def supervised_contrastive_loss(
     features: Tensor, labels: Tensor, temperature: float, base_temperature: float
 ) -> Tensor:
-    """Return the supervised contrastive loss, times temperature / base_temperature.
+    """Return the supervised contrastive loss SC, times temperature / base_temperature.
 
-    features: [n, D], normalised here.
+    features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
+    temperature: the divisor T of the products of features.
+    base_temperature: an equal value leaves the loss unscaled, as VHL does.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -84,13 +86,15 @@ def alignment_loss(
     align_weight: float,
     virtual_weight: float,
 ) -> Tensor:
-    """Return the contrastive losses of all features and of virtual features, weighted and added.
+    """Return a weighted sum of two contrastive losses.
+
+    The first loss is over real and virtual features together, with the virtual ones as constants.
+    The second one is over the virtual features alone.
 
     real_features: [n, D] with real_labels int64 [n].
-    virtual_features: [m, D] with virtual_labels int64 [m], of the same classes; in the first term
-    they are constants.
-    align_weight: the weight of the loss of all features.
-    virtual_weight: the weight of the loss of the virtual features.
+    virtual_features: [m, D] with virtual_labels int64 [m], of the same classes.
+    align_weight: the weight of the first loss.
+    virtual_weight: the weight of the second loss.
     """
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
@@ -102,11 +106,15 @@ def alignment_loss(
 
 
 def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return images [V, c, *size]: a class's mean plus half the noise, enlarged and standardised.
+    """Return V images [V, c, height, width] of labelled noise.
 
-    means: [C, c, k, k].
-    noise: [V, c, k, k].
-    labels: int64 [V]. Each channel is standardised over all images.
+    An image is the mean of its class plus half of its own noise, both k x k pixels, enlarged to
+    `size`. Then each of the c channels is standardised over all images.
+
+    means: [C, c, k, k], the mean of each class.
+    noise: [V, c, k, k], the noise of each image.
+    labels: int64 [V], the class of each image.
+    size: the height and the width of the images.
     """
     images = F.interpolate(means[labels] + 0.5 * noise, size=size, mode="bilinear")
     deviation, mean = torch.std_mean(images, dim=(0, 2, 3), correction=0, keepdim=True)
@@ -118,7 +126,8 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
 
     images: [B, c, h, w].
     down, right: int64 [B], the crop's top left corner in the padded image, from 0 to 2 * padding.
-    flip: int64 [B], 1 mirrors the image.
+    flip: int64 [B], 1 mirrors the image from left to right.
+    padding: the number of zeros at each edge.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -218,7 +227,10 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Record if another method changes inputs; then aligned images need a second pass."""
+        """Note whether another method changes the inputs of a batch; return no warning.
+
+        If one does, the images to align need a second forward pass.
+        """
         self._are_inputs_changed = False
         for declared in run.methods:
             changes_inputs = declared.has_hook("batch") and not declared.adds_rows

@@ -1,8 +1,8 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
-It follows the code of Hassani et al. (2021): a block adds its second branch to the normalised input
-of that branch, so that it is neither a usual pre-norm nor a usual post-norm block. The unused
-output layer of that code is left out.
+It follows the code of Hassani et al. (2021). There the output of a block's MLP is added to the
+MLP's normalised input, so a block is neither a usual pre-norm nor a usual post-norm block (see
+`Block`). That code also has an output layer that it does not use, which is left out here.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class ModelRecipe:
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """Return a new network, initialised from torch's generator, which the caller has seeded.
 
-        tokens: the kind of inputs that are token numbers; None for images and other numbers.
+        tokens: the number of tokens and the padding, if inputs are token numbers; None for images
+        and other numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 
@@ -75,6 +76,8 @@ class ModelRecipe:
 
         The state of the global generators stays unchanged. Raise ValueError if the network cannot
         take such inputs.
+        tokens: the number of tokens and the padding, if inputs are token numbers; None for images
+        and other numbers.
         """
         self._check_inputs(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):

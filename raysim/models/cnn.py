@@ -17,7 +17,8 @@ from raysim.primitives.checks import one_of
 class Mlp(ModelRecipe):
     """A recipe for a multilayer perceptron: Linear and ReLU for each hidden layer.
 
-    widths: the number of units of each hidden layer. The benchmark W2 has [64], W3 [2700, 2700].
+    widths: the number of units of each hidden layer. Of the workloads of `raysim bench`, W2 has
+    [64] and W3 has [2700, 2700].
     """
 
     reads: ClassVar[Literal["numbers"]] = "numbers"
@@ -45,7 +46,7 @@ class Mlp(ModelRecipe):
 class Cnn(ModelRecipe):
     """A recipe for the CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: the size of the max-pools; FedBSS has 3, benchmark W1 has 2.
+    pool: the size of the max-pools; the paper of FedBSS has 3, the workload W1 of `raysim bench` 2.
     padding: the padding of the convolutions.
     stride: the stride of the max-pools. With pool 3, padding 2 and stride 2 the pools are padded by
     1, so that they halve the maps and the network has as many parameters as papers usually report.
@@ -154,7 +155,7 @@ class DigitsCnn(ModelRecipe):
 class SmallCnn(ModelRecipe):
     """A recipe for a small network for 8x8 digits: two 3x3 convolutions and 64 units.
 
-    norm: the normalisation layers; "group" has 8 groups of 2 or 4 channels.
+    norm: the normalisation layers, "none", "batch", or "group" with 8 groups of 2 or 4 channels.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

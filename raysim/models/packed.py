@@ -22,10 +22,11 @@ def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
     return inputs
 
 
-class TakeApart:
+class UnpackFields:
     """A forward pre-hook that unpacks rows of floats into the arguments of a network.
 
     Calls that already have the network's own arguments are not changed.
+    fields: the inputs of a sample, in their order in the row.
     """
 
     def __init__(self, fields: Sequence[InputField]):
@@ -45,8 +46,12 @@ class TakeApart:
         return tuple(inputs), {}
 
 
-def example_row(fields: Sequence[InputField], rows: int) -> Tensor:
-    """Return packed example inputs [rows, floats]; tokens are 0."""
+def example_rows(fields: Sequence[InputField], rows: int) -> Tensor:
+    """Return example inputs of some samples, packed as `unpack_fields` expects: [rows, floats].
+
+    Tokens are 0; other inputs are always the same random numbers.
+    rows: the number of samples.
+    """
     generator = torch.Generator().manual_seed(0)
     parts = []
     for field in fields:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
     """Return the layer that fails in training on one row, but not on two; "" if none does.
 
-    A layer fails if it raises an error, or if its outputs are not finite. The model stays
-    unchanged.
+    The result is text for an error, such as "layer 'norm' (BatchNorm1d)". A layer fails if it
+    raises an error, or if its outputs are not finite. The model stays unchanged.
     make_inputs: a function that returns inputs with the given number of rows, on any device.
     """
     parameter = next(model.parameters(), torch.empty(0))
@@ -39,7 +39,10 @@ def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
-    """Describe the first layer that raises an error or has outputs that are not finite; else ""."""
+    """Return the name and type of the first layer that fails on some inputs; "" if none does.
+
+    A layer fails if it raises an error, or if its outputs are not finite.
+    """
     names = {module: name for name, module in model.named_modules()}
     entered: list[nn.Module] = []
     failed: list[nn.Module] = []

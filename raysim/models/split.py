@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.lora import Lora
-from raysim.models.packed import TakeApart, example_row
+from raysim.models.packed import UnpackFields, example_rows
 from raysim.primitives.errors import first_line
 from raysim.primitives.kinds import PackedShape, Tokens
 
@@ -249,10 +249,14 @@ def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> b
 
 
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
-    """Return example inputs [rows, ...], always the same, to try a network with."""
+    """Return example inputs [rows, ...], always the same, to try a network with.
+
+    input_shape: the shape of one sample.
+    tokens: the number of tokens, if inputs are token numbers; None for other inputs.
+    """
     generator = torch.Generator().manual_seed(0)
     if isinstance(input_shape, PackedShape):
-        return example_row(input_shape.fields, rows)
+        return example_rows(input_shape.fields, rows)
     if tokens is not None:
         return torch.randint(tokens.size, (rows, *input_shape), generator=generator)
     return torch.randn(rows, *input_shape, generator=generator)
@@ -277,7 +281,7 @@ class ExternalModel(ModelRecipe):
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         net = self.make(input_shape, num_classes, tokens)
         if isinstance(input_shape, PackedShape):
-            net.register_forward_pre_hook(TakeApart(input_shape.fields), with_kwargs=True)
+            net.register_forward_pre_hook(UnpackFields(input_shape.fields), with_kwargs=True)
         # keep torch's random state: adapters draw their initial values afterwards
         with torch.random.fork_rng(devices=[]):
             inputs = example_inputs(input_shape, tokens)

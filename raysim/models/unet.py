@@ -90,7 +90,7 @@ def _block(before: int, after: int, norm: str) -> nn.Sequential:
     """Return two 3x3 convolutions, each followed by a normalisation layer and ReLU.
 
     before, after: the numbers of channels of the input and of the output.
-    norm: see `UNet`.
+    norm: "batch", "group" with up to 8 groups of equal size, or "none".
     """
     layers: list[nn.Module] = []
     for channels in (before, after):

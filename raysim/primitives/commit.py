@@ -1,4 +1,4 @@
-"""The version of the user's files that a run was started with."""
+"""Find the git commit of the user's files with which a run was started."""
 
 from __future__ import annotations
 

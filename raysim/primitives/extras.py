@@ -27,6 +27,7 @@ def import_optional(package: str, setting: str) -> ModuleType:
     """Import the package that a setting needs.
 
     Raise `ValueError` if the package is missing; the error names the extra that installs it.
+    setting: the setting as the error names it, such as "model=timm".
     """
     try:
         return importlib.import_module(package)

@@ -179,7 +179,11 @@ def existing_file(path: Path) -> list[Path]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise `ValueError` if it is invalid or too deep."""
+    """Return the value of a JSON text.
+
+    Raise `ValueError` if the text is invalid or nested too deeply. The caller must catch this error
+    and raise one that names the file.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -244,6 +248,7 @@ def _lock(handle: TextIO, wait: bool = False) -> bool:
     """Lock a file until it is closed; return False if another process has locked it.
 
     On network file systems without locks it returns True in every process.
+    wait: True waits until the other process ends its lock.
     """
     import fcntl
 

@@ -31,9 +31,10 @@ def _notice(number: int, frame: Any) -> None:
 
 
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook for errors that Python cannot raise; it sends a lost Ctrl-C again.
+    """Return a function for `sys.unraisablehook`, which gets the errors that Python cannot raise.
 
-    usual: the hook that handles all other errors.
+    If the error is a Ctrl-C, the function sends the signal to this process again.
+    usual: the previous hook, which handles all other errors.
     """
 
     def hook(unraisable: Any) -> None:

@@ -21,8 +21,10 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
     numba itself compares the source file's age and the bytecode. This cache also compares
     constants, module-level values and compiler options, so that code of an older source is never
-    used for a newer source. If a write fails, the function is compiled again next time. Raise
-    `RuntimeError` if neither place can be written.
+    used for a newer source.
+
+    The constructor raises `RuntimeError` if numba finds no folder that can be written. If a later
+    write fails, for example because the disk is full, the next process compiles the function again.
     """
 
     def __init__(self, function: Callable[..., Any], options: object):
@@ -33,7 +35,11 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
         return (*super()._index_key(sig, codegen), self._digest)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the stored code for these argument types, or None."""
+        """Return the stored code for these argument types, or None if there is none.
+
+        sig: the argument types.
+        target_context: the processor for which numba compiles.
+        """
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # a damaged file can raise any error in pickle or numba

@@ -38,7 +38,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """The time of a process: seconds by kind, the first spans, and the number of all spans."""
+    """The recorded time of a process.
+
+    name: the process, as the trace shows it.
+    seconds: the seconds of each kind of work.
+    spans: the first `MAX_KEPT_SPANS` spans; later ones count only in `seconds` and `count`.
+    count: the number of all spans.
+    """
 
     name: str
     seconds: dict[str, float]
@@ -50,9 +56,12 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds of spans inside which no further spans are recorded.
+    whole: the kinds of spans that are not divided: spans inside them are not recorded.
     settle: function called before a span closes, to wait for a device that works asynchronously.
-    calls: the recorded spans that are not inside another span.
+    seconds: the seconds of each kind of work since the last `take`.
+    spans: the first `MAX_KEPT_SPANS` spans since the last `take`.
+    calls: the spans since the last `take` that are not inside another span.
+    count: the number of all spans since the last `take`.
     """
 
     whole: Sequence[str] = ()
@@ -115,7 +124,10 @@ class Spans:
         setattr(owner, name, timed)
 
     def take(self, name: str) -> Track:
-        """Return all spans recorded since the last call as a track, and forget them here."""
+        """Return the time recorded since the last call, and start again from zero.
+
+        name: the process, as the trace shows it.
+        """
         track = Track(name, self.seconds, tuple(self.spans), self.count)
         self.seconds, self.spans, self.calls, self.count = {}, [], [], 0
         return track

@@ -83,7 +83,10 @@ def read_stacks(source: StackSource | None) -> str:
 
 
 def _read_new_text(path: Path) -> str:
-    """Wait until a file stops growing, and return its text; "" if nothing is written."""
+    """Wait until a file has text and stops growing; return the text.
+
+    After `ANSWER_TIMEOUT_S` seconds return what there is, "" if the file is still empty.
+    """
     end = time.monotonic() + ANSWER_TIMEOUT_S
     size = 0
     while time.monotonic() < end:
@@ -103,12 +106,20 @@ def _describe_state(process: int) -> str:
 
 
 def stack_file(folder: Path, name: str) -> Path:
-    """Return the file in a run's folder for the stacks of a process."""
+    """Return the path of the file for the stacks of a process.
+
+    folder: the run's folder.
+    name: the process, such as "coordinator" or "worker-3".
+    """
     return folder / STACKS / f"{name}.txt"
 
 
 def write_stacks(folder: Path, name: str, text: str) -> Path:
-    """Write the stacks of a process into a run's folder; return the file."""
+    """Write the stacks of a process into a run's folder; return the path of the file.
+
+    name: the process; see `stack_file`.
+    text: the stacks.
+    """
     path = stack_file(folder, name)
     path.parent.mkdir(exist_ok=True)
     title = f"{name}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -118,9 +129,10 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 
 @contextlib.contextmanager
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
-    """Let `kill -USR1` write the stacks of this process into a run's folder.
+    """Let `kill -USR1` write the stacks of this process into a run's folder, inside `with`.
 
     A program that handles this signal itself keeps its handler. A file without stacks is removed.
+    name: this process; see `stack_file`.
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         yield

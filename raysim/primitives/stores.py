@@ -23,7 +23,10 @@ _TEMPORARY_PREFIX = "raysim-"
 
 
 class LocalStore:
-    """A folder on this machine. Names have the form "file" or "folder/file"."""
+    """A folder on this machine.
+
+    The name of a file is its path in the store, such as "file" or "folder/file".
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -32,12 +35,15 @@ class LocalStore:
         return str(self.path)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in the store, or in a folder of it."""
+        """Return the last names of the files and folders that are directly in a folder, ascending.
+
+        folder: a folder of the store; "" is the store itself. A missing folder gives an empty list.
+        """
         path = self.path / folder
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
     def files(self) -> list[str]:
-        """Return the names of all files in the store and in its folders."""
+        """Return the names ("folder/file") of all files in the store and in its folders."""
         paths = [path for path in self.path.rglob("*") if path.is_file()]
         return sorted(path.relative_to(self.path).as_posix() for path in paths)
 
@@ -72,7 +78,7 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def draft_folder(self) -> Path:
-        """Return a folder on the disk for drafts of files."""
+        """Return the local folder whose disk gets the draft of a new file: the store itself."""
         return self.path
 
 
@@ -94,7 +100,10 @@ class RemoteStore:
         return without_password(self.url)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in the store, or in a folder of it."""
+        """Return the last names of the files and folders that are directly in a folder, ascending.
+
+        folder: a folder of the store; "" is the store itself. A missing folder gives an empty list.
+        """
         with self._errors_with_address(folder):
             self._files.invalidate_cache()
             try:
@@ -104,7 +113,7 @@ class RemoteStore:
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def files(self) -> list[str]:
-        """Return the names of all files in the store and in its folders."""
+        """Return the names ("folder/file") of all files in the store and in its folders."""
         with self._errors_with_address(""):
             self._files.invalidate_cache()
             start = len(self._root.rstrip("/")) + 1
@@ -144,7 +153,7 @@ class RemoteStore:
                 self._files.rm_file(path)
 
     def draft_folder(self) -> Path:
-        """Return a folder on the disk for drafts of files."""
+        """Return the local folder whose disk gets the draft of a new file: for temporary files."""
         return Path(tempfile.gettempdir())
 
     def _path(self, name: str) -> str:
@@ -193,7 +202,10 @@ def is_url(address: str | Path) -> bool:
 
 
 def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
-    """Copy files of a store into a folder on this machine; return their names, ascending."""
+    """Copy files of a store into a folder on this machine; return their names, ascending.
+
+    is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
+    """
     names = list(filter(is_needed, store.files()))
     for name in names:
         path = folder / name
@@ -204,10 +216,12 @@ def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) ->
 
 
 def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
-    """Return a folder on this machine with the needed files of a URL.
+    """Return a folder on this machine with copies of the needed files of a URL.
 
-    It has the last name of the URL, and is removed when this process ends. A URL of a folder on
-    this machine is not copied.
+    The folder is called like the last part of the URL, "mine" for s3://bucket/mine, and is removed
+    when this process ends. For the URL of a folder on this machine, nothing is copied, and that
+    folder is returned.
+    is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
     """
     store = open_store(url)
     if isinstance(store, LocalStore):

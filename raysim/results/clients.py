@@ -38,6 +38,10 @@ class ClientLabels:
     """The number of training samples of each client and class.
 
     The arrays have one entry for each pair of client and class that has samples.
+    client, label: the numbers of the client and of the class.
+    samples: the number of training samples of this client in this class.
+    clients: the number of all clients, including those without samples.
+    classes: the names of the classes.
     """
 
     client: Ints

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
-    groups: the settings in the order of rows and colours.
-    view: the choice of columns, thresholds and units.
+    groups: the settings, each with its runs, in the order of rows and colours.
+    view: the columns and thresholds of the tables, whether shares are in percent, and the rule for
+    bold values.
     width: width of the figures in inches.
     """
 
@@ -193,14 +194,15 @@ def report(
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
     labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: settings in the order of rows, or a text such as "fedprox,fedavg"; those not named
-    follow the settings of their data and split, best first. The first setting is the one that
-    others are tested against.
+    order: settings in the order of rows, or a text such as "fedprox,fedavg". A setting that is not
+    named comes after the named settings with the same data and split, or else at the end; several
+    of them are ordered by their score, best first. The first row is the setting with which all
+    others are compared in tests.
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs; () takes the highest ones that were
     reached.
-    bold: when a value is marked as the best of its column; "clear": if it is ahead of the next by
-    more than the deviation of either, "best": always.
+    bold: when the best value of a column is bold. "clear": if it is better than the second-best
+    value by more than the deviation of either; "best": always.
     width: the figures' width in inches.
     warn: function that gets a sentence about skipped folders.
 

@@ -280,7 +280,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
     """Return True if a large part of the shorter line lies on the longer line.
 
     one, other: the points of both lines, as y by x.
-    tolerance: see `gap_dashes`.
+    tolerance: a difference of y that is too small to be seen.
     """
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]

@@ -1,4 +1,9 @@
-"""Draw probes, domains, the loss decomposition and the numbers that methods report."""
+"""Draw probes, domains, the loss decomposition and the numbers that methods report.
+
+A probe (`evaluate.probe`) compares a client's trained model with the received one, before the
+aggregation, on samples of the central test set. A domain is a group of samples of one origin, such
+as the photos of a data set with photos and sketches.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +49,10 @@ def figure_file(
     dark: bool = False,
     about: Mapping[str, str] | None = None,
 ) -> Iterator[Figure]:
-    """Yield a figure with the look of the report; write it as a PNG when the block ends.
+    """Yield a figure with the colours and fonts of the report; write it as a PNG after `with`.
 
+    path: the file, or a buffer in memory that gets the PNG.
+    title: the text above the figure.
     size: width and height in inches; the file has 130 pixels per inch.
     dark: True draws for a dark page.
     about: metadata of the file.
@@ -76,12 +83,12 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of the features of the same rows in received and local models.
+    """Write a picture of the features that received and trained models have for the same samples.
 
-    One t-SNE maps all of them to the plane.
+    One t-SNE maps the features of all models to the plane.
 
-    The picture shows up to 10 classes, about 150 rows, and up to 4 clients that received the same
-    version, like Figures 2 and 15 of the FedBR paper.
+    The picture shows up to 10 classes, about 150 samples, and up to 4 clients that received the
+    same version, like Figures 2 and 15 of the FedBR paper.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -201,9 +208,10 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 
 # --- outputs --------------------------------------------------------------------------------------
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of mean outputs on samples of classes that a client lacks.
+    """Write a picture of trained models' mean output on samples of classes that the client lacks.
 
-    It shows up to 6 clients that lack a class, like Figure 3 of the FedBR paper.
+    There is a panel for each of up to 6 clients that lack a class, like Figure 3 of the FedBR
+    paper. A bar is the mean probability that the client's model gives to one class.
     """
     outputs = []
     for probe in probes:
@@ -269,7 +277,10 @@ _PROBE_COLUMNS = (
 
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of accuracy, feature bias and classifier bias over the rounds.
+    """Write a picture of how much local training biases features and classifiers, by round.
+
+    Its panels are the accuracy of local models, the change of their features from the received
+    model's, and their output on classes that the client lacks (`raysim/training/probe.py`).
 
     Returns False, and writes nothing, if the history has no probes.
     """
@@ -367,7 +378,9 @@ _TERMS = {
 
 
 def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of the signed parts of the loss over the rounds (FedLD, equation 2).
+    """Write a picture of the signed parts of the loss over the rounds.
+
+    `raysim/methods/loss_decomposition.py` defines the parts.
 
     Returns False, and writes nothing, if there are no such columns.
     """
@@ -387,7 +400,8 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of each domain's score over the rounds.
 
-    There is a panel for each kind of scored model, such as the shared one.
+    There is a panel for each kind of scored model: the clients' models, the shared model and
+    fine-tuned models, as far as the history has their scores.
 
     Returns False, and writes nothing, if there are no domains.
     """

@@ -111,7 +111,10 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
                 "give the folder of a run."
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
-        raise ValueError(f"{path} has rows without a round and is not a history; restore the file.")
+        raise ValueError(
+            f"{path} has rows without a round, so it is not a history; restore the file or make "
+            "the run again."
+        )
     rows: list[dict[str, int | float | None]] = table.to_pylist()
     return rows
 
@@ -166,7 +169,10 @@ def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (divisor k) of the last k values of a run."""
+    """Return mean and standard deviation (divisor n) of the last n finite values of a run.
+
+    n is k, or the number of finite values if there are fewer. Return (None, None) without values.
+    """
     last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)
 
@@ -181,7 +187,7 @@ def rounds_to(
 ) -> dict[str, int | None]:
     """Map the name of each threshold to the first round that reaches it, or to None.
 
-    values: one for each round; the first round is 1.
+    values: one for each round; the first round is 1. A value is None if the round was not scored.
     higher: True if a higher value is better.
     """
 

@@ -35,7 +35,7 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 class Jobs:
     """The jobs of a run as arrays with one value per job; `JobRecord` describes the arrays.
 
-    fate: how each job ended, as positions in `FATES`.
+    fate: how each job ended: a position in `FATES`, the names of the possible ends.
     """
 
     client: np.ndarray
@@ -132,7 +132,9 @@ class JobWriter:
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
         """Return a writer that continues after `rounds` rounds and keeps the jobs of these rounds.
 
-        Returns None if these rounds were made without this file.
+        Returns None if a resumed run has done rounds, but its folder has no file of jobs.
+        folder: the run's folder.
+        rounds: the number of rounds that a resumed run has done; 0 for a new run.
         """
         paths = _job_files(folder)
         writer = cls(folder / JOBS)

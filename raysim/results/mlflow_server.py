@@ -89,13 +89,20 @@ def expand_uri(uri: str) -> str:
 
 
 class TrackingServer(Protocol):
-    """The interface of a tracking server, as the tracker uses it.
+    """The interface of a tracking server, as `Tracker` uses it to send one run.
 
-    Every method may raise any error.
+    A record is the content of a folder's tracking.json: the run's id on the server, its name, its
+    experiment, its configuration and, after its end, its summary.
+
+    Every method may raise any error; `Tracker` then tries again later.
     """
 
     def open(self, record: Record, folder: Path) -> str:
-        """Continue the run that a folder's record names, or create a run; return its id."""
+        """Continue the run on the server, or create it there if it does not exist; return its id.
+
+        record: the record of the run.
+        folder: the run's folder.
+        """
 
     def describe(self, record: Record) -> None:
         """Log the part of the configuration that the server lacks."""
@@ -153,7 +160,10 @@ class Mlflow:
         )
 
     def _find_run(self, record: Record) -> Run | None:
-        """Return MLflow's run for a record; None if there is none, or if it was deleted."""
+        """Return MLflow's run for a record; None if MLflow has no such run, or deleted it.
+
+        record: the content of the run's tracking.json.
+        """
         from mlflow.exceptions import MlflowException
 
         identity = str(record.get("run_id") or "") or self._find_id(record)
@@ -189,7 +199,10 @@ class Mlflow:
             parent_id = parent_record.get("run_id") or self._find_id(parent_record)
             if not parent_id:
                 # The tracker tries again with the next row.
-                raise ConnectionError(f"MLflow does not have the run of the parent {parent} yet")
+                raise ConnectionError(
+                    f"MLflow does not have the study or sweep {parent} yet, to which this run "
+                    "belongs; it is sent first"
+                )
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
@@ -310,7 +323,9 @@ class Mlflow:
         """Log the model in a folder, unless the record's run has a model on the server already."""
         run = self._find_run(record)
         if run is None:
-            raise ConnectionError(f"MLflow does not have the run {record['name']}")
+            raise ConnectionError(
+                f"MLflow does not have the run {record['name']}, so its model cannot be stored"
+            )
         self._use(run)
         if not self._has_model:
             self._log_model(folder)
@@ -374,10 +389,14 @@ def find_experiment_id(uri: str) -> str:
     except MlflowException as error:
         problem = str(error).splitlines()[0][:120]
         raise RefusedError(
-            f"{uri} does not answer ({problem}). Set a database or a server of MLflow."
+            f"{uri} does not answer as a server of MLflow ({problem}). Check the address, or give "
+            "a folder of runs, such as raysim ui runs."
         ) from error
     if experiment is None:
-        raise RefusedError(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")
+        raise RefusedError(
+            f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first, with "
+            f"tracking.uri={uri}."
+        )
     return str(experiment.experiment_id)
 
 

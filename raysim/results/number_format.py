@@ -1,7 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-Every function takes `like`: if `value` is a deviation, `like` is its mean, and the deviation gets
-the unit and the decimals of the mean. A missing value (None) becomes a dash.
+Every function for one number takes `like`: if `value` is a deviation, `like` is its mean, and the
+deviation gets the unit and the decimals of the mean. `like=None` means that the value is no
+deviation. A missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -21,20 +22,28 @@ MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 
 
 def format_score(value: float | None, *, like: float | None = None) -> str:
-    """Return a score with four decimals."""
+    """Return a score with four decimals.
+
+    like: has no effect, because a deviation has four decimals, too.
+    """
     return MISSING if value is None else f"{value:.4f}"
 
 
 def format_percent(value: float | None, *, like: float | None = None) -> str:
-    """Return a score with two decimals.
+    """Return a score in percent with two decimals: 81.234 becomes "81.23".
 
-    value: the score in percent.
+    value: the score in percent, from 0 to 100.
+    like: has no effect, because a deviation has two decimals, too.
     """
     return MISSING if value is None else f"{value:.2f}"
 
 
 def format_number(value: float | None, *, like: float | None = None) -> str:
-    """Return a number of any size with four digits or more."""
+    """Return a number of any size with at least four digits: 12.3456 becomes "12.35".
+
+    Below 10 there are four decimals.
+    like: the mean, if `value` is its deviation, which gets as many decimals.
+    """
     if value is None:
         return MISSING
     size = abs(value if like is None else like)
@@ -45,21 +54,33 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
 def format_bytes(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return 1234567 as "1.23 MB"."""
+    """Return a number of bytes with its unit: 1234567 becomes "1.23 MB".
+
+    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
+    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
+    """
     return _with_unit(format_count(value, like=like, unit_of=unit_of), "B")
 
 
 def format_watt_hours(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return 1234567 as "1.23 MWh"."""
+    """Return an energy in Wh with its unit: 1234567 becomes "1.23 MWh".
+
+    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
+    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
+    """
     return _with_unit(format_count(value, like=like, unit_of=unit_of), "Wh")
 
 
 def format_grams(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return 1234 as "1.23 kg"."""
+    """Return a mass in grams with its unit: 1234 becomes "1.23 kg".
+
+    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
+    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
+    """
     return _with_unit(format_count(value, like=like, unit_of=unit_of), "g")
 
 
@@ -72,9 +93,10 @@ def _with_unit(text: str, unit: str) -> str:
 def format_count(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return 1234567 as "1.23 M".
+    """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    unit_of: a number whose unit is used; None takes that of the value, or of `like`.
+    like: the mean, if `value` is its deviation, which gets the same prefix and decimals.
+    unit_of: a number whose prefix is used. None uses the prefix of `like`, or else of the value.
     """
     if value is None:
         return MISSING
@@ -85,7 +107,10 @@ def format_count(
 
 
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
-    """Return a whole number without decimals, or a mean with one decimal."""
+    """Return a number of rounds: a whole number without decimals, any other with one decimal.
+
+    like: the mean, if `value` is its deviation, which always has one decimal.
+    """
     if value is None:
         return MISSING
     return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
@@ -96,7 +121,9 @@ def format_seconds(
 ) -> str:
     """Return a time in the unit that suits it: seconds, minutes, hours or days.
 
-    unit_of: a time whose unit is used; None takes that of the value, or of `like`.
+    value: the time in seconds.
+    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
+    unit_of: a time whose unit is used. None uses the unit of `like`, or else of the value.
     """
     if value is None:
         return MISSING
@@ -124,7 +151,11 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return value / size as text with three digits, or with as many decimals as `like` gets."""
+    """Return value / size as text with three digits, or with as many decimals as the mean gets.
+
+    like: the mean, if `value` is its deviation; otherwise None.
+    size: the size of the unit, such as 1000 for k.
+    """
     if like is None:
         number = value / size
         return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"

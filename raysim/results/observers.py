@@ -303,9 +303,10 @@ def _is_nan(value: float | None) -> bool:
 class AbsentClients(Observer):
     """An observer that warns at the end about clients that were never available in the run.
 
-    find_presence: function that returns the clients' availability; None if clients are always
-    available.
+    find_presence: function that returns an object with the times at which clients are available; it
+    returns None if clients are always available.
     clients: the numbers of the clients that have training samples.
+    note: function that prints a line.
     """
 
     MAX_CLIENTS = 100_000  # with more clients, the check would take seconds
@@ -473,7 +474,10 @@ class ClientFiles(Observer):
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
-        """Write the split, which does not change; keep the scores up to the checkpoint's round."""
+        """Write the split, which does not change in a run.
+
+        A resumed run keeps the scores up to the round of its checkpoint.
+        """
         write_split(client_labels(self._data), run.folder)
         self._writer = ScoreWriter(run.folder, len(run.rows))
 
@@ -552,13 +556,14 @@ def _round_of(line: str) -> int:
 
 
 class ProbeFiles(Observer):
-    """An observer that writes features and outputs of local models in each probed round.
+    """An observer that writes features and outputs of local models in each round with probes.
 
-    The files are probes/round-N.safetensors.
+    A run makes probes if `evaluate.probe` is set: it measures clients' models before they are
+    aggregated. The files are probes/round-N.safetensors.
     """
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write the probes of this round."""
+        """Write the probes of this round, if it has any."""
         if event.probes:
             number = int(event.row["round"] or 0)
             path = run.folder / PROBES / f"round-{number:06d}.safetensors"
@@ -602,7 +607,10 @@ class Pictures(Observer):
                 run.pictures.append(path)
 
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
-        """Draw the numbers of all probed rounds, and the last probe's features and outputs."""
+        """Draw the probes; return the paths of the pictures.
+
+        Their numbers are drawn over all rounds, features and outputs of the last round with probes.
+        """
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:
             return []
@@ -646,9 +654,11 @@ class SummaryFile(Observer):
 
 # --- MLflow ---------------------------------------------------------------------------------------
 class TrackingObserver(Observer):
-    """An observer that passes rows, summary and files to a tracker.
+    """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
-    If all clients share one model, the observer saves the model for MLflow.
+    If all clients share one model, the observer also saves the model in MLflow's format.
+    tags: the tags that MLflow shows for the run.
+    study: the folder of the study or sweep to which the run belongs; None if there is none.
     leaves_model: True saves no model, because `raysim ui` builds it from the run's folder when it
     sends the run.
     """
@@ -724,7 +734,10 @@ class TrackingObserver(Observer):
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the summary's entries that the last row, the settings and the tags do not have."""
+    """Return the summary's entries that MLflow does not get in another way.
+
+    It gets rows as metrics, the configuration as parameters, and the tags of the run.
+    """
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}
 

@@ -22,7 +22,7 @@ from raysim.data.arrays import store_arrays
 from raysim.data.federated import federate
 from raysim.data.fields import pack_fields
 from raysim.data.partition import IID
-from raysim.models.packed import TakeApart, unpack_fields
+from raysim.models.packed import UnpackFields, unpack_fields
 from raysim.models.split import CustomModel
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.kinds import InputField, PackedShape
@@ -75,7 +75,7 @@ def test_several_inputs_of_unequal_form_are_refused(inputs: Any, text: str) -> N
 
 
 def test_network_of_several_inputs_accepts_unpacked_arguments() -> None:
-    hook = TakeApart((InputField("a", (2,)), InputField("b", (1,), True)))
+    hook = UnpackFields((InputField("a", (2,)), InputField("b", (1,), True)))
     network = nn.Identity()
     assert hook(network, (torch.ones(3, 2), torch.ones(3)), {}) is None
     assert hook(network, (torch.ones(3, 4),), {}) is None
