@@ -127,6 +127,22 @@ def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(scope="session")
+def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database as MLflow makes it, which takes a second."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow_database(empty_mlflow_database: Path, tmp_path: Path) -> Path:
+    """Return an empty database of MLflow in the folder of the test."""
+    return Path(shutil.copy(empty_mlflow_database, tmp_path))
+
+
+@pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Start the one Ray of all tests, with two declared cores.
 

@@ -232,6 +232,7 @@ def taken(words: list[str]) -> None:
         taken(given.words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()]
 )

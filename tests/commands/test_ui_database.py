@@ -85,6 +85,7 @@ def test_database_gets_new_rows_of_a_running_run_once(tmp_path: Path) -> None:
     assert database.update() == 0
 
 
+@pytest.mark.usefixtures("mlflow_database")
 @pytest.mark.parametrize("is_seen_before", [True, False])
 def test_database_has_killed_and_resumed_run_once(tmp_path: Path, is_seen_before: bool) -> None:
     killed = begin(tmp_path / "a")
@@ -107,10 +108,11 @@ def test_database_has_killed_and_resumed_run_once(tmp_path: Path, is_seen_before
     assert (run.info.status, steps(tmp_path, run)) == ("FINISHED", [1, 2, 3, 4, 5, 6])
 
 
-def test_runs_of_a_moved_study_belong_to_the_study(tmp_path: Path) -> None:
+def test_runs_of_a_moved_study_belong_to_the_study(tmp_path: Path, mlflow_database: Path) -> None:
     study = tmp_path / "first"
     parent = begin(study)
     (study / "study.yaml").touch()
+    mlflow_database.rename(study / mlflow_database.name)
     begin(study / "runs/a", parent=study).finish({})
     unfinished = begin(study / "runs/b", parent=study)
     assert unfinished is not None
@@ -123,6 +125,7 @@ def test_runs_of_a_moved_study_belong_to_the_study(tmp_path: Path) -> None:
         assert by_name[name].data.tags["mlflow.parentRunId"] == by_name["first"].info.run_id
 
 
+@pytest.mark.usefixtures("mlflow_database")
 def test_database_ignores_removed_folders(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, [tmp_path / "a/gone.png"], model="pending")
     begin(tmp_path / "b").finish({})
@@ -138,6 +141,7 @@ def test_database_ignores_removed_folders(tmp_path: Path) -> None:
         find_root(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.usefixtures("mlflow_database")
 def test_model_of_a_damaged_run_is_reported_once(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, model="pending")
     printed: list[str] = []

@@ -34,7 +34,6 @@ from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
 from raysim.learners import SklearnLinear
 from raysim.methods.fedprox import FedProx
-from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
@@ -58,7 +57,6 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
 @pytest.mark.parametrize(
     "part",
     [
-        Scaffold(),
         SklearnLinear(),
         Mlp((6,)),
         Synthetic(samples=60, test_samples=5),

@@ -65,7 +65,7 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Return how often the steps of a job wait at most, in three rounds."""
+    """Return how often the steps of a job wait at most, in two rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP
     local = Local(batch=8, epochs=2)
@@ -80,7 +80,7 @@ def most_waits(name: str) -> int:
         counts.append(len(counter.operations))
 
     worker.trainer.steps = watched  # type: ignore[method-assign]
-    for _ in coordinate(spec, runtime=InProcess(worker), rounds=3).run():
+    for _ in coordinate(spec, runtime=InProcess(worker), rounds=2).run():
         pass
     return max(counts)
 

@@ -430,6 +430,7 @@ def test_mlflow_experiment_is_tagged_for_model_training(
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
+@pytest.mark.usefixtures("mlflow_database")
 def test_old_mlflow_experiment_gets_the_tag_for_model_training(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -600,8 +601,8 @@ def test_concurrent_runs_share_one_mlflow_database(
     assert all([path.name for path in folder.iterdir()] == [RECORD] for folder in folders)
 
 
-def test_failing_mlflow_database_prints_no_traceback(tmp_path: Path) -> None:
-    Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
+def test_failing_mlflow_database_prints_no_traceback(mlflow_database: Path) -> None:
+    Mlflow(f"sqlite:///{mlflow_database}")
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
 
 
@@ -621,15 +622,14 @@ def impatient_sqlite() -> Iterator[None]:
 
 def test_locked_mlflow_database_prints_no_traceback(
     impatient_sqlite: None,
-    tmp_path: Path,
+    mlflow_database: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    database = tmp_path / "mlflow.db"
     lookup = SqlAlchemyStore.get_experiment
-    other = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
+    other = sqlite3.connect(mlflow_database, isolation_level=None, check_same_thread=False)
 
     def lock_and_look_up(store: SqlAlchemyStore, identity: str) -> object:
         other.execute("BEGIN EXCLUSIVE")
@@ -639,14 +639,14 @@ def test_locked_mlflow_database_prints_no_traceback(
     # As in a process that has not connected yet.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.INFO)
     with contextlib.closing(other), pytest.raises(Exception, match="locked"):
-        Mlflow(f"sqlite:///{database}")
+        Mlflow(f"sqlite:///{mlflow_database}")
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_mlflow_experiment_of_another_process_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    server = Mlflow(f"sqlite:///{mlflow_database}")
     number = server.experiment("raysim")
     looked_up = server._client.get_experiment_by_name
     answers = iter([None, looked_up("raysim")])

@@ -67,6 +67,8 @@ METHODS: dict[str, Callable[[], list[Method]]] = {
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
+# Deaths meet every method under both schedules; other losses replace workers by the same code.
+PAIRS = [*zip(METHODS, [*SCHEDULES, *SCHEDULES], strict=True)]
 ASKED: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=1)}
 
 
@@ -239,8 +241,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_calls, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "schedule"), PAIRS)
 def test_silent_worker_is_replaced_with_the_same_bits(
     name: str, schedule: str, clock: None
 ) -> None:
@@ -258,8 +259,7 @@ def test_silent_worker_is_replaced_with_the_same_bits(
 
 
 @pytest.mark.parametrize("is_reachable", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "schedule"), PAIRS)
 def test_loss_of_a_node_changes_no_bits(name: str, schedule: str, is_reachable: bool) -> None:
     (whole, calls), texts = calls_of(name, schedule), []
     ended = 0
@@ -529,7 +529,7 @@ def test_replacement_lost_with_its_node_counts_as_dead_worker(
         1, lambda worker: actor, participants=MagicMock(), identify=lambda worker: report
     )
     monkeypatch.setattr(runtime, "find_lost_workers", lambda: {0: LostNode("is gone")})
-    with pytest.raises(WorkerDiedError, match="node is lost"):
+    with pytest.raises(WorkerDiedError, match=r"node .*lost"):
         runtime.revive(0)
 
 
@@ -559,7 +559,7 @@ def test_workers_that_join_when_another_run_ends_change_no_bit(
         time.sleep(0.1)
     alarm = tmp_path / "alarm"
     study = run_spec(Sleepy(str(alarm)), model=MLP, local=LOCAL, data=tiny_data(clients=6))
-    asked = ASKED | {"rounds": 300}
+    asked = ASKED | {"rounds": 120}
     study = with_settings(study, **asked)
     options, said = RayOptions(address="auto"), list[str]()
 

@@ -52,16 +52,16 @@ def vector_bytes(coordinator: Coordinator) -> int:
 
 
 # --- a run ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("vectors", [0, 2.5])
 @pytest.mark.parametrize("name", CASES)
 def test_budget_of_replicas_does_not_change_bits(
-    name: str, vectors: float, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "MEAN_REPLICAS", 2)
     settings: dict[str, Any] = {"rounds": ROUNDS, "evaluate": Evaluation(every=3)}
     whole = run(spec(name), schedule(name), **settings)
-    settings["state_budget"] = vectors * vector_bytes(whole.coordinator)
-    for runtime in (None, several_workers(spec(name), 3)):
+    for vectors, workers in ((0, 1), (2.5, 3)):
+        settings["state_budget"] = vectors * vector_bytes(whole.coordinator)
+        runtime = several_workers(spec(name), workers)
         result = run_to_end(coordinate(spec(name), schedule(name), runtime=runtime, **settings))
         assert result.bits == whole.bits and result.history == whole.history
         has_spilled = max(row["spilled_bytes"] or 0 for row in result.rows) > 0

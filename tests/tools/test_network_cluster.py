@@ -25,8 +25,8 @@ OVERRIDES = [
     "seed=3",
     "checkpoint.every=5",
 ]
-ROUNDS = 400
-STATEFUL_ROUNDS = 100
+ROUNDS = 150
+STATEFUL_ROUNDS = 40
 DEADLINE_S = 500.0
 NODE_ID = (
     "import ray; ray.init(address='auto', log_to_driver=False); "
