@@ -69,10 +69,12 @@ if TYPE_CHECKING:
 
 
 class Statistics(TypedDict):
-    """Statistics of a client's features, in the symbols of the module's docstring.
+    """Statistics of the D features of a client's samples.
 
-    variance: V_i.
-    weighted_means: h_i, [C, D], for D features.
+    variance: V_i of the module's docstring, the variance of `weighted_means`, which are estimated
+    from the client's samples.
+    weighted_means: h_i of the module's docstring, [C, D]: the mean features of each class, times
+    the share of the samples in this class.
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
     class_counts: the number of samples of each class, int64 [C].
     """
@@ -85,7 +87,12 @@ class Statistics(TypedDict):
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> Statistics:
-    """Return the statistics of `features` [n, D], n >= 1, with `labels` int64 [n], in float64."""
+    """Return the `Statistics` of a client's features, computed in float64.
+
+    features: [n, D], the features of its n >= 1 samples.
+    labels: int64 [n], their classes.
+    num_classes: the number C of classes.
+    """
     return _statistics([(features, labels)], num_classes)
 
 

@@ -30,8 +30,10 @@ def in_range(
 ) -> N:
     """Return the number. Raise ValueError unless it is finite and inside the range.
 
+    name: the key of the setting, for the error.
     least, most: the limits, if they are allowed values.
     above, below: the limits, if they are not allowed values.
+    why: the reason for the limits, for the end of the error; "" gives no reason.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
@@ -57,22 +59,36 @@ def is_finite(value: float) -> bool:
 
 
 def at_least(name: str, value: N, least: float) -> N:
-    """Return the number. Raise ValueError unless it is finite and >= least."""
+    """Return the number. Raise ValueError unless it is finite and >= least.
+
+    name: the key of the setting, for the error.
+    """
     return in_range(name, value, least=least)
 
 
 def above(name: str, value: N, bound: float, why: str = "") -> N:
-    """Return the number. Raise ValueError unless it is finite and > bound."""
+    """Return the number. Raise ValueError unless it is finite and > bound.
+
+    name: the key of the setting, for the error.
+    why: the reason for the bound, for the end of the error; "" gives no reason.
+    """
     return in_range(name, value, above=bound, why=why)
 
 
 def between(name: str, value: N, low: float, high: float) -> N:
-    """Return the number. Raise ValueError unless it is from low to high, both included."""
+    """Return the number. Raise ValueError unless it is from low to high, both included.
+
+    name: the key of the setting, for the error.
+    """
     return in_range(name, value, least=low, most=high)
 
 
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
-    """Return the value. Raise ValueError with a suggestion if it is not allowed."""
+    """Return the value. Raise ValueError if it is not one of the allowed values.
+
+    The error lists these, and suggests the most similar one.
+    name: the key of the setting, for the error.
+    """
     if value in list(allowed):  # a mapping or a set would hash it
         return value
     near = ""
@@ -84,7 +100,12 @@ def one_of(name: str, value: V, allowed: Collection[object]) -> V:
 
 
 def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> V:
-    """Return the value. Raise ValueError unless `holds` is true; `allowed` describes the values."""
+    """Return the value. Raise ValueError unless `holds` is true.
+
+    name: the key of the setting, for the error.
+    allowed: words for the allowed values, such as "an integer of 1 or more".
+    why: the reason, for the end of the error; "" gives no reason.
+    """
     if not holds:
         raise ValueError(f"{name}={value!r} must be {allowed}{f': {why}' if why else ''}")
     return value

@@ -79,7 +79,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Raise an `OSError` with the needed and the free bytes if the disk is full."""
+    """Replace an error inside `with` that means a full disk by an `OSError` with more facts.
+
+    These are the path, the needed bytes and the free bytes. Other errors pass unchanged.
+    path: the file that is written inside `with`.
+    needed_bytes: the size that the file will have.
+    """
     try:
         yield
     except Exception as error:

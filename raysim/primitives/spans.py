@@ -28,7 +28,12 @@ MAX_KEPT_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    """A time interval with a kind of work; begin and end are in seconds since the epoch."""
+    """A time interval in which a process did one thing.
+
+    name: what the process did, as the trace shows it.
+    kind: the kind of work for which the time counts.
+    start, stop: the begin and the end, in seconds since the epoch.
+    """
 
     name: str
     kind: str

@@ -19,7 +19,7 @@ def _purpose_code(purpose: str) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _words(number: int) -> tuple[int, ...]:
-    """Return a non-negative number as 32-bit words, the lowest word first."""
+    """Split a non-negative number into 32-bit numbers (words), the lowest one first."""
     if number <= _MASK_32:
         return (number,)
     return (number & _MASK_32, *_words(number >> 32))
@@ -27,7 +27,10 @@ def _words(number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return the words with which the seeds of all streams of a purpose begin."""
+    """Return the first 32-bit words of the seed of a stream, before those of its keys.
+
+    All streams of the same run's seed and purpose have these words in common.
+    """
     return (*_words(seed), *_words(_purpose_code(purpose)))
 
 

@@ -113,7 +113,8 @@ def write_clients(
     """Write clients.parquet; a score is null if the client was not scored.
 
     scores: the last scores of the clients.
-    network: the models of the server; the file says which one serves a client if there are several.
+    network: the topology of the run. If it has several replicas, the file says which of them serves
+    each client.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients

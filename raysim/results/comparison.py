@@ -150,7 +150,7 @@ class Report:
         return any(len(group.runs) > 1 for group in self.groups)
 
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
-        """Write the page, tables for LaTeX and figures; return their paths, the page first.
+        """Write the HTML page, tables for LaTeX and figures; return their paths, the page first.
 
         formats: file types of the figures for print: any of "pdf", "svg" and "png"; () writes no
         such figures.

@@ -160,7 +160,7 @@ USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have t
 def _bounds(ylabel: str) -> tuple[float, float]:
     """Return the lowest and the highest possible value of a metric; infinite if not known.
 
-    ylabel: the label of the axis, which contains the metric's name.
+    ylabel: the label of the vertical axis, which contains the metric's name.
     """
     words = set(ylabel.split())
     lowest = 0.0 if words & (SHARES | LOWER_IS_BETTER) else -math.inf
@@ -177,9 +177,12 @@ def in_percent(curve: Curve) -> Curve:
 
 
 def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
-    """Draw curves against one axis.
+    """Draw curves against one quantity, such as rounds or traffic.
 
-    If no curve has a value on the axis, such as traffic, draw a note instead.
+    If no curve has a value of this quantity, draw a note instead.
+    ax: where to draw.
+    axis: the quantity on the horizontal axis.
+    ylabel: the label of the vertical axis.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 

@@ -235,9 +235,10 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the parameters that the server lacks.
+        """Log the parameters of the configuration that MLflow lacks.
 
         MLflow does not allow changes of existing parameters.
+        record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param
 
@@ -320,7 +321,11 @@ class Mlflow:
         self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
 
     def add_model(self, record: Record, folder: Path) -> None:
-        """Log the model in a folder, unless the record's run has a model on the server already."""
+        """Log a run's model, unless MLflow has a model of this run already.
+
+        record: the content of the run's tracking.json.
+        folder: the folder of the model, in MLflow's format.
+        """
         run = self._find_run(record)
         if run is None:
             raise ConnectionError(

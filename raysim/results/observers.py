@@ -466,7 +466,7 @@ class ClientFiles(Observer):
     """An observer that writes each client's samples, last scores, and scores of all rounds.
 
     The files are split.parquet, clients.parquet and client_scores.parquet.
-    network: the models of the server.
+    network: the topology of the run: which replica serves each client.
     """
 
     def __init__(self, data: FederatedData, network: Network):
@@ -574,7 +574,7 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """An observer that draws the history, the jobs, the reports of methods and the probes.
 
-    network: the models of the server; a picture shows them if there are several.
+    network: the topology of the run; a picture shows it if there are several replicas.
     only_rounds: True draws the history against the rounds alone. A run of a study uses this,
     because the study's report has all axes.
     """
