@@ -302,7 +302,10 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard the output that is not written yet, because Python would fail to write it at exit."""
+    """Discard the text for stdout that is not written yet.
+
+    The disk or the pipe behind stdout cannot take it, so Python would fail to write it at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -366,10 +369,11 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 
 
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
-    """Import the packages of --allow, and add the folders of their options to --conf.
+    """Import the packages that --allow names, and add their folders of options to `arguments.conf`.
 
     Return the changed arguments.
-    are_remote: True if the packages are imported on a cluster, not in this process.
+    are_remote: True only finds the folders, without importing the packages; `raysim submit` needs
+    this, because the job imports them on the cluster.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of

@@ -23,14 +23,20 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that is kept for one client: tensors on a worker, NumPy arrays elsewhere.
 
-    Network tensors that stay on the client (normalisation layers of FedBN, RTNet of FRAug) are
-    stored in two flat buffers, one for floats and one for integers, so that a job loads and stores
-    all of them at once. The layout has the name and the position of each tensor.
+    Network tensors that stay on the client, such as the normalisation layers of FedBN, are stored
+    in two flat buffers, one for floats and one for integers, so that a job loads and stores all of
+    them at once. The run's layout has the name and the position of each of these tensors.
+
+    personal: the buffer of floats [layout.personal], first the parameters, then buffers such as
+    running means.
+    counters: the buffer of integers [layout.total_counters - layout.shared_counters].
+    methods: the tensors that methods keep for the client, by "method.name", such as
+    "scaffold.control".
     """
 
-    personal: T  # [layout.personal] floating: parameters, then buffers
-    counters: T  # [layout.total_counters - layout.shared_counters] integer buffers
-    methods: Mapping[str, T]  # the state of methods, by "method.name"
+    personal: T
+    counters: T
+    methods: Mapping[str, T]
 
     def each(self, change: Callable[[T], S]) -> ClientState[S]:
         """Return the state with `change` applied to every tensor, such as a move to a device."""
@@ -62,14 +68,19 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
     twice = personal.keys() & state.methods.keys()
     if twice:
         raise ValueError(
-            f"a method keeps client state under the names of personal tensors: {sorted(twice)}. "
-            "Rename these entries of the method."
+            f"client state {sorted(twice)}: a method keeps entries with these names, which are "
+            "already names of network tensors that stay on the client. Rename the entries in the "
+            "code of the method."
         )
     return personal | dict(state.methods)
 
 
 def reserved_names(layout: Layout) -> set[str]:
-    """Return the names that a method cannot give to client state, because networks use them."""
+    """Return the names that a method cannot give to client state, because they are in use.
+
+    These are the full names of all network tensors that stay on the client, such as
+    "model.bn1.weight", and the names of the two flat buffers of `ClientState`.
+    """
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
@@ -84,8 +95,9 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
     missing = sorted(names - arrays.keys())
     if missing:
         raise ValueError(
-            f"{missing[0]} is missing in a stored client state, which was written with another "
-            f"model or with a version of raysim before {__version__}. Start the run again."
+            f"client state: the stored state of a client lacks the tensor '{missing[0]}'. It was "
+            f"written with another model or with a version of raysim before {__version__}. Start "
+            "the run again in a new folder."
         )
     personal = [np.empty(0, np.float32), *(arrays[entry.name].ravel() for entry in floating)]
     counters = [np.empty(0, np.int64), *(arrays[entry.name].ravel() for entry in integer)]
@@ -94,7 +106,11 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 
 
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
-    """Return the non-empty flat buffers and the state of methods, by name."""
+    """Return the state as a dictionary of few arrays, for checksums and for files.
+
+    The two flat buffers have the names "personal" and "personal.counters"; they are left out if
+    both are empty. The tensors of methods have their names "method.name".
+    """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
         buffers = {_PERSONAL: state.personal, _COUNTERS: state.counters}

@@ -144,7 +144,11 @@ def _check_hooks(method: Method) -> None:
 
 
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
-    """Yield warnings about public functions of methods that nothing calls (misspelt hooks)."""
+    """Yield warnings about methods that probably do not do what their author wants.
+
+    There is a warning for each public function that nothing calls and whose name is almost the name
+    of a hook, and for each method that overrides no hook.
+    """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
         for name in _uncalled_functions(type(method)):
@@ -157,7 +161,8 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
         changes_nothing = method.weighting == Method.weighting and not method.pools
         if len(empty) == len(HOOKS) and changes_nothing:
             yield (
-                f"method '{method.name}' fills no hook and does nothing. See help(raysim.Method)."
+                f"method '{method.name}' overrides no hook and does nothing. "
+                "See help(raysim.Method)."
             )
 
 
@@ -186,7 +191,11 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 
 
 def check_names(methods: Sequence[Method]) -> None:
-    """Raise ValueError for methods without a name, with equal names, or with wrong hooks."""
+    """Raise ValueError if the methods of a list have wrong names or wrong hooks.
+
+    This is so if a method has no name, if two methods have the same name, if a hook has an old name
+    or wrong arguments, and if two methods override the hook `model`.
+    """
     for method in methods:
         check_name(method)
         _check_renamed(method)
@@ -308,7 +317,7 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
         if declared is owner and step_parts(declared):
             raise ValueError(
                 f"method '{declared.method}' replaces local training (run.train), so that its "
-                f"{step_parts(declared)[0]} would never be called. Keep one of them."
+                f"{step_parts(declared)[0]} would never be called. Remove one of the two from it."
             )
         if step_parts(declared):
             raise ValueError(

@@ -83,22 +83,30 @@ class Compressor(Method):
         raise NotImplementedError
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the tensor that a sender keeps before its first message; empty by default."""
+        """Return the tensor that `encode` gets as `kept` for a sender's first message.
+
+        A compressor that needs something from a sender's last message, such as the directions that
+        PowerSGD continues from, overrides this function and `keep`. By default the tensor is empty.
+        """
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return what the sender keeps from this message; empty by default.
+        """Return the tensor that `encode` gets as `kept` for the sender's next message.
 
-        `encode` receives it as `kept` for the sender's next message.
+        message: the message that the sender has just sent.
+        A compressor that overrides this function must also override `initial`. By default the
+        tensor is empty.
         """
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
         """Return the factor by which decoded values are multiplied if there is error feedback.
 
-        Error feedback needs a code C with |C(v) - v| < |v|. An unbiased code of relative variance
-        omega has this property if its values are divided by 1 + omega (EF21, Section 2), that is,
-        if this factor is 1 / (1 + omega).
+        The default is 1. Without error feedback the factor is not used.
+
+        Error feedback needs a code C with |C(v) - v| < |v|. A code that draws random numbers and
+        returns v on average, with a variance of omega |v|^2, has this property if its values are
+        divided by 1 + omega (EF21, Section 2). For such a code return 1 / (1 + omega).
         """
         return 1.0
 
@@ -149,6 +157,7 @@ class Compressor(Method):
         values: [layout.trained], the vector to send.
         state: the sender's state after its last message: "memory" (with error feedback; an empty
         tensor stands for zeros) and "kept" (if the compressor overrides `initial`).
+        key: a random number below 2^63 for this message, which `encode` gets.
         Raise ValueError if the message does not have the declared size.
         """
         memory = state.get(MEMORY)
@@ -189,10 +198,10 @@ class Compressor(Method):
     def _receive(
         self, message: np.ndarray, layout: Layout, values: Tensor, has_memory: bool
     ) -> None:
-        """Fill `values` with the decoded message.
+        """Fill `values`, float [layout.trained], with the decoded message.
 
-        has_memory: True if the sender adds what earlier messages left out to the next message; the
-        decoded values are then multiplied by `contraction`.
+        has_memory: True if the sender uses error feedback; the decoded values are then multiplied
+        by `contraction`.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         out = values if is_direct else torch.empty(len(values))

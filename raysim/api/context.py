@@ -51,22 +51,35 @@ class Plan:
 
 
 class WorkerView(Protocol):
-    """The worker as a job sees it: settings, data, and frozen copies of the networks."""
+    """The attributes and functions of a worker's trainer that a job in training uses.
+
+    partition: the positions of each client's training samples in the data set.
+    labels: the labels of all rows of the data set.
+    statistics_layers: the BatchNorm layers of all networks, which have running statistics.
+    """
 
     task: Task
     local: Local
     partition: CSR
-    labels: Tensor  # of all rows of the data set
-    statistics_layers: Sequence[nn.Module]  # the layers with running statistics
+    labels: Tensor
+    statistics_layers: Sequence[nn.Module]
 
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return normalised inputs and labels of rows, augmented if there is a generator."""
+        """Return normalised inputs [n, ...] and labels of some rows of the data set.
+
+        rows: int64 [n], positions in the data set.
+        generator: augments the inputs by its random numbers; None does not augment them.
+        """
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a client's training samples in order, in batches as large as in evaluations."""
+        """Yield batches (inputs, labels) of a client's training samples, without augmentation.
+
+        The samples are in the order of the partition. The batches are as large as those that the
+        worker uses to score models.
+        """
         ...
 
     def class_counts(self, client: int) -> Tensor:
@@ -74,7 +87,13 @@ class WorkerView(Protocol):
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks; see `LocalJob.frozen`."""
+        """Return copies of all networks, by name, in eval mode and without gradients.
+
+        ctx: the job.
+        name: a name for the copies; one name always has the same values within a job.
+        values: the parameters of the copies [layout.total]; None means the received model with the
+        client's personal parameters.
+        """
         ...
 
 
@@ -85,8 +104,10 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: with Mixup, the tuple (labels, permuted labels, weight of the first labels); else None.
-    rows: additional inputs for the same forward pass, by method; None if no method added rows.
+    pair: if a method mixed two samples into each row (Mixup), the tuple (labels of the first
+    samples, labels of the second samples, weight of the first ones); else None.
+    rows: the additional inputs that methods passed to `add_rows`, by the name of the method; None
+    if no method added rows.
     """
 
     # Not frozen: a frozen dataclass takes longer to create, and there is a `Batch` for each batch.
@@ -98,13 +119,20 @@ class Batch:
     rows: dict[str, Tensor] | None = None
 
     def add_rows(self, method: str, inputs: Tensor) -> None:
-        """Pass more inputs [R, ...] through the model; `out.rows(method)` has their features."""
+        """Pass more inputs through the model, in the same forward pass as the batch.
+
+        method: the name of the method that adds them.
+        inputs: [R, ...]. In the hook `loss`, `out.rows(method)` has their features [R, F].
+        """
         self.rows = {**(self.rows or {}), method: inputs}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the optimizer steps that are made on each batch.
+    """One of the optimizer steps that are made on each batch, one after another.
+
+    By default there is one stage, which trains the model with the task loss. A method declares
+    other stages with `Setup.stages`.
 
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
@@ -171,7 +199,7 @@ class Context:
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
-        """All networks in training, by full name."""
+        """All networks in training: "model", and "method.name" for networks of methods."""
         return self.vector.networks
 
     @property
@@ -180,13 +208,21 @@ class Context:
         return self.model.num_classes
 
     def drawn(self, name: str) -> Tensor:
-        """Return the tensor that a method drew for this step."""
+        """Return the random tensor that a method drew for this step with `Setup.draw`.
+
+        name: the full name of the declaration, "method.name".
+        """
         return self.draws[name][self.step]
 
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks; see `LocalJob.frozen`."""
+        """Return copies of all networks, by name, in eval mode and without gradients.
+
+        name: a name for the copies; one name always has the same values within a job.
+        values: the parameters of the copies [layout.total]; None means the received model with the
+        client's personal parameters.
+        """
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -194,7 +230,7 @@ class Context:
         return stream(self.seed, purpose, self.client, self.participation)
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the client's training samples, see `LocalJob.data`."""
+        """Yield batches (inputs, labels) of the client's training samples, without augmentation."""
         return self.trainer.client_samples(self.client)
 
     def class_counts(self) -> Tensor:
@@ -275,7 +311,11 @@ class Outputs:
         return self.once("logits", lambda: self._outputs_of(self.ctx.model, lambda: self.features))
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
-        """Return the model's outputs; compute them from its features if the model has features."""
+        """Return the outputs [B, C] of a model for this batch.
+
+        features: a function that returns the model's features [B, F] for this batch. It is called
+        only if the model has features in front of a linear head.
+        """
         if is_split(model):
             return cast(Tensor, model.head(features()))
         return cast(Tensor, model(self.batch.inputs))
@@ -303,11 +343,13 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A client's samples before round 0: the argument of the function `client` of `Setup.gather`.
+    """A client's training samples before round 0, from which a method computes arrays.
+
+    `Setup.gather` passes one such object for each client to its argument `client`, a function.
 
     client: the number of the client.
-    gather: a function that reads the client's training samples: inputs and labels.
-    generator: a random generator for this client and this use.
+    gather: a function that reads the client's training samples and returns (inputs, labels).
+    generator: a random generator that is used only here, and only for this client.
     num_classes: the number of the model's outputs.
     """
 

@@ -35,21 +35,23 @@ class Task:
     shape: the shape of one input; [channels, height, width] for an image.
     num_classes: the number of classes, or of other outputs of the model.
     clients: the number of all clients of the run.
-    dtype: the type of all floats.
+    dtype: the type of all floats, such as torch.float32.
     kind: the kind of task, such as "classification"; it decides the usual loss and metrics.
-    tokens: the number of different tokens if inputs are sequences of token numbers.
-    scored_by: the name of the main metric; None means the first of `scores`; without `scores`, the
-    usual metric of the kind.
+    tokens: the number of different tokens if inputs are sequences of token numbers; else None.
+    scored_by: the name of the main metric; None means the first of `scores` or, if `scores` is
+    empty, the usual metric of the kind.
     loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
     usual loss of the kind.
     unseen: the number of clients that are never trained.
-    scores: the metrics that are computed: names, or metrics of the user.
+    scores: the metrics that are computed, as names or as `Metric` objects of the user; () computes
+    only `scored_by`, or the usual metrics of the kind if `scored_by` is None.
     lower: the names of metrics for which a lower score is better (`evaluate.lower`), in addition to
-    those that say so themselves.
+    the metrics that are defined in this way, such as a mean error.
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
-    targets: the arrays of a structured target; () for other labels.
+    targets: if the target of a sample is a dictionary or a list of arrays, such as boxes and their
+    classes, a description of each array; () for other labels.
     """
 
     shape: tuple[int, ...]
@@ -115,8 +117,9 @@ class Task:
 
 @dataclass(frozen=True)
 class ExtraNetwork:
-    """A network that a method adds to the model.
+    """A network that a method adds to the run, next to the model.
 
+    module: the network with its initial parameters.
     personal: True if each client has its own copy, which is never sent.
     """
 
@@ -130,12 +133,14 @@ FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Finetune:
-    """Fine-tuning of a client's model before a score; the fine-tuned model is not kept.
+    """Fine-tuning: a client's model is trained on the client's samples before it is scored.
+
+    The fine-tuned model is used for this score only and is then discarded.
 
     epochs: passes over the client's samples, with a new local optimizer and the usual loss; 0 for
     no fine-tuning.
     head: True trains only the head, with the extractor in eval mode.
-    last: True fine-tunes after the final round only.
+    last: True fine-tunes only for the scores after the final round, False for all scores.
     samples: "own" uses the client's training samples; "all" also uses the samples that
     `partition.fraction` left out of training.
     """
@@ -154,9 +159,11 @@ class Finetune:
 class Generation:
     """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
 
-    tokens: the largest number of tokens of a text; 0 writes no texts.
-    prompts: the texts that the model continues; without prompts it begins a new document.
-    temperature: divides the logits; 0 takes the most probable token.
+    tokens: the largest number of tokens that the model adds to a prompt; 0 writes no texts.
+    prompts: the beginnings of texts that the model continues, one text for each; without prompts it
+    writes one text from its beginning.
+    temperature: the number by which the logits are divided before a token is drawn; 0 always takes
+    the most probable token.
     """
 
     tokens: int = 200
@@ -172,17 +179,21 @@ class Generation:
 class Evaluation:
     """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: the number of aggregations between scores; 0 means never.
-    clients: the number of clients that are drawn for each score, or "all".
+    every: the number of aggregations between two evaluations, at least 1; the last version is
+    always evaluated.
+    clients: the number of clients that are drawn for each evaluation, or "all".
     finetune: how client models are adapted before they are scored; these scores have separate
     columns.
     common: True also scores client models on the central test set.
     probe: the number of aggregations between two probes; 0 means never. A probe stores features
-    and outputs of each local model before it is averaged, on `probe_rows` images of the central
-    test set.
-    decompose: the number of aggregations between two loss decompositions (see
-    `loss_decomposition`), on at most `decompose_rows` training samples of a client; 0 means never.
-    metrics: the names of the metrics that are computed.
+    and outputs of each client's trained model before the aggregation, on `probe_rows` images of the
+    central test set.
+    decompose: the number of aggregations between two loss decompositions, on at most
+    `decompose_rows` training samples of a client; 0 means never. A loss decomposition splits the
+    loss of the new version into the three parts of the FedLD paper, which
+    `raysim.methods.loss_decomposition` explains.
+    metrics: the names of the metrics that are computed; an empty list computes only `metric`, or
+    the usual metrics for the data if `metric` is None.
     metric: the main metric; None means the first of `metrics`, or the usual metric for the data.
     lower: the user's metrics for which a lower score is better.
     unseen: the share of clients that is drawn at the start, never trained, and scored in separate
@@ -215,19 +226,25 @@ class Evaluation:
     def evaluates(self, version: int, rounds: int) -> bool:
         """Return True if this version is scored.
 
-        rounds: the number of the last version.
+        version: the number of the version.
+        rounds: the number of the last version, which is always scored.
         """
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if there is a probe (see `Evaluation`) of the models averaged into a version.
+        """Return True if the clients' models that are averaged into a version are probed.
+
+        `Evaluation` explains what a probe is.
 
         version: the number of the version.
         """
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
-        """Return True if there is a loss decomposition (see `Evaluation`) for this version."""
+        """Return True if there is a loss decomposition for this version.
+
+        `Evaluation` explains what a loss decomposition is.
+        """
         return self.decompose > 0 and version % self.decompose == 0
 
 
@@ -244,7 +261,8 @@ class Local:
     "head", "body", "adapters", or the full name of a module ("model.extractor.0").
     lr: learning rate.
     lr_decay: the learning rate is multiplied by this factor after each version.
-    schedule: how the learning rate also changes with the version; see `rate`.
+    schedule: how the learning rate changes with the version, in addition to `lr_decay`; the
+    function `Local.rate` has the formulas.
     schedule_rounds: the number T of versions after which the schedules "cosine" and "linear" end.
     final_lr: the learning rate of "cosine" and "linear" at version T.
     drop_every, drop_factor: "step" multiplies the rate by drop_factor after each drop_every
@@ -256,10 +274,10 @@ class Local:
     clip: largest norm of a gradient; 0 for no limit.
     epochs, steps: number of passes over the client's samples, or number of batches; one is None.
     batch: number of samples in a batch.
-    sampling: "shuffle" shuffles for every pass and keeps the smaller last batch; "replacement"
-    draws full batches.
-    phases: number of parts into which the `steps` of a job are cut. Methods that select other
-    samples for each epoch treat such a part as an epoch.
+    sampling: "shuffle" goes through the samples in a new random order for every pass, and the last
+    batch of a pass may be smaller; "replacement" draws every batch at random, with replacement.
+    phases: number of parts into which the `steps` of a job are cut, if the job has `steps` and no
+    `epochs`. Methods that select other samples for each epoch treat such a part as an epoch.
     keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
     job of the client to the next.
     """
@@ -329,7 +347,10 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def settings(self) -> OptimizerSettings:
-        """Return the optimizer's settings, such as momentum, without the learning rate."""
+        """Return the optimizer's kind, momentum, nesterov and weight decay.
+
+        The learning rate is not part of them, because it changes from job to job.
+        """
         return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:
@@ -360,9 +381,10 @@ class Local:
 
         steps: the number of steps of the job.
 
-        With `schedule_over="steps"` the factors follow the formulas of `rate`, with the step
-        instead of the version, T = steps and W = warmup_steps. With "rounds" only the first W steps
-        have factors below 1.
+        With `schedule_over="steps"` every job goes through the whole schedule: the factors are the
+        formulas of `rate` divided by lr, with the number of the step in place of the version,
+        T = steps, and W = `warmup_steps`. With `schedule_over="rounds"` the factors are 1, except
+        in the first `warmup_steps` steps, in which they grow towards 1.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
@@ -403,10 +425,14 @@ class Local:
 
 
 class Labels(NamedTuple):
-    """The kind of each client's device, such as "phone"."""
+    """The kind of each client's device.
+
+    names: the names of all kinds, such as "phone" and "tablet".
+    kinds: int [clients], for each client the position of its kind in `names`.
+    """
 
     names: tuple[str, ...]
-    kinds: np.ndarray  # [clients] int: an index into `names`
+    kinds: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -430,12 +456,21 @@ class Participation(NamedTuple):
 
     It is the argument of `Method.cost`, and of the functions `when` that methods pass to
     `Setup.send`.
+
+    version: the number of the version that the client receives.
+    samples: the number of the client's training samples.
+    trained_samples: the number of samples that the job trains on, summed over its epochs.
+    earlier_jobs: the number of earlier jobs of the client that were dispatched.
+    aggregated_jobs: the number of earlier jobs of the client that were aggregated before this
+    version.
+    run: the facts of the run.
+    client: the number of the client; -1 if it is unknown.
     """
 
     version: int
-    samples: int  # training samples of the client
-    trained_samples: float  # samples that the job trains on, in all epochs
-    earlier_jobs: int  # earlier jobs of the client that were dispatched
-    aggregated_jobs: int  # earlier jobs of the client that were aggregated before this version
+    samples: int
+    trained_samples: float
+    earlier_jobs: int
+    aggregated_jobs: int
     run: RunFacts
     client: int = -1

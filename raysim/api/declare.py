@@ -24,7 +24,10 @@ from raysim.vectors.layout import Layout, plan_layout
 
 @dataclass(frozen=True)
 class RunSettingsForMethods:
-    """The settings of a run that methods may read before it starts; see `Setup`."""
+    """The settings of a run that methods may read in `setup`, before the run starts.
+
+    They become attributes of `Setup`, with the same names; its docstring explains each of them.
+    """
 
     local: Local
     rounds: int
@@ -56,11 +59,18 @@ class Declarations:
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the method that owns a hook ("loss", "step"), see `Setup.owns`, or None."""
+        """Return the method that replaces a part of the run, or None if no method does.
+
+        hook: "loss" for the usual loss, or "step" for the server's step: see `Setup.owns`.
+        """
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that declared `fact`, such as "stages", or None; only one may."""
+        """Return the method that declared something, or None if no method declared it.
+
+        fact: an attribute of `MethodDeclaration` that is None by default and that only one method
+        of a list may set, such as "stages", "train" or "compressor".
+        """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
         )
@@ -73,9 +83,9 @@ class Declarations:
 
     @property
     def fixed_parameters(self) -> dict[str, str]:
-        """The model parameters that are frozen, each with the method that freezes it.
+        """The names of the parameters that methods freeze, each with the name of the method.
 
-        See `Setup.fixed_parameters`.
+        Methods freeze parameters with `Setup.fixed_parameters`.
         """
         return {
             name: declared.method for declared in self.methods for name in declared.fixed_parameters
@@ -149,7 +159,10 @@ class Declarations:
 
 
 def with_required_settings(local: Local, method: Method) -> Local:
-    """Return the settings with the values that the method needs; see `Method.settings`."""
+    """Return the settings with the values that the method's hook `settings` requires.
+
+    All required values are used, even if they differ from those in `local`.
+    """
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]
 
@@ -271,8 +284,8 @@ def _check_state_names(declarations: Declarations) -> None:
         values: object = declared.client_states(1)
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"method '{declared.method}' returns {values!r} as client state. Return a "
-                "dictionary of values by name."
+                f"method '{declared.method}': its client states are {values!r}. Return a "
+                "dictionary with a value for each name."
             )
         for name in values:
             if name in taken:

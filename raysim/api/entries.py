@@ -11,8 +11,12 @@ V = TypeVar("V")
 class Entries(MutableMapping[str, V], Generic[V]):
     """A view of the entries of one method in a dictionary that all methods share.
 
-    `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`. The
-    dictionary is looked up at each access, because its owner may replace it.
+    `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`.
+
+    owner, attribute: the object that has the shared dictionary, and the name of the attribute under
+    which it has it. The attribute is read at each access, because the owner may replace the
+    dictionary.
+    method: the name of the method.
     """
 
     __slots__ = ("_attribute", "_owner", "_prefix")

@@ -138,7 +138,10 @@ def check_metrics(metrics: Any, method: str) -> dict[str, float]:
 
 
 class StateNames:
-    """The names under which the methods of a run may keep client state."""
+    """The full names of client state, "method.name", that the methods of a run have declared.
+
+    `name in names` is True if a method has declared the name with `Setup.client_state`.
+    """
 
     def __init__(self, declarations: Declarations):
         self.names: set[str] = set()
@@ -166,16 +169,21 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
-    """Raise HookError for an upload that differs from its declaration."""
+    """Raise HookError if a job's uploads differ from those that methods have declared.
+
+    upload: the tensors that the job assigned, by "method.name". A tensor must not be undeclared,
+    missing, or larger or smaller than declared.
+    """
     known: set[str] = set()
     for declared in declarations.methods:
         known |= {f"{declared.method}.{name}" for name in declared.uploads}
     for key in upload:
         if key not in known:
-            name = key.partition(".")[2] or key
+            method, _, name = key.partition(".") if "." in key else ("", "", key)
+            owner = f" of method '{method}'" if method else ""
             raise HookError(
-                f"job.upload['{name}'] is not declared, so traffic would not count it. Declare it "
-                f'in the method\'s setup: run.upload("{name}", floats).'
+                f"job.upload['{name}']{owner} is not declared, so traffic would not count it. "
+                f'Declare it in the method\'s setup: run.upload("{name}", floats).'
             )
     for declared in declarations.methods:
         prefix = f"{declared.method}."
@@ -190,8 +198,9 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             varies = name in declared.planned_uploads
             if tensor.numel() != expected and not varies:
                 raise HookError(
-                    f"job.upload['{name}'] has {tensor.numel()} floats, but {expected} are "
-                    f'declared. Correct run.upload("{name}", ...).'
+                    f"job.upload['{name}'] of method '{declared.method}' has {tensor.numel()} "
+                    f"floats, but {expected} are declared. Correct the declaration in `setup`, "
+                    f'run.upload("{name}", ...), or the tensor.'
                 )
 
 

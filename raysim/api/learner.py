@@ -283,7 +283,11 @@ class LearnerNetwork(nn.Module):
                 )
 
     def _free_attribute(self, name: str) -> str:
-        """Return a name for a tensor that neither the module nor another tensor uses."""
+        """Return the name of an attribute of this module that can hold a tensor.
+
+        The name is that of the tensor, with "_" in place of "." and, if the module already has an
+        attribute of this name, with "_" at its end.
+        """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):
             attribute += "_"

@@ -25,13 +25,16 @@ class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
     Methods use short names: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control".
-    Parameters are slices of one flat vector: `job.params[at]`.
+    All parameters are in one flat vector, `job.params`. Hooks such as `gradient` get the slice `at`
+    of the parameters that they work on: `job.params[at]`.
 
-    state: the client state that the method declared. Assign new values; never change tensors in
-    place.
-    received: the tensors that the method sent from the server with the model.
-    upload: the tensors that the client sends back; assign its entries in `end`.
-    report: numbers for the history, which are not sent.
+    state: the client state that the method declared with `Setup.client_state`. Assign new values;
+    never change tensors in place.
+    received: the tensors that the method sent from the server with the model (`Setup.send`).
+    upload: the tensors that the client sends to the server with its update, which the method
+    declared with `Setup.upload`; assign them in `end`.
+    report: numbers for the history, which are not sent: `job.report["gap"] = 0.1` adds the column
+    "method.gap", where "method" is the name of the method.
     scratch: values that the method needs until the end of this job. If a hook that is called for
     each batch reads them, they must be tensors.
 
@@ -92,7 +95,7 @@ class LocalJob:
 
     @property
     def stage(self) -> Stage:
-        """The current stage."""
+        """The stage of the current optimizer step; a batch has one or more of them (`Stage`)."""
         return self.context.stage
 
     @property
@@ -125,7 +128,11 @@ class LocalJob:
 
     @property
     def partition(self) -> CSR:
-        """The training rows of all clients, which only a simulator can know."""
+        """The positions of all clients' training samples in the data set.
+
+        `job.partition.rows(k)` returns those of client k, int64 [n]. Only a simulator can know
+        them: a real client does not see the samples of others.
+        """
         return self.context.trainer.partition
 
     @property
@@ -136,7 +143,7 @@ class LocalJob:
     # --- the model ----------------------------------------------------------------------------
     @property
     def vector(self) -> Vector:
-        """All networks as one flat vector."""
+        """The object that holds all networks in one flat vector; `job.params` is the vector."""
         return self.context.vector
 
     @property
@@ -174,7 +181,7 @@ class LocalJob:
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
-        """All networks in training, by full name."""
+        """All networks in training: "model", and "method.name" for networks of methods."""
         return self.context.networks
 
     def network(self, name: str) -> nn.Module:
@@ -193,9 +200,11 @@ class LocalJob:
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield each slice of the shared parameters that the job trained, and how.
+        """Yield how much the job has trained each part of the shared parameters so far.
 
-        Yields (slice, number of optimizer steps so far, mean learning rate of these steps).
+        For each contiguous part that an optimizer trains, yield a tuple: the slice of the flat
+        vector, the number of optimizer steps that the job has made on it, and the mean learning
+        rate of these steps.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
@@ -255,7 +264,11 @@ class LocalJob:
         return self.context.stream(f"{self.method}.{purpose}")
 
     def drawn(self, name: str) -> Tensor:
-        """Return this step's tensor from the sequence that the function of `run.draw` returned."""
+        """Return this step's random tensor, which the method declared with `Setup.draw`.
+
+        name: the name of the declaration. In step i, the result is tensor i of the sequence that
+        the declared function returned for this job.
+        """
         return self.context.drawn(f"{self.method}.{name}")
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:

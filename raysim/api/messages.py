@@ -29,28 +29,49 @@ GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Features and outputs of a local model on rows of the central test set; see `Evaluation`."""
+    """Features and outputs of a client's trained model on n samples of the central test set.
+
+    The setting `evaluate.probe` decides in which aggregations they are computed.
+
+    client: the number of the client.
+    version: the version from which the client's job started.
+    labels: [n], the labels of the samples.
+    seen: [C], True for the classes in the client's training data.
+    accuracy: the share of the samples that the trained model classifies correctly.
+    features: [n, F], the features of the trained model.
+    received: [n, F], the features of the received model, before training.
+    probabilities: [n, C], the probabilities that the trained model gives to the classes.
+    """
 
     client: int
     version: int
-    labels: Ints  # [n]
-    seen: Bools  # [C] True for the classes in the client's training data
+    labels: Ints
+    seen: Bools
     accuracy: float
-    features: Reals  # [n, F] of the local model
-    received: Reals  # [n, F] of the received model
-    probabilities: Reals  # [n, C] of the local model
+    features: Reals
+    received: Reals
+    probabilities: Reals
 
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """A published version: the shared vector and the tensors that all its clients receive."""
+    """A version as workers receive it: the shared vector, and the tensors that methods send.
+
+    version: the number of aggregations before it.
+    vector: [layout.shared], the shared parameters, then buffers of floats.
+    counters: int64 [layout.shared_counters], the shared buffers of integers.
+    extras: the tensors that methods send to all clients with this version, by "method.name".
+    mark: "" for a version. Any other text marks a vector that is only scored.
+    number: the position in the order in which the versions of all replicas were published; with one
+    replica it is `version`.
+    """
 
     version: int
-    vector: np.ndarray  # [layout.shared] parameters, then floating buffers
-    counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
-    extras: Arrays = field(default_factory=dict)  # by "method.name"
-    mark: str = ""  # True: the vector is only scored, and is not the version itself
-    number: int = 0  # of all versions of all replicas; with one replica it is `version`
+    vector: np.ndarray
+    counters: np.ndarray
+    extras: Arrays = field(default_factory=dict)
+    mark: str = ""
+    number: int = 0
 
     @property
     def floats(self) -> int:
@@ -106,7 +127,10 @@ class Job(NamedTuple):
         base: int,
         bases: tuple[int, ...],
     ) -> Job:
-        """Return the job with the values that are known when its base version exists."""
+        """Return the job with the values that are known when its base version exists.
+
+        The arguments are the fields of the same names.
+        """
         # By position, because `_replace` takes twice as long.
         return Job(
             self.number, self.client, self.participation, self.version, self.state,
@@ -117,28 +141,31 @@ class Job(NamedTuple):
 
     @property
     def received(self) -> tuple[int, ...]:
-        """The numbers of the versions that its client receives."""
+        """The numbers (`PublishedVersion.number`) of the versions that the job's client receives.
+
+        There is one, except if the client chooses its replica: it then receives all replicas.
+        """
         return self.bases or (self.base,)
 
 
 class Update(NamedTuple):
     """The result of a client's job: what the client sends, and what the simulator measured."""
 
-    job: int
+    job: int  # `Job.number`
     client: int
-    version: int
+    version: int  # the version from which the job started
     samples: int  # training samples of the client
     trained: int  # samples that it trained on, in all epochs
     steps: int
     loss: float  # mean over the rows of the steps with the task loss; nan if there are none
     seconds: float  # wall time on its worker; for reports only
-    counters: np.ndarray  # [layout.shared_counters]
-    extras: Mapping[str, np.ndarray] = {}
+    counters: np.ndarray  # [layout.shared_counters] the integer buffers after training
+    extras: Mapping[str, np.ndarray] = {}  # the tensors that methods upload, by "method.name"
     # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
     moves: tuple[tuple[int, int, float], ...] = ()
     # Measurements of the simulator, which a client would not send:
-    report: Mapping[str, float] = {}
-    probe: Probe | None = None
+    report: Mapping[str, float] = {}  # numbers for the history, by "method.column"
+    probe: Probe | None = None  # None: the trained model was not probed
     loss_rows: int = 0  # the number of rows over which `loss` is the mean, in all epochs
     norm: float = math.nan  # norm of the delta of the trained parameters
     replica: int = 0  # the replica from which the job started
@@ -146,7 +173,7 @@ class Update(NamedTuple):
 
     @property
     def floats(self) -> int:
-        """The number of floats that the client sends in addition to its delta."""
+        """The number of floats that methods upload, in addition to the change of the parameters."""
         return sum(array.size for array in self.extras.values())
 
 
@@ -168,37 +195,58 @@ class Failure:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of one call to a worker, which may train several jobs."""
+    """The result of one call to a worker, which may train several jobs.
 
-    updates: tuple[Update | Failure, ...]  # one for each job, in order
+    updates: the update or the failure of each job, in the order of the jobs.
+    sums: weighted sums of the changes [layout.shared] of several updates; each key has the numbers
+    of the jobs in the sum. An update in a sum has no `delta` of its own.
+    worker: the name of the worker.
+    busy: wall seconds that the worker worked since its last result; for reports only.
+    states: the size in bytes of each job's final client state.
+    device: the share of the last moments in which the GPU worked, 0 to 1; None means unknown.
+    """
+
+    updates: tuple[Update | Failure, ...]
     sums: GroupSums = field(default_factory=dict)
     worker: str = ""
-    busy: float = 0.0  # seconds that this worker worked since its last result; for reports only
-    states: tuple[int, ...] = ()  # bytes of the final client state of each job
-    device: float | None = None  # share of the last moments in which the GPU worked; None: unknown
+    busy: float = 0.0
+    states: tuple[int, ...] = ()
+    device: float | None = None
 
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """Rows of the data set to score with the model of `client`; -1 is the shared model."""
+    """One part of an evaluation: a model, and the samples to score it on.
+
+    client: the number of the client whose model is scored; -1 means the shared model.
+    rows: int64 [n], the positions of the samples in the data set.
+    state: the number of the job whose final client state the model uses; -1 means the initial
+    state.
+    extras: the tensors that methods would send to this client only, by "method.name".
+    personalised: False does not call the hook `personalise`.
+    finetune: how the model is first trained on the client's samples; None does not train it.
+    name: the name of the set of samples, such as "central"; used if a method scores whole sets.
+    """
 
     client: int
-    rows: np.ndarray  # int64
-    state: int = -1  # the job whose final client state is used; -1: the initial state
-    extras: Arrays = field(default_factory=dict)  # tensors that only this client would receive
-    personalised: bool = True  # False: the hook `personalise` is not called
-    finetune: Finetune | None = None  # adapt the model to the client's training samples first
-    name: str = ""  # the name of the set of samples, for a method that scores sets
+    rows: np.ndarray
+    state: int = -1
+    extras: Arrays = field(default_factory=dict)
+    personalised: bool = True
+    finetune: Finetune | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class ScoringReport:
-    """The scores of one `ScoringTask`, a value for each row.
+    """The result of one `ScoringTask` with n samples: values from which metrics are computed.
 
-    scores: for each entry of `row_functions` (metrics.py) an array [n, ...], such as whether the
-    predictions are right.
-    losses: the loss of each row [n], in the dtype of the run; or float64
-    [n, 2], the sum of the losses of the row's labels and the number of labels (`Objective.parts`).
+    client: the number of the client whose model was scored; -1 means the shared model.
+    scores: for each function that `metrics.row_functions` returns, an array [n, ...] with a value
+    for each sample, such as True for a right prediction.
+    losses: the loss of each sample [n], in the dtype of the run. If the task reports a mean over
+    labels instead of samples (`Objective.parts` is not None): float64 [n, 2], the sum of the losses
+    of the sample's labels, and the number of its labels.
     """
 
     client: int

@@ -152,7 +152,12 @@ class Method:
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Return the aggregation with other weights: `aggregation.with_weights(weights)`."""
+        """Return the aggregation with other weights: `aggregation.with_weights(weights)`.
+
+        `aggregation.weights` has a number for each update: its weight by the setting `weighting`,
+        changed by the methods before this one. `combine` uses the returned weights. By default the
+        weights stay as they are.
+        """
         return aggregation
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -173,7 +178,11 @@ class Method:
         return direction
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Update `server.state` after the step."""
+        """Update `server.state` after the step, for example from the uploads of clients.
+
+        `server.vector` is then the new version; `server.version` is still the number of the
+        aggregations before this one. `aggregation.uploads(name)` has the tensors that clients sent.
+        """
 
     # --- scoring ------------------------------------------------------------------------------
     def personalise(self, client: PersonalModel) -> None:

@@ -140,7 +140,10 @@ class SetScore:
     name: str
 
     def __call__(self, rows: np.ndarray) -> float:
-        """Return the score of outputs and labels; see `SetRows`."""
+        """Return the score of a set of n samples.
+
+        rows: the structured array [n] that `SetRows` makes, with the fields "outputs" and "labels".
+        """
         outputs = torch.from_numpy(np.ascontiguousarray(rows["outputs"]))
         labels = torch.from_numpy(np.ascontiguousarray(rows["labels"]))
         advice = "Return one number, nan if the score is not defined."
@@ -150,7 +153,12 @@ class SetScore:
 
 @contextmanager
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
-    """Compute a user's metric without gradients; raise ValueError with the shapes if it fails."""
+    """Call a user's metric inside `with`, without gradients.
+
+    If the code inside fails, raise ValueError with the metric's name and the shapes.
+    outputs, labels: the arguments of the metric.
+    advice: the last sentence of the error, which says what to do.
+    """
     try:
         with torch.no_grad():
             yield
@@ -191,9 +199,10 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the attribute `rows` of each metric, without repetitions.
+    """Return the functions `MetricRule.rows` of some metrics, each function once.
 
-    Metrics that share such a function then call it only once.
+    Several metrics may have the same function; workers then call it only once. The entry None means
+    that a metric needs the outputs and labels themselves.
     """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 

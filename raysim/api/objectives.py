@@ -35,7 +35,7 @@ class MetricRule:
     """The two steps that compute a metric's score of a set of samples.
 
     rows: a function, called on workers, from outputs [B, C] and labels to a value or an array for
-    each sample, [B, ...]; None stores outputs and labels themselves, see `SetRows`.
+    each sample, [B, ...]; None stores outputs and labels themselves, as `SetRows` does.
     summarise: a function, called on the coordinator, from the results of `rows` for n >= 1 samples,
     in their order, to the score.
     higher: True if a higher score is better.
@@ -267,8 +267,9 @@ def class_f1(pairs: np.ndarray) -> float:
 def class_auroc(rows: np.ndarray) -> float:
     """Return the mean over the classes of the area under the ROC curve, one class against the rest.
 
-    rows: outputs and labels of n samples, see `SetRows`. Classes that all samples have or that no
-    sample has are left out, because they have no such area; the result is nan if all are left out.
+    rows: n samples as `SetRows` stores them, with the fields "outputs" [n, C] and "labels" [n].
+    Classes that all samples have or that no sample has are left out, because they have no such
+    area; the result is nan if all are left out.
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
     is_class = rows["labels"][:, None] == np.arange(outputs.shape[1])
@@ -276,7 +277,11 @@ def class_auroc(rows: np.ndarray) -> float:
 
 
 def label_auroc(rows: np.ndarray) -> float:
-    """Return the mean over the labels of the area under the ROC curve; see `class_auroc`."""
+    """Return the mean over the labels of the area under the ROC curve, for several labels a sample.
+
+    rows: n samples as `SetRows` stores them, with the fields "outputs" [n, L] and "labels" [n, L].
+    Labels that all samples have or that no sample has are left out; nan if all are left out.
+    """
     return _mean_area(rows["outputs"], rows["labels"] > 0)
 
 

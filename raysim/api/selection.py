@@ -27,10 +27,12 @@ class ClientFacts:
     samples: the number of training samples.
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss, norm: the reports of the last aggregated job; nan if the rule does not declare them.
-    seconds: virtual seconds of the last job that arrived.
+    loss, norm: the mean training loss of the client's last aggregated job, and the norm of its
+    update; nan if the attribute `reports` of the rule does not have "loss" or "norm".
+    seconds: the duration in virtual seconds, from dispatch to finish, of the client's last job that
+    was not lost.
     staleness: the staleness of the last aggregated job.
-    last_finish: virtual time at which the last job arrived.
+    last_finish: the virtual time at which the client's last job that was not lost finished.
     """
 
     samples: Ints
@@ -124,44 +126,55 @@ class SelectionView:
 
     @cached_property
     def loss(self) -> Floats:
-        """The mean training loss of each client's last aggregated job, float64 [n], or nan.
+        """The mean training loss of each client's last aggregated job, float64 [n]; nan if none.
 
-        The rule must declare the report "loss".
+        A rule that reads it must have "loss" in its attribute `reports`: `reports = ("loss",)`.
         """
         return self.facts.loss[self.clients]
 
     @cached_property
     def norm(self) -> Floats:
-        """The norm of each client's last aggregated update, float64 [n], or nan.
+        """The Euclidean norm of each client's last aggregated update, float64 [n]; nan if none.
 
-        The rule must declare the report "norm".
+        A rule that reads it must have "norm" in its attribute `reports`: `reports = ("norm",)`.
         """
         return self.facts.norm[self.clients]
 
     @cached_property
     def seconds(self) -> Floats:
-        """The virtual seconds of each client's last job that arrived, float64 [n], or nan."""
+        """The duration in virtual seconds of each client's last job, float64 [n]; nan if none.
+
+        Lost jobs and jobs in flight do not count.
+        """
         return self.facts.seconds[self.clients]
 
     @cached_property
     def staleness(self) -> Floats:
-        """The staleness of each client's last aggregated job, float64 [n], or nan."""
+        """The staleness of each client's last aggregated job, float64 [n]; nan if none."""
         return self.facts.staleness[self.clients]
 
     @cached_property
     def last_finish(self) -> Floats:
-        """The virtual time at which each client's last job arrived, float64 [n], or nan."""
+        """The virtual time at which each client's last job finished, float64 [n]; nan if none.
+
+        Lost jobs and jobs in flight do not count.
+        """
         return self.facts.last_finish[self.clients]
 
     @cached_property
     def expected_seconds(self) -> Floats:
-        """The virtual seconds that a client's first job takes on its device, float64 [n]."""
+        """The duration in virtual seconds that the fleet expects for each client, float64 [n].
+
+        It is the time in which the client's device receives the model, trains a first job and sends
+        its update. Every client has a value, also before its first job.
+        """
         return self.estimate_seconds()[self.clients]
 
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
-        """Return the part of `expected_seconds` in which clients send, float64 [clients].
+        """Return the part of `expected_seconds` in which each client sends its update.
 
-        It is 0 for a device if the fleet has only the time of a whole job, and not of its parts.
+        clients: the numbers of clients. The result is float64, with a value for each of them. All
+        values are 0 if the fleet knows only the duration of a whole job, and not of its parts.
         """
         return self.estimate_sending([int(client) for client in clients])
 
@@ -187,12 +200,14 @@ class SelectionView:
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
         """Ask clients for the loss of the current model; return it for each, float64 [clients].
 
-        The rule must declare `measures`, and may call this once in a decision. Each client receives
-        the model and sends one float. The jobs of the decision start when the slowest client has
-        answered. A measured client already has the model, so its job does not send it again. The
-        forecast before a run trains nothing, so all losses are nan there.
-        samples: the largest number of samples that each client uses, drawn for each decision; None
-        uses all samples.
+        The rule must set `measures = True`, and may call this once in each call of `select`. Each
+        of these clients receives the model, computes the loss on its training samples, and sends
+        one float. The jobs of the selected clients start when the slowest client has sent its loss.
+        A client that was asked already has the model, so its job does not send the model again.
+        Before a run, raysim estimates the virtual time without training anything; all losses are
+        nan then.
+        samples: the largest number of samples that each client uses, drawn for each call; None uses
+        all samples.
         """
         return self.measure_losses([int(client) for client in clients], samples)
 
@@ -200,15 +215,21 @@ class SelectionView:
 class Selection:
     """A rule that chooses the clients of each dispatch.
 
-    reports: the reports that the rule needs from clients. Without reports the planner plans far
-    ahead of the training; with reports only one aggregation ahead, because the rule must see them.
-    measures: True if the rule calls `SelectionView.measure`; the planner then also plans only one
-    aggregation ahead.
+    reports: the results of training that the rule needs: "loss" for `SelectionView.loss`, "norm"
+    for `SelectionView.norm`; () if it needs none.
+    measures: True if the rule calls `SelectionView.measure`.
+
+    A rule without reports and measurements does not depend on training, so the planner decides many
+    aggregations before they are trained. With any of them, the planner decides only one aggregation
+    ahead, because the rule needs the results of the earlier ones.
     """
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """The reports that the rule needs. A subclass may set a class attribute instead."""
+        """The reports that the rule needs, "loss" and "norm", see the class.
+
+        A subclass may set a class attribute instead: `reports = ("loss",)`.
+        """
         return ()
 
     @property

@@ -22,16 +22,18 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: the messages of the clients, in the order in which the planner accepted them.
+    updates: the messages of the clients, in the order of virtual time in which the planner put them
+    into the aggregation.
     deltas: for each update the change [layout.shared], trained minus received, on the CPU. It is
     empty if workers sum the updates, which they may do if no method overrides `weigh` or `combine`
     or declares `read_updates`.
     weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
-    bases: the versions from which updates started, by number.
-    normaliser: a function from the weights to the divisor of the weighted sum.
-    combined: the result [layout.trained] of `combine`, before `step` changed it; None before
-    `step`.
+    bases: the base versions of the updates; a key is the number of aggregations before the version.
+    normaliser: a function that returns the divisor of the weighted sum from the weights. The
+    default is their sum; a method may pass another one to `with_weights`.
+    combined: in the hook `step`, the result [layout.trained] of `combine`, before the step of any
+    method has changed it; None in all other hooks.
     """
 
     updates: Sequence[Update]
@@ -45,7 +47,11 @@ class Aggregation:
 
     @property
     def divisor(self) -> float:
-        """The divisor of the weighted sum: the sum of the weights, or a method's choice."""
+        """The divisor of the weighted sum of updates: the result of `normaliser`.
+
+        This is the sum of the weights, unless a method has passed another function to
+        `with_weights`.
+        """
         return float(self.normaliser(self.weights))
 
     @property
@@ -65,7 +71,9 @@ class Aggregation:
     ) -> Aggregation:
         """Return the same updates with other weights.
 
-        normaliser: see `Aggregation`; None keeps the current one.
+        weights: a weight for each update.
+        normaliser: a function that returns the divisor of the weighted sum from the weights; None
+        keeps the current function.
         """
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 

@@ -84,7 +84,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Omission:
-    """The numbers of floats of the model that a client does not receive (down) or send (up)."""
+    """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
+
+    down, up: functions that return the number of floats of the model that the client of a job does
+    not receive (down) and does not send (up).
+    """
 
     down: Callable[[Participation], int]
     up: Callable[[Participation], int]
@@ -102,7 +106,12 @@ class RoundWarning:
 
 @dataclass
 class MethodDeclaration:
-    """Everything that one method declared in `setup`; `Setup` describes each entry."""
+    """Everything that one method declared in `setup`.
+
+    Most entries have the name of the function of `Setup` that fills them, whose docstring explains
+    them: `client_state` is filled by `Setup.client_state`, `draws` by `Setup.draw`. `method` is the
+    name of the method.
+    """
 
     method: str
     networks: dict[str, ExtraNetwork] = field(default_factory=dict)
@@ -197,7 +206,9 @@ class Setup:
     - clients_with_samples: the number of clients that have training samples.
     - max_updates: the largest number of updates in one aggregation.
     - has_stale_updates: True if updates may start from an earlier version than the current one.
-    - devices: the kind of each client's device, by its name in the fleet; None outside a run.
+    - devices: for each client the kind of its device, such as "phone": `devices.names` has the
+      kinds of the fleet, and `devices.kinds` the position in it for each client. None if `setup` is
+      called without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -284,8 +295,10 @@ class Setup:
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
         """Call `check(run)` after all methods have made their declarations.
 
-        `check` returns warnings or raises ValueError. `run.layout` has the position of each tensor,
-        and `run.methods` the declarations of each method.
+        `check` returns a list of warnings, which may be empty, or raises ValueError. Its argument
+        is not this `Setup` but a `raysim.api.declare.Declarations`: `run.layout` has the position
+        of each tensor, `run.networks` all networks, and `run.methods` the declarations of each
+        method.
         """
         self.declared.checks.append(check)
 
@@ -492,8 +505,10 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) receives the updates and failures of an aggregation, in the order
-        of acceptance, and returns a list of the same length. Workers then do not sum updates.
+        change(arrivals, server) receives a list with an `Update` for each job of an aggregation, or
+        a `Failure` if the job failed, in the order in which the planner put them into the
+        aggregation. It returns a list of the same length. Workers then send every single update to
+        the coordinator, and not sums of updates.
         """
         self.declared.change_updates = change
 
@@ -512,9 +527,10 @@ class Setup:
         self.declared.train = function
 
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Train with the labels `change(labels)`; labels [n] are those of all rows of the data.
+        """Train with other labels than those of the data; scores use the true labels.
 
-        Scores use the true labels.
+        change(labels) receives the labels [n] of all n rows of the data set, and returns the labels
+        [n] to train with.
         """
         self.declared.change_labels = change
 
@@ -585,9 +601,9 @@ class Setup:
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
-        This method's `loss` is then called before that of other methods, and gets 0 instead of the
-        usual loss. Its `step` is called after that of other methods, and gets the direction that
-        they returned.
+        With "loss", this method's hook `loss` is called before the hooks `loss` of other methods,
+        and gets 0 instead of the usual loss. With "step", its hook `step` is called after the hooks
+        `step` of other methods, and gets the direction that they returned.
         """
         self.declared.owned.update(hooks)
 

@@ -25,11 +25,15 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 
 
 class Mixing(NamedTuple):
-    """A mixing matrix as sparse rows.
+    """A mixing matrix: the weights by which an exchange makes the next vector of each replica.
 
-    starts: int64 [replicas + 1], where each row begins in the other arrays.
-    sources: int64, the replicas with a weight in the row, ascending.
-    weights: float64, greater than 0.
+    Row r has the weights of the replicas whose weighted mean is the next vector of replica r. Only
+    weights above 0 are stored, in two arrays, one row after another.
+
+    starts: int64 [replicas + 1], where each row begins in the two arrays; the last entry is their
+    length.
+    sources: int64, the replica that each weight belongs to, ascending within a row.
+    weights: float64, the weights; those of a row sum to 1.
     """
 
     starts: np.ndarray
@@ -146,7 +150,8 @@ class Network:
     """The replicas of a run and their exchanges.
 
     replica_of: int64 [clients], the replica that serves each client.
-    mixing: the mixing matrix, see `mixing_matrix`; None means no exchanges.
+    mixing: the weights of the replicas in an exchange, which `mixing_matrix` makes from an array;
+    None means no exchanges.
     shares: float64 [replicas], the weight of each replica in the mean of all replicas, which is
     scored; None means equal weights.
 
@@ -295,6 +300,9 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return weights as a sparse matrix.
 
+    weights: an array [replicas, replicas], whose row r has the weight of each replica in the next
+    vector of replica r; or a sequence with a dictionary for each replica r, which has these weights
+    by the number of the replica and leaves out those of 0.
     key: the setting that errors name.
 
     Raises ValueError if a weight is negative or not finite, or if the weights of a replica do not

@@ -34,7 +34,7 @@ class FlowerRequest:
     """The parsed arguments of `raysim flower run`.
 
     project: the Flower app.
-    node: raysim's configuration, such as the fleet.
+    config: raysim's complete configuration, such as the fleet, as nested dictionaries.
     seeds: the app is run once for each seed.
     clients: the number of clients; None takes the number in the Flower project.
     samples: the number of samples of each client, from which the virtual time of its work follows.
@@ -42,7 +42,7 @@ class FlowerRequest:
     """
 
     project: Project
-    node: Node
+    config: Node
     seeds: tuple[int, ...]
     clients: int | None
     samples: int
@@ -80,14 +80,14 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
                 f"{key}: is not a key of raysim flower run. {valid}. Values of the app's own run "
                 f"config go into --run-config '{word}'"
             )
-    nodes = [to_dict(compose([*overrides, seed])) for seed in seeds]
+    configs = [to_dict(compose([*overrides, seed])) for seed in seeds]
     changed: dict[str, Any] = {}
     for text in run_configs:
         changed.update(_read_run_config(text))
     samples = counts["samples"]
     assert samples is not None, "it has a default"
-    numbers = tuple(int(node["seed"]) for node in nodes)
-    return FlowerRequest(project, nodes[0], numbers, counts["clients"], samples, changed)
+    numbers = tuple(int(config["seed"]) for config in configs)
+    return FlowerRequest(project, configs[0], numbers, counts["clients"], samples, changed)
 
 
 def _read_count(word: str) -> int:
@@ -123,17 +123,17 @@ def _read_run_config(text: str) -> dict[str, Any]:
 
 
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
-    """Run a Flower app once for each seed; print the metrics of its messages.
+    """Run a Flower app once for each seed, and print a table of its metrics.
 
-    For the arguments see `read_request`. Return the exit status. Raise `RefusedError` for an app or
-    a setting that cannot run.
+    words, run_configs: as in `read_request`.
+    Return the exit status. Raise `RefusedError` for an app or a setting that cannot run.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():
         import_optional("flwr", "raysim flower run")
     from raysim.flower.session import AppRun, run_app, warn_on_stderr
 
-    project, node = request.project, request.node
+    project, config = request.project, request.config
     for name, reference in (("clientapp", project.client_app), ("serverapp", project.server_app)):
         if not reference:
             raise RefusedError(
@@ -141,7 +141,7 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
                 "go to the folder of a Flower app."
             )
     with errors_as_refusals():
-        _, execution = build_settings(node)
+        _, execution = build_settings(config)
         run = AppRun(
             client_app=project.client_app,
             server_app=_load_server_app(project),
@@ -150,7 +150,7 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
             run_config=project.run_config(request.run_config, "--run-config"),
             seed=request.seeds[0],
             samples=request.samples,
-            fleet=build_part(node, "fleet", (), {}),
+            fleet=build_part(config, "fleet", (), {}),
             runtime=execution.runtime,
             device=choose_device(execution.device, execution.runtime.name == "cluster"),
             out=user_path(execution.out) if execution.out else None,
@@ -185,7 +185,10 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a text table with a row for each virtual time at which messages were sent."""
+    """Return a text table with a row for each virtual time at which messages were sent.
+
+    rounds: the same table as a pandas.DataFrame, `AppResult.rounds`.
+    """
     if not len(rounds):
         return "the ServerApp sent no messages"
     head = [str(name) for name in rounds.columns]

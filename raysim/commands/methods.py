@@ -26,8 +26,8 @@ class MethodEntry:
 
     option: the option of `method=` that selects the method, possibly together with other methods.
     about: one line that says what the method does.
-    texts: the docstrings of its module and its class.
-    slots: the hooks that it overrides.
+    texts: the docstring of its module, then the docstring of its class.
+    hooks: the names of the hooks that it overrides.
     """
 
     name: str
@@ -35,7 +35,7 @@ class MethodEntry:
     paper: str
     about: str
     texts: Sequence[str]
-    slots: Sequence[str] = ()
+    hooks: Sequence[str] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,7 +50,7 @@ class MethodEntry:
             "option": self.option,
             "paper": self.paper,
             "about": self.about,
-            "slots": self.slots,
+            "slots": self.hooks,
             "parameters": self.parameters,
         }
 
@@ -104,11 +104,12 @@ def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]
 
 
 def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
-    """Import a method's class, and return the facts about it.
+    """Import a method's class; return its docstrings, paper and hooks.
 
-    This is for classes that `read_method` cannot read, such as a user's own.
+    This is for classes whose source `read_method` cannot read, such as a user's own.
     name: the method's name.
-    node: its configuration.
+    node: the method's configuration; its key `_target_` names the class.
+    allow: the packages from which classes may be imported.
     """
     from raysim.api.method import Method
     from raysim.experiment.describe import hook_names
@@ -145,7 +146,7 @@ def list_methods(entries: Sequence[MethodEntry], width: int) -> str:
 def _lines(entry: MethodEntry, width: int) -> Iterator[str]:
     values = [f"{key}={format_value(value)}" for key, value in entry.parameters.items()]
     yield entry.title
-    for text in (entry.about, ", ".join(entry.slots), "  ".join(values)):
+    for text in (entry.about, ", ".join(entry.hooks), "  ".join(values)):
         for line in textwrap.wrap(
             text, width - len(INDENT), break_long_words=False, break_on_hyphens=False
         ):
@@ -162,7 +163,7 @@ def explain_methods(entries: Sequence[MethodEntry]) -> str:
     for entry in entries:
         texts = [text for text in entry.texts if text and text not in printed]
         printed.update(texts)
-        hooks = [f"hooks: {', '.join(entry.slots)}"] if entry.slots else []
+        hooks = [f"hooks: {', '.join(entry.hooks)}"] if entry.hooks else []
         settings = []
         for key, value in entry.parameters.items():
             settings.append(f"method.{entry.name}.{key}={format_value(value)}")

@@ -231,7 +231,7 @@ NAMES = "its hooks and what it keeps have names that fit"
             users_method(gradiant=lambda self, job, grad, at: None),
             "'gradiant'",
         ),
-        (users_method(), "method 'mine' fills no hook"),
+        (users_method(), "method 'mine' overrides no hook"),
         (users_method(end=lambda self: None), "def end(self, job)"),
         (users_method(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
     ],

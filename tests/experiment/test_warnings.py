@@ -254,8 +254,8 @@ def test_misspelt_hook_gets_a_warning() -> None:
     assert found == [
         "method 'misspelt' has a function 'gradiant' that nothing calls: "
         "is the hook 'gradient' meant?",
-        "method 'misspelt' fills no hook and does nothing. See help(raysim.Method).",
-        "method 'empty' fills no hook and does nothing. See help(raysim.Method).",
+        "method 'misspelt' overrides no hook and does nothing. See help(raysim.Method).",
+        "method 'empty' overrides no hook and does nothing. See help(raysim.Method).",
     ]
     assert not [
         text

@@ -413,10 +413,10 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         (mine(end=reports), "job.report['z'] of method 'mine' is None"),
         (mine(end=writes), UNDECLARED),
         (mine(end=removes, setup=keeps), "job.state['x'] of method 'mine' was removed"),
-        (mine(end=uploads), "job.upload['x'] is not declared"),
+        (mine(end=uploads), "job.upload['x'] of method 'mine' is not declared"),
         (mine(end=uploads_without_name), "job.upload['x'] is not declared"),
         (mine(setup=declares_upload), "job.upload['x'] is missing"),
-        (mine(end=uploads, setup=declares_upload), "job.upload['x'] has 2 floats"),
+        (mine(end=uploads, setup=declares_upload), "job.upload['x'] of method 'mine' has 2 floats"),
     ],
 )
 def test_error_of_wrong_hook_is_a_sentence_without_traceback(method: Method, sentence: str) -> None:

@@ -83,11 +83,12 @@ ResultRow: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """A way to execute the steps of clients. Tables show its name in the column "way".
+    """A way to execute the steps of clients.
 
+    name: the name of the mode, in the column "way" of tables.
     lanes: the number of clients that are trained at once.
     graph: True records a step as a CUDA graph and replays it.
-    precision: the number format of matrix products.
+    precision: the number format of matrix products, "float32", "tf32" or "bfloat16".
     """
 
     name: str
@@ -678,7 +679,10 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
     }
     for part in options.parts:
         if not has_time():
-            say(f"{part}: skipped, no time left")
+            say(
+                f"{part}: skipped with all later parts, because --minutes {options.minutes:g} are "
+                f"over. To measure it, run the command again with --parts {part}"
+            )
             break
         since = time.monotonic()
         results[part] = measurements[part]()

@@ -134,9 +134,11 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
 
 
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield the lines of a Markdown table.
+    """Yield a Markdown table, then an empty line.
 
-    If a measurement was refused, the last cell of its row says why.
+    columns: the names of the columns, which are keys of the rows.
+    rows: a dictionary for each measurement. If raysim could not make the measurement, the key
+    "refused" has the reason, which is shown in the last column.
     """
     lines = []
     for row in rows:

@@ -330,7 +330,7 @@ def measure_workload(
     """Alternate blocks of rounds of raysim and of the bare loops. Ray must be running.
 
     name: the workload's name.
-    root: see `source_of`.
+    root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     blocks: the number of blocks.
     show: function that gets a line for each block.
     """
@@ -383,7 +383,7 @@ def main(
 ) -> list[LoopResult]:
     """Measure workloads, print a table, and write the results to `out`.
 
-    root: see `source_of`.
+    root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     """
     from raysim.runtime import ray as cluster
 

@@ -54,10 +54,13 @@ class StudyRun:
 class StudyPlan:
     """A study before it starts.
 
+    folder: the folder of the study; each run has a folder inside it.
     conf: the user's own folders of options.
     overrides: for each key, a list with one override for each value.
-    is_new: True if the folder must be empty.
-    is_dated: True if the folder's name is the time of the start.
+    runs: all runs, those of the first seed first.
+    is_new: True if the study creates its folder, which must not exist; False if it may continue a
+    study in the folder.
+    is_dated: True if the user gave no `out=`, so that the folder's name is the time of the start.
     """
 
     folder: Path
@@ -260,7 +263,8 @@ def _name_parts(keys: Sequence[str]) -> dict[str, str]:
     """Map each key to the short text that stands for the key in a run's name.
 
     The text is the last part of the key, or the whole key if several keys have the same last part.
-    Tables have shorter texts, but a continued study finds its folders by these names.
+    A run's name is also the name of its folder, so these texts must stay as they are: otherwise a
+    continued study would not find the folders of its runs.
     """
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):

@@ -157,7 +157,11 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 
 
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the highest threshold that every run reached, or None."""
+    """Return the highest score that every run reached, among those that summaries list.
+
+    The entry `rounds_to` of a summary has the number of rounds to each of several scores, such as
+    {"0.80": 12}. Return the key, or None if there is no score that every run reached.
+    """
     reached = []
     for summary in summaries:
         rounds_to = summary.get("rounds_to")
@@ -286,10 +290,12 @@ def settings_table(
 ) -> list[Column]:
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is over the seeds, with divisor n-1. Rows with equal values of all keys that are
-    not compared form a group. The best setting of each group is marked by the rule `BEST_RULE`.
+    The deviation is the standard deviation over the seeds, with divisor n-1. Rows with equal values
+    of all keys that are not compared form a group. The best setting of a group is marked if its
+    mean is better than the next one by more than the deviation of either.
 
-    comparisons: for each metric, the comparisons whose significant differences are marked.
+    comparisons: for each metric, the comparisons with the reference; significant differences are
+    marked. None marks none.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)

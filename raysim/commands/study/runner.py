@@ -113,8 +113,10 @@ def make_runs(
     """Execute the runs that are not finished; return for each failed run why it failed.
 
     parallel: the number of runs at a time.
+    allow: the packages whose classes the options use.
     say: function that gets a line for each run that has ended.
-    show: function that gets the runs in progress, when a run begins and after every round.
+    show: function that displays the runs in progress. It is called with "running: NAMES" when a run
+    begins and, if parallel is 1, after every round also with a text such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -184,7 +186,12 @@ def _run_one_by_one(
     begin: Callable[[StudyRun], None],
     show_progress: Say,
 ) -> Generator[RunEnd]:
-    """Execute runs one after another in this process, on one Ray cluster; yield their ends."""
+    """Execute runs one after another in this process, on one Ray cluster.
+
+    Yield how each run ended, when it has ended.
+    begin: function that is called with each run before it starts.
+    show_progress: function that is called with a text such as " · round 3/20" after every round.
+    """
     with ExitStack() as session:
         for run in runs:
             since = time.monotonic()
@@ -264,7 +271,11 @@ def _run_in_parallel(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Execute `parallel` runs at a time on one Ray cluster; yield each run's end when it ends."""
+    """Execute `parallel` runs at a time on one Ray cluster, each in a process of its own.
+
+    Yield how each run ended, when it has ended.
+    begin: function that is called with each run before it starts.
+    """
     waiting = list(runs)
     children: dict[int, ChildRun] = {}  # by the file descriptor of the answer
     with ExitStack() as session:

@@ -51,8 +51,8 @@ class StudyResult:
         path = self.folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: the study has no such table, because too few runs have finished. Finish "
-                "its runs, or repeat the study with more seeds"
+                f"{path} does not exist: too few runs of the study have finished for this table. "
+                f"Continue it with out={self.folder} resume=latest, or start one with more seeds"
             )
         return pd.read_csv(path)
 

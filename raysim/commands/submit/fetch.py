@@ -61,7 +61,8 @@ def fetch(
     replaced.
     job: the id that `raysim submit` prints, or the URL of a run.
     target: the folder on this machine; None takes the name of the job's folder.
-    address: see `job_server.find_address`.
+    address: the URL of the job server; None reads Ray's environment variables and, without these,
+    takes the job server on this machine.
     folder: the job's folder on its node; None reads it from the job's command.
     checkpoints: True also copies the checkpoints.
     limit_mb: the largest size of the archive in MB.

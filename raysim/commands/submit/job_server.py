@@ -145,7 +145,8 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
             )
         address = client.get_address()
         raise ValueError(
-            f"--address {address}: the cluster does not accept the job: {reason}"
+            f"--address {address}: the cluster does not accept the job: {reason.rstrip('.')}. "
+            "Correct the cause, and submit the job again"
         ) from error
 
 

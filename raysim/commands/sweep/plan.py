@@ -62,6 +62,14 @@ WHY_NOT_SEARCHED = {
 class SweepOptions:
     """The settings `sweep.*`: how to search, and with which resources.
 
+    A trial is one setting, that is, one value for each searched key.
+
+    name: the name of the file in `conf/sweep` that the command chose.
+    search: "random" draws settings at random, "grid" tries all combinations, and "optuna" lets
+    Optuna propose settings that depend on the scores of earlier trials.
+    scheduler: "none" trains every trial to its end, "asha" stops the worse trials early
+    (asynchronous successive halving), and "pbt" replaces the worse trials by changed copies of the
+    better ones (population-based training).
     trials: the number of settings to try (null: all of a grid, else 16).
     metric: the compared column of the history; its last value counts. null takes the main metric
     (usually accuracy) on the first of these that exists: validation samples (if all trials have
@@ -146,14 +154,18 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return the point without those keys that its options do not have; see `inactive`."""
+        """Return the point without the keys that do not exist with its options.
+
+        With method=fedavg there is no method.fedprox.mu, for example; `inactive` lists these keys.
+        """
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
 
     def node(self, point: Mapping[str, object], seed: int | None = None) -> Node:
-        """Return the resolved configuration of a run at a point. No file is read.
+        """Return the complete configuration of a run, as nested dictionaries. No file is read.
 
-        seed: None takes the first seed.
+        point: the values of the searched keys.
+        seed: the seed of the run; None takes the first seed.
         """
         name = self._draft_name(point)
         chosen = json.loads(name)
@@ -300,8 +312,10 @@ def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None
 class SweepRequest:
     """A sweep and its folder.
 
-    is_new: True if the folder must be empty.
-    is_dated: True if the folder's name is the time of the start.
+    conf: the user's own folders of options.
+    is_new: True if the sweep creates its folder, which must not exist; False if it may continue a
+    sweep in the folder.
+    is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 
     plan: SweepPlan

@@ -123,14 +123,16 @@ class TrialRecords:
                     self._ended_before.add(record.number)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise RefusedError(
-                    f"{path}: the trial cannot be read ({error}). Delete the file to repeat it"
+                    f"{path}: the trial cannot be read ({error}). Delete the file to run the "
+                    "trial again"
                 ) from error
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return round and metric of each measurement that a trial made in an earlier session.
+        """Return what a trial measured before the sweep was stopped and continued.
 
-        Return [] unless the trial had ended in that session.
+        The result has (round, value of the compared column) for each round of the trial that has a
+        value. It is empty if the trial had not ended when the sweep was stopped, or is new.
         number: the trial's number.
         """
         if number not in self._ended_before:
@@ -190,15 +192,16 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Record the rows of a trial up to a measurement.
+        """Add rows to the history of a trial; a trial reports them each time it has a new score.
 
         number: the trial's number.
-        rows: means over the seeds.
+        point: the values of the searched keys, which population-based training may have changed.
+        rows: the rows since the last report, as means over the seeds.
         seconds: the time that these rows took.
         is_done: True after the last round.
 
-        A trial that took over the state of another trial continues at an earlier round: its later
-        rows are removed.
+        In population-based training a trial may continue from the checkpoint of a better trial, at
+        an earlier round. The trial's rows from this round on are then replaced.
         """
         record = self.all[number]
         record.point = point

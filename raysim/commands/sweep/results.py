@@ -78,7 +78,8 @@ class SweepResult:
     def get_best_result(self, metric: str | None = None, mode: str | None = None) -> TrialResult:
         """Return the trial whose last row has the best value of a column.
 
-        metric, mode: the column, and "max" or "min"; None takes those of the sweep.
+        metric: the column; None takes the column that the sweep compared.
+        mode: "max" or "min"; None takes the mode of the sweep.
         Raise `ValueError` if no trial has a value.
         """
         name = metric or self.metric

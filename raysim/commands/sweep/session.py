@@ -111,7 +111,11 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
 
 
 def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
-    """Return the options for Ray: on this machine or, with runtime=cluster, on the cluster."""
+    """Return the options with which the sweep connects to Ray.
+
+    With runtime=cluster the trials run on the cluster at `runtime.address`. With any other runtime
+    the sweep starts Ray on this machine.
+    """
     return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
 
 

@@ -15,7 +15,9 @@ class MyCompressor(Compressor):
     """A compressor that sends the mean of each block of entries.
 
     block: the number of entries in a block.
-    direction, feedback: see `raysim.Compressor`.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
+    feedback: the form of error feedback, "none", "ef21" or "ef14"; with it, a sender adds what
+    earlier messages left out to the next message. `help(raysim.Compressor)` explains the forms.
     """
 
     name = "mypackage_means"
@@ -30,7 +32,11 @@ class MyCompressor(Compressor):
         return -(-layout.trained // self.block)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the means of the blocks, as words. The last block is filled up with zeros."""
+        """Return the means of the blocks as the words of a message, uint32 [words].
+
+        values: float32 [layout.trained]; the last block is filled up with zeros.
+        key, kept: a random number, and what is remembered of the last message; not used here.
+        """
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()
         means: np.ndarray = padded.reshape(-1, self.block).mean(1)

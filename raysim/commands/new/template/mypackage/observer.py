@@ -10,6 +10,8 @@ from raysim.simulation.events import Round
 class MyObserver(Observer):
     """An observer that writes best.txt: the round in which a column has its highest value.
 
+    column: the name of a column of the history, such as the accuracy on the central test set.
+
     `raysim.Observer` lists the other moments at which an observer can act.
     """
 
@@ -17,7 +19,12 @@ class MyObserver(Observer):
         self.column = column
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write the best round so far; `run.rows` is the history up to this round."""
+        """Write the best round so far; raysim calls this after every round.
+
+        run: the run in progress: `run.rows` is the history up to this round, and `run.folder` the
+        folder of the run.
+        event: the round that has just ended; not used here.
+        """
         measured = [row for row in run.rows if row.get(self.column) is not None]
         if measured:
             best = max(measured, key=lambda row: row[self.column] or 0.0)

@@ -39,7 +39,12 @@ class MySchedule:
         return self.most
 
     def decide(self, view: View) -> Action:
-        """Return what happens next on virtual time. The answer must depend only on `view`."""
+        """Return what happens next in virtual time: dispatch, aggregate or wait.
+
+        view: the current state of the run: `view.running` has the jobs in flight, `view.arrived`
+        the jobs whose updates can be aggregated, and `view.version` the number of aggregations so
+        far. The answer must depend only on `view`.
+        """
         if view.running:
             return Wait()
         if view.arrived:
