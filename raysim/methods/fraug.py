@@ -345,9 +345,10 @@ class FRAug(Method):
         return names
 
     def three_steps(self, plan: Plan) -> Sequence[tuple[Stage, ...]]:
-        """Return the steps of each batch: classifier, generator, RTNet.
+        """Return the stages of each batch of a job: classifier, generator, RTNet.
 
-        A batch of one sample has no step.
+        A batch of one sample has no stage.
+        plan: the batches of the job.
         """
         steps = {"model": Stage()}
         if self.use_generator:

@@ -56,9 +56,11 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse other methods and layers that do not allow splitting the product B A into factors.
+    """Refuse what does not fit a method that splits the product B A into new factors.
 
-    B A must have one entry for each entry of the layer's weight, unlike in a grouped convolution.
+    These are the methods of `KEEPERS`, which keep values for each parameter, and grouped
+    convolutions, in which B A has other entries than the layer's weight.
+    adapters: the adapters of the run's model.
     """
     for other in KEEPERS:
         run.excludes(

@@ -40,6 +40,8 @@ def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor
 
     Class numbers, int64 [...], become one-hot rows. Labels of floats are such rows already, and are
     returned unchanged.
+    num_classes: the number C of classes.
+    dtype: the type of the one-hot rows.
     """
     if labels.is_floating_point():
         return labels

@@ -44,6 +44,7 @@ def model_contrastive_loss(
 
     z_local, z_global: [B, D], features of the trained and of the received model.
     z_previous: [P, B, D], features of P previous models of the client.
+    temperature: the divisor tau of the cosines.
     """
     if not len(z_previous):
         return z_local.new_zeros(())

@@ -93,6 +93,7 @@ def partial_initialize(
 ) -> list[Tensor]:
     """Return for each layer a mixture of the received values and the client's values.
 
+    global_layers, local_layers: the L tensors of the received model, and those of the client.
     load_global: [L], the share of the received values in each layer. If it is bool, the result for
     a layer is one of the two tensors itself.
     """

@@ -264,6 +264,7 @@ def _share_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
     """Divide [0, 1) into a part for each client; return the end of each part, float64 [clients].
 
     The width of a part is the probability that the client is drawn.
+    partition: the samples of each client.
     is_uniform: True draws all clients that have samples equally often, False in proportion to their
     samples.
     """

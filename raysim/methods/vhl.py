@@ -93,6 +93,7 @@ def alignment_loss(
 
     real_features: [n, D] with real_labels int64 [n].
     virtual_features: [m, D] with virtual_labels int64 [m], of the same classes.
+    temperature: the divisor T of the products of features.
     align_weight: the weight of the first loss.
     virtual_weight: the weight of the second loss.
     """

@@ -17,6 +17,8 @@ class Classifier(nn.Module):
     """A network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
     F is the number of features, C the number of outputs. The head is one `Linear(F, C)`.
+    extractor: the network from x to features.
+    feature_dim, num_classes: the numbers F and C.
     """
 
     is_split: ClassVar[bool] = True  # False: the network has no separate features and head
@@ -56,6 +58,7 @@ class ModelRecipe:
         """Return a new feature extractor, and the number of its features.
 
         Raise ValueError if it cannot take inputs of this shape.
+        input_shape: the shape of one sample.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define `extractor` or `network`. Define one of them."
@@ -64,6 +67,8 @@ class ModelRecipe:
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """Return a new network, initialised from torch's generator, which the caller has seeded.
 
+        input_shape: the shape of one sample.
+        num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the number of tokens and the padding, if inputs are token numbers; None for images
         and other numbers.
         """
@@ -76,6 +81,8 @@ class ModelRecipe:
 
         The state of the global generators stays unchanged. Raise ValueError if the network cannot
         take such inputs.
+        input_shape: the shape of one sample.
+        num_classes: the number of outputs: classes, or numbers of a regression.
         tokens: the number of tokens and the padding, if inputs are token numbers; None for images
         and other numbers.
         """

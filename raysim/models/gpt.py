@@ -27,6 +27,8 @@ class Gpt(ModelRecipe):
     sqrt(2 blocks).
 
     width: the number of features of a token.
+    heads: the number of attention heads of a block.
+    blocks: the number of blocks.
     tied: True uses the embedding of the tokens as the weights of the output layer, too.
     dropout: the share of the values that are set to 0 in training; above 0, training draws random
     numbers.

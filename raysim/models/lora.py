@@ -30,6 +30,7 @@ class Lora:
 
     rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
+    dropout: the share of an adapter's inputs that are set to 0 in training.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
     layer in front of the head, or every convolution if there is no linear layer; layers with fewer
     inputs or outputs than the rank are left out. So is the output layer of a language model, which
@@ -132,7 +133,10 @@ def _linear_types() -> tuple[type[nn.Module], ...]:
 
 
 def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the layers that get an adapter if `model.lora.layers` names none."""
+    """Return the names of the layers that get an adapter if `model.lora.layers` is null.
+
+    inner: the part of the model in front of the head; the whole network if it has no head.
+    """
     output_layers = _output_layers(inner)
     modules = []
     for name, module in inner.named_modules():
@@ -168,7 +172,10 @@ def _output_layers(inner: nn.Module) -> list[object]:
 
 
 def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the full names of the layers in `model.lora.layers`."""
+    """Return the full names of the layers in `model.lora.layers`.
+
+    inner: the part of the model in front of the head; the whole network if it has no head.
+    """
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []
     for layer in lora.layers or ():

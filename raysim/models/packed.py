@@ -13,7 +13,11 @@ from raysim.primitives.kinds import InputField
 
 
 def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
-    """Return the inputs [B, ...] that `pack_fields` joined, in order."""
+    """Return the inputs [B, ...] of samples that are stored as rows [B, floats].
+
+    `raysim.data.fields.pack_fields` makes such rows.
+    fields: the inputs of a sample, in their order in the row.
+    """
     sizes = [math.prod(field.shape) for field in fields]
     inputs = []
     for part, field in zip(rows.split(sizes, dim=1), fields, strict=True):
@@ -50,6 +54,7 @@ def example_rows(fields: Sequence[InputField], rows: int) -> Tensor:
     """Return example inputs of some samples, packed as `unpack_fields` expects: [rows, floats].
 
     Tokens are 0; other inputs are always the same random numbers.
+    fields: the inputs of a sample, in their order in the row.
     rows: the number of samples.
     """
     generator = torch.Generator().manual_seed(0)

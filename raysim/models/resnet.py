@@ -72,7 +72,10 @@ class ResNet(ModelRecipe):
 
 
 def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
-    """Replace the first convolution to fit the inputs; a small stem also has no max-pool."""
+    """Replace the first convolution to fit inputs with this number of channels.
+
+    is_small: True makes it a 3x3 convolution without a max-pool after it, for small images.
+    """
     size, stride, padding = (3, 1, 1) if is_small else (7, 2, 3)
     net.conv1 = nn.Conv2d(channels, 64, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -33,6 +33,9 @@ class Gru(ModelRecipe):
     """A recipe for a small recurrent network: an embedding and GRU layers (Cho et al. 2014).
 
     It is a smaller form of the language model of the benchmark LEAF.
+    embedding: the number of features of a token's embedding.
+    width: the number of features of the recurrent state.
+    layers: the number of GRU layers.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
@@ -68,7 +71,11 @@ class _RecurrentExtractor(nn.Module):
 class Transformer(ModelRecipe):
     """A recipe for a transformer encoder of pre-norm blocks with learnt positions.
 
-    Training draws random numbers if `dropout` is above 0.
+    width: the number of features of a token.
+    heads: the number of attention heads of a block.
+    blocks: the number of blocks.
+    dropout: the share of the values that are set to 0 in training; above 0, training draws random
+    numbers.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"

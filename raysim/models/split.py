@@ -25,7 +25,9 @@ MAX_LAYERS_IN_MESSAGE = 5
 class SplitNetwork(Classifier):
     """A network that is split into features and its last linear layer, the head.
 
-    `extractor` is the given network with an identity in place of the head.
+    `extractor` is the original network with an identity in place of the head.
+    net: the original network, which is changed.
+    head_name: the name of its last linear layer.
     """
 
     def __init__(self, net: nn.Module, head_name: str):
@@ -275,7 +277,10 @@ class ExternalModel(ModelRecipe):
     lora: Lora = field(default_factory=Lora)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """Return the network in its author's form, not split."""
+        """Return the network in its author's form, not split.
+
+        A subclass must override this; the arguments are those of `network`.
+        """
         raise NotImplementedError
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:

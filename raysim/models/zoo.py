@@ -29,6 +29,7 @@ def is_torchvision_model(name: str) -> bool:
 class Torchvision(ExternalModel):
     """A recipe for a classifier of torchvision.models.
 
+    name: torchvision's name of the classifier, such as "resnet18".
     pretrained: True loads the model's default weights, from torch.hub's cache or by download;
     layers of another shape, such as the head, get random weights.
     options: arguments of the function that makes the model.
@@ -67,6 +68,7 @@ class Torchvision(ExternalModel):
 class Timm(ExternalModel):
     """A recipe for a model of timm.
 
+    name: timm's name of the model, such as "resnet10t".
     pretrained: True loads the model's weights, from the local cache or from the Hugging Face hub.
     options: further arguments of `timm.create_model`.
     """

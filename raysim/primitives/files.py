@@ -114,9 +114,9 @@ def conf_folder() -> Path:
 
 
 def user_path(text: str | Path) -> Path:
-    """Return the path that a user wrote; ~ is the home folder.
+    """Return text of the user as a path; ~ at its begin is the home folder.
 
-    Raise `RefusedError` for a value that cannot be a path.
+    Nothing needs to exist there. Raise `RefusedError` for text that cannot be a path.
     """
     if "\0" in str(text):
         raise RefusedError(
@@ -186,8 +186,8 @@ def existing_file(path: Path) -> list[Path]:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raise `ValueError` if the text is invalid or nested too deeply. The caller must catch this error
-    and raise one that names the file.
+    Raise `ValueError` if the text is invalid or nested too deeply. This error does not name the
+    file: a caller that reports it must add the name.
     """
     try:
         return json.loads(text)

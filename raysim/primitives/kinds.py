@@ -49,6 +49,7 @@ class InputField(NamedTuple):
 class TargetField(NamedTuple):
     """One array of the target of a sample, such as its boxes [k, 4].
 
+    name: the name of the array in the target, such as "boxes".
     shape: the largest shape in the data set; samples may be shorter along the first axis.
     has_integers: True if the values are int64, False if they are floats.
     """

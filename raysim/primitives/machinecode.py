@@ -46,7 +46,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the code for these argument types.
+        """Save the code `data` for the argument types `sig`.
 
         Only one process saves at a time, because two would give the same name to their code.
         """
@@ -59,6 +59,7 @@ def digest(function: Callable[..., Any], options: object) -> str:
     """Return a checksum of all values on which a function's machine code depends.
 
     It is the same in all processes.
+    options: the options with which numba compiles the function.
     """
     code: Any = function.__code__
     module_values = getattr(function, "__globals__", {})

@@ -51,7 +51,8 @@ def release_free_memory() -> None:
 def check_memory(what: str, needed_bytes: float) -> None:
     """Raise `ValueError` if some data need more memory than the machine has.
 
-    `what` describes the data in the plural and names the setting: "2 images of data.size=30000".
+    what: the data, in the plural and with the setting: "2 images of data.size=30000".
+    needed_bytes: the memory that they need.
     """
     total = total_memory_bytes()
     if needed_bytes > total:

@@ -116,7 +116,7 @@ class Spans:
             self.calls.append(span)
 
     def watch(self, owner: object, name: str, kind: str) -> None:
-        """Measure every later call of the method `name` of one object.
+        """Measure every later call of the method `name` of the object `owner`.
 
         kind: the kind of work for which the time counts.
         """

@@ -83,7 +83,10 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A folder at a URL. Files are copied through the local folder for temporary files."""
+    """A folder at a URL. Files are copied through the local folder for temporary files.
+
+    The name of a file is its path in the store, such as "file" or "folder/file".
+    """
 
     def __init__(self, url: str):
         import fsspec

@@ -37,8 +37,9 @@ def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return the generator named (purpose, keys): e.g. ("batches", client, participation).
 
-    Generators of different names are independent. A purpose always has the same number of keys:
-    (3,) and (3, 0) would give the same stream.
+    Generators of different names are independent, and equal arguments give equal generators. A
+    purpose always has the same number of keys: (3,) and (3, 0) would give the same stream.
+    seed: the run's seed.
     """
     # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here
     # is a third faster, and workers make a stream for each job.
@@ -50,13 +51,19 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
 
 def torch_seed(seed: int, purpose: str, *keys: int) -> int:
-    """Return a seed for torch's generator, which dropout and initialisation use."""
+    """Return a seed for torch's generator, which dropout and initialisation use.
+
+    seed, purpose, keys: the arguments of `stream`.
+    """
     return int(stream(seed, purpose, *keys).integers(2**63 - 1))
 
 
 # --- random numbers by key, independent of the order of the calls ---------------------------------
 def stream_key(seed: int, purpose: str) -> int:
-    """Return the key that `uniform` needs for a purpose, from 0 to 2^63 - 1."""
+    """Return the key that `uniform` needs for a purpose, from 0 to 2^63 - 1.
+
+    seed: the run's seed.
+    """
     return int(stream(seed, purpose).integers(1 << 63))
 
 

@@ -112,7 +112,8 @@ def write_clients(
 ) -> None:
     """Write clients.parquet; a score is null if the client was not scored.
 
-    scores: the last scores of the clients.
+    data: the clients' samples.
+    scores: the last scores of the clients; None if there are none.
     network: the topology of the run. If it has several replicas, the file says which of them serves
     each client.
     """

@@ -266,7 +266,11 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
-    """Parse "fedprox,fedavg" into a list of labels; a label may contain commas."""
+    """Parse text such as "fedprox,fedavg" into a list of labels.
+
+    settings: all labels, which may contain commas. A name that is none of them is returned as it
+    is; `arrange_groups` refuses it.
+    """
     order = []
     rest = text
     while rest:

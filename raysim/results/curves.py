@@ -56,6 +56,7 @@ class Axis(NamedTuple):
 class Curve:
     """One line of a plot.
 
+    label: its name in the legend.
     points: pairs (row, y) for the rounds in which y was measured. The axis reads x from the row of
     the history.
     colour, dash: positions in the lists of colours and dashes.
@@ -72,6 +73,9 @@ class Curve:
 def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
     """Return the curve of a column's finite values.
 
+    label: the name of the curve in the legend.
+    rows: the history of a run.
+    key: the column.
     index: position of the curve in the plot, which selects its colour and dashes.
     """
     points = []
@@ -87,6 +91,9 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
     The curve has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times
     are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has sample deviations
     (divisor n-1).
+    label: the name of the curve in the legend.
+    histories: the history of each run.
+    key: the column.
     index: position of the curve in the plot, which selects its colour and dashes.
     """
     curves = [curve(label, rows, key, index) for rows in histories]
@@ -125,7 +132,10 @@ def _bytes(row: Row) -> float:
 
 
 def _value(key: str) -> Callable[[Row], float]:
-    """Return a function that reads a column of a row; missing and infinite values become 0."""
+    """Return a function that reads the column `key` of a row of a history.
+
+    Missing values, nan and infinities become 0.
+    """
 
     def read(row: Row) -> float:
         values = finite_values([row.get(key)])
@@ -323,6 +333,7 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 
     Returns, for each panel, the title of its axis, an SVG, and True if it shows more than the panel
     of the rounds. The SVGs have no legend, because the page has one legend for all.
+    ylabel: the label of the vertical axis.
     """
     drawn = []
     for axis in AXES:
@@ -351,6 +362,7 @@ def _draw_png(
 ) -> bytes:
     """Draw curves as a PNG, with a panel for each axis; return the PNG.
 
+    ylabel: the label of the vertical axis.
     axes_shown: the axes; () takes the usual ones, and the others on which some curve is not 0.
     """
     import matplotlib
@@ -392,8 +404,9 @@ def _draw_png(
 def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int) -> None:
     """Leave space in a figure for a title, a legend, and the labels of the axes.
 
-    rows: rows of panels. Matplotlib's own layout would measure every text first, which takes as
-    long as the drawing.
+    Matplotlib's own layout would measure every text first, which takes as long as the drawing.
+    rows: the number of rows of panels.
+    title_lines, legend_rows: the number of lines of the title, and of the legend.
     """
     width, height = figure.get_size_inches()
     label = 0.6  # below each row of panels

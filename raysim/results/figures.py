@@ -443,7 +443,13 @@ def _dotted_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _draw_column(ax: Axes, rows: Sequence[Row], key: str, label: str, **style: Any) -> list[Line2D]:
-    """Draw the finite values of a column over the rounds; return the line in a list, or []."""
+    """Draw the finite values of a column over the rounds.
+
+    Returns a list with the line, or an empty list if the column has no finite value.
+    key: the column.
+    label: the name of the line in the legend.
+    style: arguments of matplotlib's `plot`.
+    """
     from matplotlib.ticker import MaxNLocator
 
     ax.set_xlabel("round")

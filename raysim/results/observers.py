@@ -88,6 +88,7 @@ class CurrentRun:
 
     folder: the run's folder on this machine.
     rounds: the planned number of rounds.
+    title: the title of the run's pictures.
     facts: the entries of the summary that do not come from the history.
     thresholds: scores for `rounds_to` in the summary.
     rows: the history so far, a row per round, with the earlier rounds of a resumed run.
@@ -167,6 +168,9 @@ class ProgressLine(Observer):
     """An observer that shows a progress bar in a terminal, or prints lines in a log.
 
     A log gets a line every few seconds.
+    console: the terminal or the log.
+    quiet: True shows neither the bar nor lines.
+    data: the clients' data, with the users' names if there are any.
     """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
@@ -345,6 +349,7 @@ class IdleWorkers(Observer):
     """An observer that prints at the end how busy workers were.
 
     It is used if a run plans one aggregation at a time, so that workers may have nothing to do.
+    say: function that prints a line.
     reason: why the run does so, as a sentence without its full stop.
     """
 
@@ -364,6 +369,7 @@ class IdleWorkers(Observer):
 class ClosingLine(Observer):
     """An observer that prints the last lines: accuracies, the folder, and the next commands.
 
+    say: function that prints a line.
     is_stored: True if `raysim ui` can show the run in MLflow.
     """
 
@@ -505,7 +511,11 @@ class ClientFiles(Observer):
 
 
 class FailureFile(Observer):
-    """An observer that writes failures.jsonl: a line for each client that failed in a round."""
+    """An observer that writes failures.jsonl: a line for each client that failed in a round.
+
+    note: function that prints a line.
+    data: the clients' data, with the users' names if there are any.
+    """
 
     def __init__(self, note: PrintLine, data: FederatedData):
         self._note = note
@@ -629,6 +639,7 @@ class ProfileFiles(Observer):
     """An observer that writes the profile of a run with `profile=true` and prints a table.
 
     The files are profile.json, trace.json and profile.png.
+    show: function that prints the table.
     """
 
     def __init__(self, show: Callable[[object], object]):
