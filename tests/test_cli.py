@@ -401,6 +401,10 @@ class TestResume:
         error = one_sentence(capsys.readouterr().err)
         assert "local.lr=0.2" in error
         assert "local.lr=0.1" in error
+        run("out=a", "resume=latest", "rounds=6", "method=moon", status=2)
+        assert "method=moon differs from method=fedavg" in one_sentence(capsys.readouterr().err)
+        run("out=a", "resume=latest", "rounds=6", "data=wine", "model=mlp", status=2)
+        assert "data=wine differs from data=" in one_sentence(capsys.readouterr().err)
         run("out=a", "resume=latest", "rounds=6", "runtime.threads=2", status=2)
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")

@@ -24,6 +24,7 @@ from raysim.data.heterogeneity import format_heterogeneity
 from raysim.data.split_statistics import statistics
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
+from raysim.results.number_format import format_amount
 from raysim.simulation.best_model import best_criterion
 from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
@@ -57,7 +58,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "split": _split(numbers),
         "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
-        "rounds": f"{_count(settings.rounds, 'round')} of {experiment.schedule!r}, "
+        "rounds": f"{format_amount(settings.rounds, 'round')} of {experiment.schedule!r}, "
         f"{settings.weighting} weights; {_local(settings.local, declarations)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
@@ -157,26 +158,30 @@ def _attackers(experiment: Experiment) -> str:
     kind = attackers.attack.kind
     if kind == "none":
         return ""
-    return f"{len(attackers.clients)} of {_count(len(counts), 'client')}: {kind}"
+    return f"{len(attackers.clients)} of {format_amount(len(counts), 'client')}: {kind}"
 
 
 def _local(local: Local, declarations: Declarations) -> str:
-    amount = _count(local.epochs, "epoch") if local.epochs else _count(local.steps or 0, "step")
+    amount = (
+        format_amount(local.epochs, "epoch")
+        if local.epochs
+        else format_amount(local.steps or 0, "step")
+    )
     owner = declarations.declarer("train")
     if owner is not None and not owner.has_gradients:
         return f"training by '{owner.method}', which takes {amount} on virtual time"
     rate = f"lr {local.lr:g}"
     if local.warmup_rounds:
-        rate += f" after a warm-up of {_count(local.warmup_rounds, 'round')}"
+        rate += f" after a warm-up of {format_amount(local.warmup_rounds, 'round')}"
     if local.warmup_steps:
-        rate += f" after {_count(local.warmup_steps, 'step')} of warm-up in each job"
+        rate += f" after {format_amount(local.warmup_steps, 'step')} of warm-up in each job"
     unit, end = "round", f"in round {local.schedule_rounds}"
     if local.schedule_over == "steps":
         unit, end = "step", "at the end of each job"
     if local.schedule in ("cosine", "linear"):
         rate += f", {local.schedule} to {local.final_lr:g} {end}"
     if local.schedule == "step":
-        rate += f", times {local.drop_factor:g} every {_count(local.drop_every or 0, unit)}"
+        rate += f", times {local.drop_factor:g} every {format_amount(local.drop_every or 0, unit)}"
     rates = [f"{name} times {factor:g}" for name, factor in local.rates.items()]
     if rates:
         rate += f"; {', '.join(rates)}"
@@ -208,7 +213,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         return "; ".join(texts)
     if runtime.workers:
         busy = f"{expected.workers_busy:.0%}"
-        texts.append(f"{_count(workers, 'worker')} busy for {busy} of the time")
+        texts.append(f"{format_amount(workers, 'worker')} busy for {busy} of the time")
         if experiment.late_planning:
             condition = "the selection needed no reports"
             if spec.selection.plans_ahead:
@@ -216,7 +221,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
             texts[-1] += f", and for {expected.workers_busy_ahead:.0%} if {condition}"
     else:
         busy_workers = max(1, concurrency // CLIENTS_PER_BUSY_WORKER)
-        texts.append(f"enough for {_count(busy_workers, 'busy worker')}")
+        texts.append(f"enough for {format_amount(busy_workers, 'busy worker')}")
     return "; ".join(texts)
 
 
@@ -314,7 +319,11 @@ def _workers(experiment: Experiment) -> str:
     lanes = "one client at a time"
     if spec.lanes > 1:
         lanes = f"{spec.lanes} clients at once (runtime.lanes)"
-    texts = [f"{workers}, {_count(spec.threads, 'thread')} each", f"device {spec.device}", lanes]
+    texts = [
+        f"{workers}, {format_amount(spec.threads, 'thread')} each",
+        f"device {spec.device}",
+        lanes,
+    ]
     if spec.graph:
         texts.append("steps recorded and replayed (runtime.graph)")
     if spec.precision != "float32":
@@ -330,10 +339,6 @@ def _sums(experiment: Experiment, declarations: Declarations) -> str:
     if experiment.execution.runtime.name == "inprocess" or not uses:
         return ""
     return f"every update is sent by itself, because {', and '.join(uses)}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 def _span(low: int, high: int, things: str) -> str:

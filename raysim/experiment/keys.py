@@ -27,6 +27,18 @@ RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "ru
 RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
 # Keys of earlier versions that were removed, and why.
 REMOVED_KEYS = {"summation": "updates are added up in a fixed order on any number of workers"}
+# Usual names in other programs, and the keys that they mean.
+OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "client_lr", "local_lr", "eta"), "local.lr"),
+    **dict.fromkeys(("batch_size", "local_batch_size", "bs"), "local.batch"),
+    **dict.fromkeys(("num_epochs", "local_epoch", "num_local_epochs", "E"), "local.epochs"),
+    **dict.fromkeys(("num_clients", "n_clients", "total_clients"), "partition.clients"),
+    **dict.fromkeys(("clients_per_round", "cohort_size", "sample_clients"), "schedule.cohort"),
+    **dict.fromkeys(("global_rounds", "global_epoch", "comm_rounds", "T"), "rounds"),
+    **dict.fromkeys(("dataset", "dataset_name"), "data"),
+    **dict.fromkeys(("algorithm", "strategy", "aggregator"), "method"),
+    **dict.fromkeys(("model_name", "network", "net"), "model"),
+}
 # If the user sets one key, the other becomes null. A checksum belongs to the file of its line.
 ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
 
@@ -122,6 +134,8 @@ def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, gro
 
 def _suggest_top_key(config: DictConfig, key: str) -> str:
     """Return advice for a key whose first part ("local" in "local.lr") does not exist."""
+    if key in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[key]}?"
     for word, advice in _HYDRA_ADVICE.items():
         if f"{key}.".startswith((f"{word}.", f"{word}/")):
             return advice

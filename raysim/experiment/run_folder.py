@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raysim.experiment.config_files import Node, load_yaml, to_yaml
+from raysim.experiment.groups import join_options
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.keys import RUNTIME_KEYS_OF_BITS
 from raysim.experiment.many_runs import check_free, dated_folder, folder_to_resume
@@ -261,18 +262,38 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
     for key in _keys_of_bits([*stored_values, *values]):
+        if key in stored_values and key in values and stored_values[key] == values[key]:
+            continue
+        _check_same_option(key.partition(".")[0], stored, config, store)
         if key not in stored_values:
             raise RefusedError(
                 f"{key}={format_value(values[key])} is not a key of the run in {store}: that is "
                 f"another run, or a version of raysim before {__version__} wrote it. Choose "
                 "another folder with out."
             )
-        if stored_values[key] != values.get(key):
-            value = format_value(values[key]) if key in values else "absent"
-            raise RefusedError(
-                f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
-                f"in {store}. Set it back, or choose another folder with out."
-            )
+        value = format_value(values[key]) if key in values else "absent"
+        raise RefusedError(
+            f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
+            f"in {store}. Set it back, or choose another folder with out."
+        )
+
+
+def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> None:
+    """Raise `RefusedError` if a resumed run has another option of a group, such as method=moon."""
+    stored_choices = stored.get("choices")
+    choices = config.get("choices")
+    if not isinstance(stored_choices, Mapping) or not isinstance(choices, Mapping):
+        return
+    options = [_format_choice(group, of_run.get(group)) for of_run in (choices, stored_choices)]
+    if options[0] != options[1]:
+        raise RefusedError(
+            f"{group}={options[0]} differs from {group}={options[1]} of the run in {store}. Set it "
+            "back, or choose another folder with out."
+        )
+
+
+def _format_choice(group: str, choice: object) -> str:
+    return join_options(choice, group) if isinstance(choice, list) else str(choice)
 
 
 def _keys_of_bits(keys: list[str]) -> Iterator[str]:

@@ -14,6 +14,16 @@ from raysim.primitives.errors import RefusedError
 
 # Keys with several values, of which one may be set by the short name.
 SHORT_KEYS = {"init": "init.file"}
+# Keys whose values are lists that users write with commas.
+LIST_KEYS = (
+    "evaluate.metrics",
+    "evaluate.lower",
+    "thresholds",
+    "data.augment",
+    "data.columns",
+    "data.domains",
+    "data.targets",
+)
 
 
 class SetValue(NamedTuple):
@@ -76,6 +86,8 @@ def single_override(text: str) -> SettingOverride:
         advice = f"raysim study {text} makes a run of each"
         if key in LISTS:
             advice += f"; {key}=a+b is a list"
+        elif key in LIST_KEYS:
+            advice += f"; {key}={'+'.join(override.choice_texts)} is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
         raise RefusedError(f"'{text}' gives several values, but a run has one value: {advice}")

@@ -16,6 +16,7 @@ from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.many_runs import is_resume_requested, wrong_folder_error
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import replace_file
+from raysim.results.number_format import format_amount
 from raysim.results.progress import format_duration
 
 RUNS, LOGS = "runs", "logs"
@@ -111,7 +112,8 @@ def describe_outcome(
 ) -> str:
     """Describe how a run ended: "accuracy 0.8123 after 20 rounds in 12 s"."""
     score = "unknown" if value is None else plus_minus(value, deviation)
-    return f"{metric} {score} after {rounds} rounds in {format_duration(seconds)}"
+    amount = format_amount(rounds, "round")
+    return f"{metric} {score} after {amount} in {format_duration(seconds)}"
 
 
 def plus_minus(value: float | None, deviation: float | None) -> str:

@@ -131,6 +131,11 @@ def format_seconds(
     return f"{_format_digits(value, like, size)} {unit}"
 
 
+def format_amount(number: int, thing: str) -> str:
+    """Return "1 round", or "20 rounds"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def _first(*numbers: float | None) -> float:
     """Return the first number that is not None."""
     return next(number for number in numbers if number is not None)

@@ -48,6 +48,7 @@ from raysim.results.history import (
 )
 from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.mlflow_server import save_model, save_problem
+from raysim.results.number_format import format_amount
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
 from raysim.results.shared_model import load_shared_model
@@ -398,7 +399,8 @@ class ClosingLine(Observer):
             if value is not None:
                 scores.append(f"{value:.4f} {label}")
         text = ", ".join(scores) or "unknown"
-        self._say(f"{metric} {text} after {summary['rounds']} rounds; results are in {run.address}")
+        rounds = format_amount(summary["rounds"], "round")
+        self._say(f"{metric} {text} after {rounds}; results are in {run.address}")
         self._say(f"create a report with: raysim report {shlex.quote(run.address)}")
         if self._is_stored:
             folder = shlex.quote(str(run.folder.parent))

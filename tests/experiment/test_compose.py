@@ -256,6 +256,10 @@ def test_default_weighting_follows_from_the_method() -> None:
         (["fedprox"], ["'fedprox'", "key=value: write method=fedprox"]),
         (["mnist_fedprox"], ["write the name of a setting"]),
         (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
+        (["evaluate.metrics=f1,auroc"], ["evaluate.metrics=f1+auroc is a list"]),
+        (["thresholds=0.5,0.6"], ["thresholds=0.5+0.6 is a list"]),
+        (["learning_rate=0.1"], ["did you mean local.lr?"]),
+        (["batch_size=32"], ["did you mean local.batch?"]),
         (["thresholds=a+b"], ["thresholds[0]=a", "a number"]),
         (
             ["method.fedavg.mu=1"],
