@@ -214,9 +214,10 @@ def _read_items(items: list[Any], place: str) -> NDArray[Any]:
         )
     if all(isinstance(item, Mapping) for item in items):
         keys = ", ".join(map(str, items[0]))
+        first_key = next(iter(items[0]), "a")
         raise ValueError(
-            f"{place} are dictionaries with {keys}, but raysim needs one array per sample. Join "
-            "the arrays of a sample, or give only the array that is the input."
+            f"{place} are a list of dictionaries with {keys}. Give a dictionary of arrays instead, "
+            f'{{"{first_key}": array, ...}}, or a table (pandas.DataFrame).'
         )
     raise ValueError(f"{place} are values of type {names[0]}. Convert them to numbers or text.")
 

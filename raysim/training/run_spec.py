@@ -253,16 +253,16 @@ def build_model(spec: RunSpec) -> nn.Module:
     The model has the same initial values in every process.
     """
     task = spec.task
-    arguments: list[Any] = [task.shape, task.num_classes, spec.settings.seed]
-    if task.tokens is not None:
-        arguments.append(task.tokens)
-    model: nn.Module = spec.model.build(*arguments)
     if isinstance(task.shape, PackedShape) and not isinstance(spec.model, ExternalModel):
         raise ValueError(
             f"the model {type(spec.model).__name__} takes one input, but samples of this data have "
             f"{len(task.shape.fields)} inputs. Give your own network, whose forward has these "
             "inputs."
         )
+    arguments: list[Any] = [task.shape, task.num_classes, spec.settings.seed]
+    if task.tokens is not None:
+        arguments.append(task.tokens)
+    model: nn.Module = spec.model.build(*arguments)
     if not is_split(model) and not isinstance(model, Classifier):
         # A user's `spec.model` may make any module.
         model = split_network(model, task.num_classes, task.example(2))

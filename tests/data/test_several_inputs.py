@@ -141,10 +141,17 @@ def test_several_inputs_have_the_same_bits_on_workers() -> None:
     assert one.bits == two.bits and one.history == two.history
 
 
+def test_list_of_dictionaries_is_told_a_dictionary_of_arrays() -> None:
+    rows = [{"age": 1.0, "size": 2.0}] * len(LABELS)
+    with pytest.raises(RefusedError, match='"age": array'):
+        raysim.build(**FAST, model=TwoInputs, data=(rows, LABELS))
+
+
 @pytest.mark.parametrize(
     ("words", "model", "text"),
     [
         ("", "mlp", "takes one input"),
+        ("", "small_cnn", "takes one input"),
         ("method=mixup", TwoInputs, "mixup"),
         ("data.mean=[0.5] data.std=[1.0]", TwoInputs, r"data\.mean"),
     ],
