@@ -23,6 +23,7 @@ from raysim.models.split import original_network
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import without_password
 from raysim.results.clients import read_client_scores
+from raysim.results.number_format import format_amount
 from raysim.results.text_samples import write_texts
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
@@ -85,8 +86,8 @@ class Result:
         for key in (metric, f"{metric}_global"):
             if self.summary.get(key) is not None:
                 scores += f", {key} {self.summary[key]:.4f}"
-        rounds = self.summary.get("rounds", len(self.rows))
-        return f"Result({self._address}: {rounds} rounds{scores})"
+        rounds = format_amount(self.summary.get("rounds", len(self.rows)), "round")
+        return f"Result({self._address}: {rounds}{scores})"
 
     @property
     def _address(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ LOWEST_USERS = 5  # users with the lowest scores that are named
 MAX_MAP_CLIENTS = 1000  # columns of the picture of a split
 MAX_CURVE_POINTS = 400
 COMPARED_SHARES = np.linspace(0, 1, 51)  # the shares of clients at which two lines are compared
+LEGEND_DASHES = ("", "5 3", "1.5 2.5", "7 3 1.5 3")  # of SVG, in the order of `DASHES`
 ERROR_LENGTH = 300  # characters of an error that are shown
 CHECKSUM_LENGTH = 12  # digits of a checksum that are shown
 CHECKSUMS = ("model_sha256", "state_sha256")  # keys of a summary
@@ -200,7 +202,12 @@ def _subtitle(groups: Sequence[RunGroup]) -> str:
 
 
 def _swatch(index: int, label: str) -> Shown:
-    return {"number": index + 1, "colour": index % len(LIGHT), "label": label}
+    return {
+        "number": index + 1,
+        "colour": index % len(LIGHT),
+        "label": label,
+        "dashes": LEGEND_DASHES[index // len(LIGHT) % len(LEGEND_DASHES)],
+    }
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
@@ -212,12 +219,17 @@ def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
     for row in range(len(columns[0].texts)):
         cells = []
         for column in columns:
-            text = f"{column.texts[row]}{column.mark(row)}"
+            text = _with_fixed_spaces(f"{column.texts[row]}{column.mark(row)}")
             cell = {"text": text, "is_number": bool(column.scores), "whole": ""}
             cells.append(cell | {"is_best": row in column.best()})
         rows.append(cells)
     head = [{"text": column.title, "is_number": bool(column.scores)} for column in columns]
     return {"head": head, "rows": rows, "has_swatches": has_swatches}
+
+
+def _with_fixed_spaces(text: str) -> str:
+    """Return a text whose lines end neither after "±" nor between a deviation and its unit."""
+    return re.sub(r"± ([\d.]+) (?=[A-Za-z])", "±\u00a0\\1\u00a0", text).replace("± ", "±\u00a0")
 
 
 def _section(section: ReportSection, has_swatches: bool = False) -> PagePart:
@@ -529,7 +541,7 @@ def _splits(groups: Sequence[RunGroup]) -> PagePart:
     plots: list[Shown] = []
     for shared in splits.values():
         is_common = len(shared.labels) == len(groups)
-        name = "all settings" if is_common else ", ".join(shared.labels)
+        name = "all settings" if is_common else "; ".join(shared.labels)
         names.append(name)
         if len(plots) < MAX_SPLITS:
             svgs = [_draw_class_map(shared.split), *_draw_sizes(shared.split)]

@@ -198,7 +198,7 @@ def test_page_shows_a_shared_split_once(tmp_path: Path) -> None:
     ):
         write_split(split, run.folder)
     text = section(written(runs, tmp_path), "Split of the data")
-    assert text.count("<h3>") == 2 and "<h3>a, b</h3>" in text and "<h3>c</h3>" in text
+    assert text.count("<h3>") == 2 and "<h3>a; b</h3>" in text and "<h3>c</h3>" in text
     assert "0 / 4 / 4" in text  # the client without samples counts
     assert "cat" in text
 
@@ -318,3 +318,19 @@ def test_page_has_no_passwords(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"r{n}", [0.5], config) for n, config in enumerate(configs)]
     text = written(runs, tmp_path)
     assert "worker/x" in text and "secret" not in text
+
+
+@pytest.mark.parametrize(("count", "lines"), [(8, 0), (10, 10)])
+def test_legend_shows_dashes_once_colours_repeat(count: int, lines: int, tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"run{number}", [0.5, 0.6]) for number in range(count)]
+    groups = [report.RunGroup(run.name, [run]) for run in runs]
+    text = page.write_report(groups, tmp_path / "out").read_text()
+    dashes = re.findall(r'stroke-dasharray="([^"]*)"/></svg>', text)
+    assert len(dashes) == lines
+    assert dashes[:9] == (["", "", "", "", "", "", "", "", "5 3"] if lines else [])
+
+
+def test_deviation_and_its_unit_stay_on_one_line(tmp_path: Path) -> None:
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.6])
+    runs = [replace(run, summary=run.summary | {"virtual_seconds": 3.0}) for run in runs]
+    assert "3.00 ±\u00a00.00\u00a0s" in written(runs, tmp_path)

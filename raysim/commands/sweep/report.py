@@ -20,6 +20,7 @@ from raysim.experiment.run_table import plus_minus
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
+from raysim.results.number_format import format_amount
 from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.progress import format_duration
@@ -184,7 +185,8 @@ def _write_page(records: TrialRecords) -> Path | None:
 def _best_config(records: TrialRecords, best: TrialRecord) -> str:
     config = {**records.plan.node(best.point), "out": None, "resume": None}
     score = plus_minus(best.score, best.deviation)
-    comment = f"{records.label(best)}: {records.metric} {score} after {best.rounds} rounds"
+    rounds = format_amount(best.rounds, "round")
+    comment = f"{records.label(best)}: {records.metric} {score} after {rounds}"
     return f"# {comment}. Use: {rerun_command(config, Path(BEST))}\n{to_yaml(config)}"
 
 

@@ -29,6 +29,7 @@ from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
 from raysim.primitives.errors import RefusedError, errors_as_refusals
 from raysim.primitives.files import lock_folder, make_folder
 from raysim.primitives.output import lossy_output
+from raysim.results.number_format import format_amount
 from raysim.results.progress import format_duration
 from raysim.results.rerun import rerun_command
 from raysim.runtime import ray as cluster
@@ -291,7 +292,7 @@ class SweepSession:
         lines = {
             "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler}",
             "space": ", ".join(space),
-            "run": f"{spec.settings.rounds} rounds of {spec.data.title}; "
+            "run": f"{format_amount(spec.settings.rounds, 'round')} of {spec.data.title}; "
             f"{options.mode}imum of {records.metric}",
             "trials": f"{slots} at once, {place} of {reserved}, device {spec.device}",
             "folder": str(records.folder),
