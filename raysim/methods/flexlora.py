@@ -57,9 +57,9 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n], whose product B A is the nearest one to left @ right.
 
-    Each row of A has length 1, and row i belongs to the i-th largest singular value. If there are
-    fewer singular values above 0, the other rows are those of `old_a`, and their columns of B are
-    0.
+    Each row of A has length 1, and row i belongs to the i-th largest singular value. If fewer than
+    r singular values are above 0, the other rows of A are taken from `old_a`, and their columns of
+    B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].

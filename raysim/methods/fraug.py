@@ -190,7 +190,10 @@ def class_prototype_ema(
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return all classes in turn, int64 [B]; each step continues where the previous step ended."""
+    """Return the labels of a batch, int64 [batch_size]: all classes in turn.
+
+    Each step continues where the previous step ended.
+    """
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
 

@@ -104,8 +104,8 @@ def server_control_variate(
 class Scaffold(Method):
     """A method that corrects local gradients by control variates, with Option II of the paper.
 
-    Control variates cover all shared trainable parameters of all networks. If a group of parameters
-    ascends (FedBR's projector), its gradient is that of the negated loss.
+    Control variates cover all shared trainable parameters of all networks. Where a stage maximises
+    its loss (FedBR's projector), the gradient is the gradient of the negated loss.
     """
 
     name = "scaffold"

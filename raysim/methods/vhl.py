@@ -250,7 +250,7 @@ class Vhl(Method):
 
     # --- the virtual set -----------------------------------------------------------------------
     def labels(self, server: ServerView) -> Tensor:
-        """Return the classes 0..C-1 in turn, int64 [virtual]."""
+        """Return the labels of the virtual images, int64 [virtual]: classes 0 to C-1 in turn."""
         return torch.arange(self.virtual) % server.task.num_classes
 
     def inputs(self, server: ServerView) -> Tensor:

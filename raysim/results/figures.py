@@ -110,9 +110,10 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return the probes of one version and of the same rows, which can be compared.
+    """Return probes that can be compared: of one version, and measured on the same samples.
 
-    Of all versions the one with most probes is taken; of several such versions, the newest.
+    The version is the one with most probes; if several have as many, the newest of them. At most
+    `_MAX_FEATURE_CLIENTS` probes are returned, and only such with finite features.
     """
     finite = []
     for probe in probes:
