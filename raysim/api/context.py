@@ -134,6 +134,8 @@ class Stage:
     By default there is one stage, which trains the model with the task loss. A method declares
     other stages with `Setup.stages`.
 
+    name: the name of the stage; hooks read it as `job.stage.name`. Stages of different names have
+    different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
     loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
     methods add terms.
@@ -160,32 +162,34 @@ class Stage:
 class Context:
     """All data of a job during its training; entries of methods are named "method.name"."""
 
-    trainer: WorkerView
-    seed: int
-    client: int
+    trainer: WorkerView  # the part of the worker that trains this job
+    seed: int  # of the run
+    client: int  # number of the client
     participation: int  # jobs of this client before this one
     version: int  # the version that the client received
-    samples: int
+    samples: int  # training samples of the client
     rate: float  # learning rate of this job
-    vector: Vector
+    vector: Vector  # all networks in training, as one flat vector
     received: Tensor  # [layout.shared] the received version, from which the update is measured
     received_counters: Tensor  # int64 [layout.shared_counters] the received integer buffers
     base: Tensor  # [layout.shared] where training starts: `received`, unless a method changed it
     download: Mapping[str, Tensor]  # tensors that the client received with the model
     state: dict[str, Tensor]  # client state; entries are replaced and never changed in place
-    upload: dict[str, Tensor] = field(default_factory=dict)
+    upload: dict[str, Tensor] = field(default_factory=dict)  # tensors that methods upload
     report: dict[str, float] = field(default_factory=dict)  # columns of the history
+    # The random tensors of each `Setup.draw`, one for each step.
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    optimizers: Optimizers = field(default_factory=Optimizers)
+    optimizers: Optimizers = field(default_factory=Optimizers)  # one for each trained part
     step_factor: float = 1.0  # on the learning rate of this step, see `Local.step_factors`
-    step: int = 0
-    stage: Stage = field(default_factory=Stage)
+    step: int = 0  # number of the current batch
+    stage: Stage = field(default_factory=Stage)  # of the current optimizer step
     kept: dict[str, Tensor] = field(default_factory=dict)  # `LocalJob.scratch` of all methods
     # The client's personal parameters when training starts, for frozen networks.
     start: ClientState[Tensor] = field(init=False, repr=False, compare=False)
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `begin`
     # [steps with the task loss] the loss without added terms; known in `end`.
     losses: Tensor = field(init=False, repr=False, compare=False)
+    # The `LocalJob` of each method, by the name of the method.
     views: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, method: str) -> Any:

@@ -260,6 +260,9 @@ class Local:
     rates: factors by which the learning rate of a part of the model is multiplied. A part is
     "head", "body", "adapters", or the full name of a module ("model.extractor.0").
     lr: learning rate.
+    momentum: with "sgd", the share of the last step that is added to the next one; 0 for none.
+    nesterov: with "sgd", True uses Nesterov's momentum.
+    weight_decay: the strength of weight decay; 0 for none.
     lr_decay: the learning rate is multiplied by this factor after each version.
     schedule: how the learning rate changes with the version, in addition to `lr_decay`; the
     function `Local.rate` has the formulas.
@@ -439,7 +442,9 @@ class Labels(NamedTuple):
 class RunFacts:
     """The facts of a run that do not change from job to job; part of a `Participation`.
 
+    task: the learning task.
     local: the settings `local.*`.
+    layout: the position of each tensor in the flat vector.
     clients_with_samples: how many clients have training samples.
     filled_hooks: the hooks that methods of the list override.
     """

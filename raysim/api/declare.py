@@ -41,7 +41,13 @@ class RunSettingsForMethods:
 
 @dataclass(frozen=True)
 class Declarations:
-    """The declarations of all methods of a run, with the networks and the layout of the run."""
+    """The declarations of all methods of a run, with the networks and the layout of the run.
+
+    task: the learning task.
+    networks: "model", and each network of a method by its full name "method.name".
+    layout: the position of each tensor of the networks in the flat vector.
+    methods: the declarations of each method, in the order of the list.
+    """
 
     task: Task
     networks: dict[str, nn.Module]
@@ -245,7 +251,10 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call the method's `setup`; if it fails because a need is not met, raise an error about it."""
+    """Call the method's `setup`; if it fails because a need is not met, raise an error about it.
+
+    has_features: True if the model has features in front of a linear head.
+    """
     try:
         method.setup(setup)
     except Exception:

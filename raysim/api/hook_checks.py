@@ -48,6 +48,7 @@ class DeclaredState(dict[str, Tensor]):
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     """Return the value of a hook. Raises HookError unless it is an instance of `kind`.
 
+    method, hook: the names of the method and of the hook, for the error.
     instead: text that says what the hook should return.
     """
     if not isinstance(value, kind):
@@ -56,7 +57,12 @@ def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
 
 
 def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
-    """Return the random tensors of a job. Raises HookError unless there is one for each step."""
+    """Return the random tensors of a job. Raises HookError unless there is one for each step.
+
+    values: the result of the function that the method passed to `Setup.draw`.
+    method, name: the name of the method and of the declaration, for the error.
+    steps: the number of steps of the job.
+    """
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
     tensors: Sequence[Tensor] = check_type(values, (Sequence, Tensor), method, hook, instead)
     if len(tensors) != steps:
@@ -71,6 +77,7 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
     """Return the value of a hook. Raises HookError unless it is one number.
 
     Only the shape is checked, because reading the value would wait for the device.
+    method, hook: the names of the method and of the hook, for the error.
     """
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a scalar, such as its mean()")
@@ -80,6 +87,7 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """Return the value of a hook. Raises HookError unless it is a vector of an allowed size.
 
+    method, hook: the names of the method and of the hook, for the error.
     sizes: the allowed sizes, each with its name for the error.
     """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
@@ -122,7 +130,11 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
 
 
 def check_metrics(metrics: Any, method: str) -> dict[str, float]:
-    """Return the metrics of a set of samples. Raises HookError unless they are numbers by name."""
+    """Return the metrics of a set of samples. Raises HookError unless they are numbers by name.
+
+    metrics: the result of the function that the method passed to `Setup.evaluate`.
+    method: the name of the method, for the error.
+    """
     if not isinstance(metrics, Mapping):
         raise _wrong(metrics, method, "evaluate", "a dictionary of numbers")
     numbers: dict[str, float] = {}
@@ -155,7 +167,9 @@ class StateNames:
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
     """Raise HookError if a job's client state has a missing or an additional entry.
 
-    before: the entries when the job began, which include those of the run's own optimizers.
+    state: the client state at the end of the job, by "method.name".
+    before: the names of the entries when the job began, including the states of optimizers.
+    names: the names that methods have declared.
     """
     for name in state:
         if name not in before and name not in names:

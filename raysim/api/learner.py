@@ -35,7 +35,8 @@ _SEPARATOR = ":"
 class LearnerUpdate:
     """The update of one client, for a learner whose parameters are bytes.
 
-    parameters: what `fit` returned.
+    client: the number of the client.
+    parameters: the bytes that `fit` returned for this client.
     weight: the weight of the update divided by the divisor of the aggregation. The weights add up
     to 1, unless a method such as fedbuff lowers those of stale updates.
     samples: the number of the client's training samples.
@@ -107,11 +108,18 @@ class Learner(Method):
         raise NotImplementedError(f"{type(self).__name__} needs a function 'fit'. Define it.")
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return the outputs [n, C] for inputs [n, ...]: logits of C classes, or C values."""
+        """Return the outputs [n, C] for inputs [n, ...]: logits of C classes, or C values.
+
+        parameters: the parameters of the model that is scored, such as the current version.
+        inputs: the normalised inputs of n samples.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'. Define it.")
 
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
-        """Return scores by name for a set of samples.
+        """Return scores by name for a set of samples, such as {"accuracy": 0.9}.
+
+        parameters: the parameters of the model that is scored.
+        data: the samples; `data.arrays()` returns their inputs and labels.
 
         This function is optional. A run calls it instead of `predict`: for the test samples of each
         scored client, for the central test set, and for each domain. The run's metric
@@ -138,6 +146,7 @@ class Learner(Method):
 
         Virtual time counts this size, because the real one is unknown before training; traffic
         counts the real one. The default is `received`.
+        task: the learning task.
         received: the bytes of the version that the job starts from, rounded up to a multiple of 4.
         """
         return received

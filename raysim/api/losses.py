@@ -44,6 +44,7 @@ class Focal:
 
     Samples that are predicted well get a small weight. It works for two or more classes, and has no
     class weights.
+    gamma: the exponent, at least 1; a larger one lowers the weight of well predicted samples more.
     """
 
     kind: ClassVar[Kind] = "classification"
@@ -64,6 +65,7 @@ class Huber:
     """The mean over the outputs of Huber's loss (1964).
 
     The loss is half the squared error for errors up to `delta`, and linear for larger errors.
+    delta: the error above which the loss is linear, in the unit of the labels; above 0.
     """
 
     kind: ClassVar[Kind] = "regression"

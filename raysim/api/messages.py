@@ -182,13 +182,21 @@ class Failure:
     """A job that raised an error, or whose result is not finite.
 
     It is a separate type, so that no rule of the server treats it as an update.
+
+    job: the number of the job, `Job.number`.
+    client: the number of the client.
+    version: the version from which the job started.
+    worker: the name of the worker that trained the job.
+    method: the name of the method whose hook raised the error; "" for an error elsewhere.
+    error: the text of the error.
+    traceback: the traceback of the error, or "".
     """
 
     job: int
     client: int
     version: int
     worker: str
-    method: str  # the method whose hook raised the error; "" for an error elsewhere
+    method: str
     error: str
     traceback: str = ""
 

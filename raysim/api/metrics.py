@@ -116,13 +116,19 @@ class Metric:
 
 @dataclass(frozen=True)
 class SampleScores:
-    """A user's function of outputs and labels that returns one value for each sample."""
+    """A user's function of outputs and labels that returns one value for each sample.
+
+    name: the name of the metric, for errors.
+    """
 
     function: MetricFunction
     name: str
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the value of each sample [B]."""
+        """Return the value of each sample [B]; of several values for a sample, return the mean.
+
+        outputs, labels: [B, ...], the outputs of the model and the labels of B samples.
+        """
         values = torch.as_tensor(self.function(outputs, labels))
         if not values.ndim or len(values) != len(outputs):
             raise ValueError(
@@ -134,7 +140,10 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class SetScore:
-    """A user's function of outputs and labels that returns one number for a set of samples."""
+    """A user's function of outputs and labels that returns one number for a set of samples.
+
+    name: the name of the metric, for errors.
+    """
 
     function: MetricFunction
     name: str
@@ -382,6 +391,10 @@ class TorchMetric:
     """A metric of torchmetrics as a function of outputs and labels.
 
     The metric receives probabilities: the softmax or the sigmoid of the outputs.
+
+    name: the name of the metric, such as "f2".
+    kind: the kind of the task, which decides between several classes of torchmetrics.
+    outputs: the number of classes, or of other outputs of the model.
     """
 
     name: str
@@ -389,7 +402,10 @@ class TorchMetric:
     outputs: int
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the score of all samples."""
+        """Return the score of n samples, one number.
+
+        outputs, labels: [n, ...], the outputs of the model and the labels.
+        """
         cls = _torch_classes(self.kind, f"evaluate.metrics={self.name}")[self.name]
         parameters = inspect.signature(cls).parameters
         sizes = dict.fromkeys(("num_classes", "num_labels", "num_outputs"), self.outputs)

@@ -34,6 +34,7 @@ def mean_loss(losses: np.ndarray) -> float:
 class MetricRule:
     """The two steps that compute a metric's score of a set of samples.
 
+    name: the name of the metric, such as "accuracy".
     rows: a function, called on workers, from outputs [B, C] and labels to a value or an array for
     each sample, [B, ...]; None stores outputs and labels themselves, as `SetRows` does.
     summarise: a function, called on the coordinator, from the results of `rows` for n >= 1 samples,
@@ -158,7 +159,11 @@ def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the numbers of correctly predicted and of all tokens, [B, 2]."""
+    """Return for each sample the number of correctly predicted tokens and of all tokens, [B, 2].
+
+    outputs: [B, C, T], for each of T positions the logits of C tokens.
+    labels: [B, T]; ignored tokens count in neither number.
+    """
     is_counted = labels != IGNORED
     is_right = (outputs.argmax(1) == labels) & is_counted
     return torch.stack([is_right.sum(1), is_counted.sum(1)], 1)
@@ -237,17 +242,29 @@ def position_f1(counts: np.ndarray) -> float:
 
 # ---- classes, several labels, values -------------------------------------------------------------
 def is_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return bool [B]: True if the largest output is the label's output."""
+    """Return for each sample whether its class is predicted: bool [B].
+
+    outputs: [B, C]; the class with the largest output is the prediction.
+    labels: [B], the classes.
+    """
     return outputs.argmax(1) == labels
 
 
 def is_among_five(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return bool [B]: True if the label's output is among the five largest."""
+    """Return for each sample whether its class has one of the five largest outputs: bool [B].
+
+    outputs: [B, C].
+    labels: [B], the classes.
+    """
     return (outputs.topk(min(5, outputs.shape[1]), 1).indices == labels.unsqueeze(1)).any(1)
 
 
 def label_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return int64 [B, 2]: the label of each sample, and its predicted class."""
+    """Return for each sample its label, then its predicted class: int64 [B, 2].
+
+    outputs: [B, C]; the class with the largest output is the prediction.
+    labels: [B], the classes.
+    """
     return torch.stack([labels, outputs.argmax(1)], dim=1)
 
 
@@ -309,8 +326,10 @@ def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
 def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return a code from 0 to 3 for each sample and label: uint8 [B, L].
 
-    The code is 2 if the sample has the label, plus 1 if the label is predicted (its output is
-    positive).
+    The code is 2 if the sample has the label, plus 1 if the label is predicted: 0, 1, 2 or 3.
+
+    outputs: [B, L]; a label is predicted if its output is positive.
+    labels: [B, L]; a sample has a label if the entry is positive.
     """
     return 2 * (labels > 0).to(torch.uint8) + (outputs > 0).to(torch.uint8)
 
@@ -331,6 +350,7 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the F1 score [B] of each sample over its labels; 0 for a sample without labels.
 
     The mean is scikit-learn's `f1_score(average="samples")` with the default of `zero_division`.
+    outputs, labels: [B, L]; a positive output predicts a label, a positive entry is a label.
     """
     predicted = outputs > 0
     present = labels > 0
@@ -340,7 +360,10 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the share of labels whose presence is predicted correctly."""
+    """Return for each sample [B] the share of labels whose presence is predicted correctly.
+
+    outputs, labels: [B, L]; a positive output predicts a label, a positive entry is a label.
+    """
     return ((outputs > 0) == (labels > 0)).float().mean(1)
 
 

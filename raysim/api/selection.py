@@ -59,7 +59,9 @@ def draw_weighted(
 
     Each draw takes one of the remaining clients with a probability in proportion to its weight.
     Clients of weight 0 come last, in the order of `clients`.
+    clients: int64 [n], the clients to draw from.
     weights: [n], at least 0.
+    count: the number of clients to draw; if it is larger than n, all clients are returned.
     """
     # The order of independent exponential times has the distribution of such draws.
     times = generator.standard_exponential(len(clients))
@@ -89,6 +91,8 @@ class SelectionView:
     them.
 
     The properties with a value for each client of `clients` are computed when they are first read.
+    The functions `make_generator`, `measure_losses`, `estimate_seconds` and `estimate_sending` are
+    used by these properties; a rule does not call them.
     """
 
     count: int

@@ -30,6 +30,7 @@ class Aggregation:
     weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
     bases: the base versions of the updates; a key is the number of aggregations before the version.
+    method: the name of the method that sees this object.
     normaliser: a function that returns the divisor of the weighted sum from the weights. The
     default is their sum; a method may pass another one to `with_weights`.
     combined: in the hook `step`, the result [layout.trained] of `combine`, before the step of any

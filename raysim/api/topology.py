@@ -163,9 +163,12 @@ class Network:
     own_schedules: True if each replica has its own schedule for its clients. With False one
     schedule serves all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client stores its replica. Then only the replicas with updates in an
-    aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
-    pairwise: True if each replica of an exchange takes the mean with one neighbour, drawn by
-    `seed`; the neighbour becomes the same mean.
+    aggregation exchange, and jobs do not send and receive the model.
+    client_floats: [clients], with `on_clients` the number of floats that each client sends to other
+    clients in an exchange, and also receives from them.
+    pairwise: True if each replica of an exchange takes the mean with one neighbour, drawn at
+    random; the neighbour becomes the same mean.
+    seed: the seed of these draws.
     mixes_first: True if replicas exchange before the updates of the aggregation are added to them.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
@@ -237,6 +240,10 @@ class Network:
 
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
         """Yield the exchanges after an aggregation, one after another.
+
+        An exchange is a list of weighted means (`MixingRow`), which are all computed before a
+        replica changes. There is one exchange or, with `pairwise`, one for each replica in
+        `replicas`.
 
         version: the aggregations of the run so far.
         replicas: the replicas with updates in the aggregation, ascending.

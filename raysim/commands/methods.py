@@ -24,10 +24,13 @@ INDENT = "    "
 class MethodEntry:
     """A method, as `raysim methods` shows it.
 
+    name: the name of the method.
     option: the option of `method=` that selects the method, possibly together with other methods.
+    paper: the source of the method, or "".
     about: one line that says what the method does.
     texts: the docstring of its module, then the docstring of its class.
     hooks: the names of the hooks that it overrides.
+    parameters: its settings with their defaults, by name.
     """
 
     name: str

@@ -110,10 +110,13 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 class GpuWorkload:
     """A speed measurement: clients of equal size that train one epoch.
 
+    title: the heading of its section of the page.
+    model: the network that clients train.
     shape: channels, height and width of a picture.
     clients: the number of clients.
-    cohort: the number of clients in a round.
     samples: the number of samples of each client.
+    cohort: the number of clients in a round.
+    batch, lr: the number of samples in a batch, and the learning rate.
     least: the speed that raysim must reach, as a multiple of the plain loop's speed.
     lanes: the numbers of lanes that are measured.
     """
@@ -181,8 +184,10 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 class GpuOptions:
     """The options of `raysim bench gpu`.
 
+    device: the device that is measured, such as "cuda".
     minutes: time limit for all parts.
     seconds: duration of each speed measurement.
+    parts: the measurements to make, by name, such as "correctness" or "G1".
     methods: the methods that are checked; None checks all.
     tiny: True uses the smallest sizes, to test the command itself.
     """

@@ -50,8 +50,12 @@ STOP_TIMEOUT_S = 10
 class LoopWorkload:
     """A run with one local epoch per round, whose speed is measured.
 
+    clients: the number of clients.
     samples: the number of samples of each client.
-    rounds: the number of rounds in a block.
+    cohort: the number of clients in a round.
+    batch: the number of samples in a batch.
+    model: the network that clients train.
+    rounds: the number of rounds in a block, which is measured as a whole.
     limit: the largest ratio of raysim's time to the textbook loop's time that raysim promises.
     """
 
@@ -91,10 +95,14 @@ WORKLOADS = {
 class LoopResult:
     """The speed of a workload.
 
-    raysim, bare, floor: seconds per round (medians over blocks) of raysim, of the textbook loop and
-    of the tuned loop.
-    ratios, to_floor: for each block, raysim's seconds divided by those of the textbook loop and of
-    the tuned loop.
+    workload: the name of the workload.
+    lanes: the number of clients that raysim trained at once in a process.
+    raysim: raysim's seconds per round, the median over blocks.
+    bare: the textbook loop's seconds per round, the median over blocks.
+    ratios: for each block, raysim's seconds divided by the textbook loop's seconds.
+    limit: the largest ratio that raysim promises.
+    floor: the tuned loop's seconds per round, the median over blocks; None if not measured.
+    to_floor: for each block, raysim's seconds divided by the tuned loop's seconds.
     """
 
     workload: str

@@ -75,8 +75,9 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """The time of a method's local step.
+    """The time of a method's local step, compared with its reference, usually FedAvg.
 
+    method: the name of the method.
     seconds: the median over blocks.
     ratio: the median of `ratios`.
     ratios: for each block, the method's seconds divided by those of the reference.
@@ -176,6 +177,8 @@ def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure each method against FedAvg, but FRAug against FedBN.
 
     FedBSS is measured against FedAvg doing the same work, see `fedbss_and_its_parts`.
+    blocks: how often each method and its reference are measured, one after another.
+    say: function that gets a line after each block.
     """
     seconds_per_step()  # the first run is slower, so it is not measured
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
@@ -198,6 +201,7 @@ def measure_pairs(
 
     pairs: for each method, a function that returns the seconds of the method and of its reference.
     limits: for each method, the largest ratio that raysim promises; None if it promises none.
+    say: function that gets a line after each block.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):

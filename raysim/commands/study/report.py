@@ -84,11 +84,13 @@ class RunScores:
 class Comparison:
     """One setting compared with the reference; all other settings are equal.
 
+    metric: the name of the metric.
     where: the settings that both share, such as "alpha=0.1".
     what: the compared setting, such as "fedprox".
     reference: the setting that it is compared with.
-    seeds: the seeds that both have.
-    differences: `what` minus `reference`, for each seed.
+    seeds: the seeds with which both were run.
+    differences: for each seed, the metric of `what` minus the metric of `reference`.
+    test: the mean difference with its interval and its p-value.
     """
 
     metric: str
@@ -380,8 +382,9 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
-    Each value of `where` has a panel.
+    Each value of `Comparison.where` has a panel.
     about: the test set on which the metric is measured.
+    dark: True for a picture on a dark page.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -44,7 +44,9 @@ Say: TypeAlias = Callable[[str], None]
 class RunEnd:
     """The end of a run.
 
+    run: the run.
     failure: a sentence that says why the run failed; "" if it did not.
+    seconds: the wall seconds from its start to its end.
     """
 
     run: StudyRun

@@ -131,8 +131,10 @@ def find_folder(entrypoint: str) -> str:
 def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     """Run a command on the node and in the folder of a job; return the text that it prints.
 
+    client: the connection to the job server, from `job_server.connect`.
     details: Ray's `JobDetails` of the job.
     entrypoint: the command.
+    Raise `RefusedError` if the job server does not accept the command.
     """
     environment = {
         key: value

@@ -58,9 +58,10 @@ def find_address(address: str | None) -> str:
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """Return a connected client of the job server.
+    """Connect to the job server; return the connection, Ray's `JobSubmissionClient`.
 
-    Raise `ValueError` if the job server does not accept the client's token.
+    Raise `ValueError` if no job server answers at this URL, or if it does not accept Ray's
+    authentication token of this machine.
     """
     _check_token_file()
     _check_connection(url)
@@ -127,7 +128,7 @@ def _describe_refusal(url: str, reason: str) -> str:
 def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[str, Any]) -> str:
     """Start a job and return its id.
 
-    client: from `connect`.
+    client: the connection to the job server, from `connect`.
     entrypoint: the command line of the job.
     runtime_env: Ray's description of the job's environment. Its working directory is uploaded if
     the cluster does not have it.

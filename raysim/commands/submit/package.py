@@ -44,6 +44,7 @@ class PackedFile:
 
     source: its path on this machine.
     name: its path in the job's folder.
+    size_bytes: its size.
     """
 
     source: Path

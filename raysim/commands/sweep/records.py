@@ -168,7 +168,11 @@ class TrialRecords:
             self._trackers[number] = self._start_tracker(record)
 
     def report_restart(self, number: int, details: str) -> None:
-        """Print that a trial starts again because its process was lost."""
+        """Print that a trial starts again because its process was lost.
+
+        number: the trial's number.
+        details: text for the end of the line, such as the file of Ray's messages; or "".
+        """
         self._say(
             f"trial {number} has lost its process and continues from its last checkpoint{details}"
         )

@@ -297,6 +297,7 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
     The best score has the colour with the most contrast to the page. Stopped trials do not count,
     unless there are no other trials.
+    dark: True for a picture on a dark page.
     """
     from matplotlib import colormaps
 
@@ -314,6 +315,8 @@ def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -
     """Draw parallel coordinates: a line for each trial connects its values and its score.
 
     The line of the best trial is thick. Lines of stopped trials are grey.
+    path: the file of the picture, or a buffer in memory.
+    dark: True for a picture on a dark page.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -383,6 +386,8 @@ def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> 
     """Draw the score against each key, with the deviation over seeds.
 
     The best trial is a star. Open circles are trials that the scheduler stopped.
+    path: the file of the picture, or a buffer in memory.
+    dark: True for a picture on a dark page.
     """
     axes = _axes(records)
     trials = _scored(records)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class TrialResult:
     """A trial of a sweep.
 
+    number: the number of the trial, from 0.
     config: the searched keys with their values.
     metrics: the last row of the history; {} if there is none.
     error: why the trial failed; None for any other trial.

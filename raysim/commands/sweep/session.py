@@ -199,9 +199,12 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "m
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few of its runs, from `_build_samples`.
+    folder: the folder of the sweep.
+    experiments: a few runs of the sweep, built to find impossible values (`_build_samples`).
     resources: what a worker reserves; without workers, what a trial reserves.
     slots: the number of trials that fit at once.
+    console: where lines for the user are printed.
+    quiet: True does not show the state of the sweep while it runs.
     """
 
     plan: SweepPlan
@@ -277,7 +280,11 @@ class SweepSession:
         )
 
     def _introduce(self, records: TrialRecords, slots: int) -> None:
-        """Print the searched keys, the search algorithm, the resources, and warnings."""
+        """Print the searched keys, the search algorithm, the resources, and warnings.
+
+        records: the trials of the sweep, including those that ended before it was continued.
+        slots: the number of trials at a time.
+        """
         options = self.plan.options
         spec = self.experiments[0].spec
         scheduler = {

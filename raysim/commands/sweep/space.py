@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Interval:
-    """All numbers from low to high.
+    """All numbers from low to high, both included.
 
     log: True if each order of magnitude is equally likely.
     whole: True if only integers are drawn.
