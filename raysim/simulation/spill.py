@@ -142,7 +142,11 @@ class MappedFile:
         self._read += size
 
     def _take(self, size: int) -> tuple[int, int]:
-        """Reserve space for `size` bytes in the file; return the segment and the offset in it."""
+        """Reserve space for `size` bytes in the file.
+
+        The file consists of segments, each of which is mapped as a whole. Return the index of a
+        segment, and the position of the space in it.
+        """
         if self._free[size]:
             return self._free[size].pop()
         if self._end + size > self._limit:

@@ -50,7 +50,10 @@ def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, 
 
 
 def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Return the frozen parameters as arrays; floats get the type of the vector."""
+    """Return the parameters that are not trained as arrays, by full name.
+
+    dtype: the type of the arrays of floats; other arrays keep their type.
+    """
     arrays = {}
     for name, parameter in frozen_parameters(networks):
         values = parameter.detach()

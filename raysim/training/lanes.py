@@ -146,7 +146,10 @@ class LaneLoop(ABC, Generic[L]):
         return places
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
-        """End a lane's job if it is finished, and begin the next job that is ready."""
+        """End a lane's job if it is finished, and begin the next job that is ready.
+
+        waiting: the positions of the lane's jobs that have not begun; begun ones are removed.
+        """
         while lane.batch is None:
             try:
                 if lane.running is not None:

@@ -11,9 +11,14 @@ _PART_ORDER = ("body", "head", "adapters")
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
-    """Return the factor on the learning rate of each parameter.
+    """Return for each parameter the factor by which its learning rate is multiplied.
 
-    rates: see `Local`.
+    The factor is 1 for parameters of no part in `rates`. If a parameter belongs to several parts,
+    the longest name of a module counts, then "adapters", then "head", then "body".
+
+    entries: the parameters.
+    rates: the factor of each part: "head", "body", "adapters", or the full name of a module, such
+    as "model.extractor.0" (`local.rates`).
     """
     names = [name for name in _PART_ORDER if name in rates]
     names += sorted(rates.keys() - set(_PART_ORDER), key=len)
@@ -26,7 +31,12 @@ def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[f
 
 
 def is_in_part(parameter: str, part: str) -> bool:
-    """Return True if a parameter belongs to "body", "head", "adapters", or a named module."""
+    """Return True if a parameter belongs to a part of the model.
+
+    parameter: the full name of the parameter, such as "model.head.weight".
+    part: "head", "body" (the model without head and adapters), "adapters", or the full name of a
+    module or parameter.
+    """
     is_head = parameter.startswith("model.head.")
     is_adapter = "lora_" in parameter
     if part == "head":

@@ -1,8 +1,10 @@
 """Give hooks a client's job in a recorded step, and note the values that they read.
 
-A recording repeats the operations of a step on tensors at fixed addresses. Therefore each tensor
-that a step reads from its client is an input of the recording and is copied before a replay. Each
-Python value that a step reads must be equal for a replay.
+With `runtime.graph=true` the operations of a training step are recorded once, on a GPU as a CUDA
+graph. A replay repeats them on the same tensors, at fixed addresses, without running Python code.
+Therefore each tensor that a step reads from its client is an input of the recording: before a
+replay, the client's values are copied into it. A Python value that a step reads cannot be replaced
+in this way: a recording is replayed only for steps for which the value is the same.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: the mode that the stages of the lane's job have set, by name of the network or module:
-    True for train mode, False for eval mode. The mode that was set last comes last.
+    modes: the train mode (True) or eval mode (False) of each network or module for which earlier
+    stages of the lane's job have set it, by name. The mode that was set last comes last.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
@@ -103,7 +105,8 @@ class RecordedLane(Lane):
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
     """Return a tensor of a lane's client, or None if the client does not have it.
 
-    table, key: where the tensor is; see `tables_of`, for example "state" and "scaffold.control".
+    table, key: the name of a table of `tables_of`, such as "state", and the name of the tensor in
+    this table, such as "scaffold.control".
     """
     ctx = lane.ctx
     if table == VECTORS:
@@ -116,8 +119,10 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     """Return all tensors of a lane's client that a step may read, by table and key.
 
-    The tables are "state", "kept", "download" and "draws" (as in `Context`), and one with the
-    vectors of the job.
+    "state" has the client state, "kept" has what methods keep until the end of the job
+    (`LocalJob.scratch`), "download" has the tensors that methods sent to the client, and "draws"
+    has the random tensors of the next step. Their keys are "method.name". The table `VECTORS` has
+    the received model and the vector before training.
     """
     ctx = lane.ctx
     vectors = {
@@ -202,13 +207,16 @@ class RecordedContext(Context):
         return object.__getattribute__(self, name)
 
     def drawn(self, name: str) -> Tensor:
-        """Return the tensor that a method drew for this step."""
+        """Return a random tensor that a method drew for this step.
+
+        name: the name of the tensor, "method.name".
+        """
         return self._tables["draws"][name]
 
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return a second set of networks, see `LocalJob.frozen`.
+        """Return frozen copies of all networks, see `LocalJob.frozen`.
 
         Until the step ends, the networks use `values` themselves and not a copy.
         """
@@ -222,7 +230,10 @@ class RecordedContext(Context):
         return self._frozen[name]
 
     def changed(self) -> dict[Entry, Tensor]:
-        """Return the entries of `state` and `kept` that hooks have replaced."""
+        """Return the tensors of `state` and `kept` that hooks have set in this step.
+
+        The keys are pairs: "state" or "kept", and the tensor's name "method.name".
+        """
         changed: dict[Entry, Tensor] = {}
         for name in ("state", "kept"):
             table = getattr(self, name)  # a hook may have put another mapping there

@@ -53,7 +53,11 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
-    """Return `count` copies [K, n] of a flat tensor [n]; each starts at a multiple of `border`."""
+    """Return `count` copies [K, n] of a flat tensor [n].
+
+    border: the copies start at multiples of this number of entries, counted from the first copy.
+    GPU kernels need such addresses.
+    """
     padded = -(-len(flat) // border) * border
     return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
 
@@ -102,7 +106,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give the job the lane's optimizer of each stage that is new in the job's next step."""
+        """Give a job the lane's optimizers for the stages that its next step makes first.
+
+        A stage is one of the optimizer steps on a batch. The lane has an optimizer for each stage.
+        Its buffers begin with those that the job's client kept from an earlier job, or with 0.
+        """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -204,8 +212,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
         """Compute a lane's step with `Step`.
 
-        Return the task loss (None if no stage has it), and the changed entries of `state` and
-        `kept`.
+        Return the task loss (None if no stage has it), and the tensors of `state` and `kept` that
+        the step has set, see `RecordedContext.changed`.
+
+        tables: the tensors that the step may read, see `tables_of`.
+        rate: the learning rate, a scalar tensor.
         """
         self.enter(lane)
         if self.trainer.declarations.methods:
@@ -222,9 +233,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         if written is not None:
             method = written.partition(".")[0]
             raise LanesError(
-                f"runtime.graph=true: method '{method}' writes {written} in a step, "
-                "which a recording does not repeat. "
-                "Write it in `end`, or set runtime.graph=false."
+                f"runtime.graph=true: method '{method}' writes {written} to job.upload or "
+                "job.report in a step, which a recording does not repeat. "
+                "Write it in the method's hook `end`, or set runtime.graph=false."
             )
         return loss, ctx.changed()
 

@@ -58,7 +58,9 @@ def _unpickle(state: StoredState) -> StoredState:
 
 
 class ResidentStates:
-    """The last state of each client of a worker.
+    """The final client state of the last job of each client that a worker has trained.
+
+    It is not committed yet if the job has not been aggregated.
 
     budget: the largest number of bytes on the device. If it is exceeded, the states that were not
     used for the longest time are moved to ordinary memory.
@@ -79,7 +81,10 @@ class ResidentStates:
         return len(self._handles)
 
     def get(self, client: int, job: int) -> ClientState[Tensor] | None:
-        """Return the final client state of a job, on the device; None if it is not here."""
+        """Return the final client state of a job, on the device.
+
+        Return None if this worker has no state of the client, or has that of another job.
+        """
         handle = self._handles.get(client)
         if handle is None or handle.job != job:
             return None

@@ -126,8 +126,13 @@ class RunSettings:
     """The settings of a run, named like the keys of the configuration.
 
     Coordinator and workers read this object.
-    weighting: the weights of updates; None weighs by samples, unless a method asks for uniform
-    weights.
+
+    seed: the seed of all random numbers of the run.
+    rounds: the number of aggregations.
+    weighting: the weights of updates: "samples" or "uniform"; None weighs by samples, unless a
+    method asks for uniform weights.
+    local: the settings of local training. The other attributes are the groups of the same names:
+    `evaluate`, `checkpoint`, `faults`, `attack`, `state` and `init`.
     """
 
     seed: int = 0
@@ -157,8 +162,11 @@ class RunSettings:
 class RunSpec:
     """The description of a run from which workers and coordinator are built; it can be pickled.
 
+    model: builds the model of the run.
+    methods: the methods of the run, in their order; empty for FedAvg.
+    data: the clients' data and the central test set.
     device: the device of this process: "cpu", "cuda", "cuda:1" or "mps".
-    threads: the number of torch's threads.
+    threads: the number of torch's threads in a process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
     bits.
     dtype: the floating type of the parameters.
@@ -166,7 +174,8 @@ class RunSpec:
     profile: True measures how the time is spent.
     graph: True records and replays steps (`runtime.graph`); results depend on it in the last bits.
     precision: the type of matrix products in a step.
-    loss: replaces the usual loss; see `Task`.
+    loss: the user's loss, a function that returns the loss of each sample; None uses the usual loss
+    of the task, such as cross-entropy.
     own_metrics: the user's metrics, by their name in `evaluate.metrics`.
     weights: saved initial weights; None draws all weights.
     size: the largest number of updates in an aggregation.
@@ -174,7 +183,8 @@ class RunSpec:
     packages: further packages whose code the run uses.
     selection: the rule that chooses the clients of a dispatch.
     topology: the models of the server, and how they exchange.
-    devices: the kind of each client's device; None if the fleet is not known.
+    devices: the kind of each client's device, such as "phone", for methods that read it; None if
+    the fleet is not known.
     frozen: the frozen weights that all processes of a node share; None builds them in each process.
     """
 
@@ -280,8 +290,9 @@ def build_model(spec: RunSpec) -> nn.Module:
 def declare_run(spec: RunSpec) -> Declarations:
     """Return what the methods of a run declare, with the run's networks.
 
-    The result is the same in every process. Frozen weights are stored as `model.lora` says, and
-    shared with other processes if `spec.frozen` has them.
+    The result is the same in every process. If the model has adapters, its frozen weights are
+    stored in the type `model.lora.base`. If `spec.frozen` has them, the networks use its arrays,
+    which all processes of a node share.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
@@ -306,7 +317,11 @@ def share_frozen_weights(spec: RunSpec) -> RunSpec:
 
 
 def check_base(spec: RunSpec) -> None:
-    """Raise ValueError if `init.file` has adapters for other frozen weights; see `Init`."""
+    """Raise ValueError if the adapters in `init.file` belong to other frozen weights.
+
+    A file that a run with adapters has written contains only the adapters, and the checksum of the
+    frozen weights for which they were trained.
+    """
     if spec.weights is not None and spec.weights.base:
         declarations = declare_as_drawn(spec)
         spec.weights.check_base(declarations.networks, declarations.private_names)
@@ -315,7 +330,8 @@ def check_base(spec: RunSpec) -> None:
 def declare_as_drawn(spec: RunSpec) -> Declarations:
     """Return what the methods of a run declare, with the run's networks and their initial weights.
 
-    `declare_run` also stores the frozen weights in their final form.
+    Frozen weights have the type in which they were drawn; `declare_run` also converts them to the
+    type `model.lora.base`.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task
@@ -386,7 +402,11 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
 
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
-    """Raise ValueError if settings of the evaluation do not fit data, model or methods."""
+    """Raise ValueError if settings of the evaluation do not fit data, model or methods.
+
+    has_head: True if the model is split into features and a head.
+    pools: True if a method trains one model on the data of all clients.
+    """
     _ = task.metrics  # raises an error for a metric of another kind of task
     if pools and evaluation.finetune.epochs:
         raise ValueError(
@@ -396,8 +416,9 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
-            "evaluate.finetune.head=true, or a method, trains only the head, but the head of this "
-            "model is unknown. Set model.head to the name of its last linear layer."
+            "evaluate.finetune.head=true, or a method that declares it, fine-tunes only the head, "
+            "but the head of this model is unknown. Set model.head to the name of its last linear "
+            "layer, or evaluate.finetune.head=false."
         )
     has_classes = task.kind == "classification" and not task.has_unlabelled
     if evaluation.probe and not (has_head and has_classes):
@@ -433,7 +454,10 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
 
 
 def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
-    """Raise ValueError for settings that a method or learner with its own training cannot have."""
+    """Raise ValueError for settings that do not fit a method or learner with its own training.
+
+    For example, `local.warmup_steps` needs raysim's own training steps.
+    """
     declared = declarations.declarer("train")
     if declared is None:
         return
@@ -470,7 +494,8 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
 def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
-    For a learner without gradients, return 6 operations for each number that its clients send.
+    PyTorch cannot count them for a learner without gradients, such as a tree. Then the result is an
+    estimate: 6 operations for each number that one of its clients sends.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

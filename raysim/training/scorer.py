@@ -33,6 +33,10 @@ class Scorer:
     """The part of a worker that scores models.
 
     It uses no random stream of training, and does not change BatchNorm's statistics.
+
+    In its functions, a task names the client whose model is scored and the rows of the samples. If
+    the client's state is on another worker, it is sent with the call: `sent` is this state, and
+    None if the state is on this worker or the task scores the shared model.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
@@ -100,7 +104,10 @@ class Scorer:
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
     ) -> dict[str, Tensor]:
-        """Return every tensor of the networks that a task would score, by full name."""
+        """Return all tensors of the model that a task scores, by full name, without scoring it.
+
+        published: the version to score.
+        """
         self._load(task, self.receiver.receive(published), sent)
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -113,7 +120,10 @@ class Scorer:
     def predictions(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels [n] and outputs [n, C] of a task's rows."""
+        """Return labels [n] and the model's outputs [n, C] for a task's rows.
+
+        published: the version whose model is used.
+        """
         self.trainer.set_training(False)
         self._load(task, self.receiver.receive(published), sent)
         model = self.vector.networks["model"]
@@ -125,7 +135,11 @@ class Scorer:
         return torch.cat(labels).numpy(), torch.cat(outputs).numpy()
 
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
-        """Load the model that a task scores."""
+        """Load the model that a task scores into the trainer's vector.
+
+        This is the shared model with the client's personal part, changed by the methods' hooks
+        `load` and `personalise`.
+        """
         state = self.states.initial
         if task.client >= 0:
             state = self.states.get(task.client, task.state, sent)

@@ -1,4 +1,9 @@
-"""Compute gradients of the same batch at shifted parameters, for the hook `perturb`."""
+"""Compute gradients of the same batch at shifted parameters, for the hook `perturb`.
+
+The first pass is the usual forward pass of a step. A method such as SAM then moves the parameters a
+little and needs the gradient there: this is the second pass. It uses the same batch and the same
+random numbers, so that only the parameters differ.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 class RecordedOutputs(Outputs):
-    """Outputs of a first pass, with the state of torch's generator before each computation."""
+    """Outputs of the first pass, with the state of torch's generator before each computation."""
 
     __slots__ = ("starts",)
 
@@ -93,7 +98,14 @@ class RepeatedOutputs(Outputs):
 
 
 class SecondPass:
-    """The state from which a stage's first pass starts; create the object before that pass."""
+    """A second pass of a stage, which begins in the same state as its first pass.
+
+    Create the object before the first pass, because it stores this state: the client state, the
+    methods' intermediate values and torch's generator.
+
+    vector: the parameters and buffers of the networks.
+    outputs: the outputs of the first pass, computed later.
+    """
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
         self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx
@@ -102,10 +114,13 @@ class SecondPass:
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
-        """Shift the parameters in the slices `runs`; yield outputs for the same batch.
+        """Shift parameters inside `with`; yield outputs of the model for the same batch.
 
         Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator
         have the same bits as before.
+
+        shift: a flat tensor, which is added to the parameters in `runs`, slice after slice.
+        runs: slices of the vector.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, scratch = ctx.state, ctx.kept

@@ -44,12 +44,19 @@ class OptimizedPart:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters that a stage trains."""
+    """The parameters that a stage trains.
+
+    params: the networks' parameters, whose gradients are computed.
+    views: for each parameter a view of its place in the vector, which the optimizer changes.
+    runs: the contiguous slices of the vector that the parameters cover.
+    shared: the slices of `runs` that contain shared parameters.
+    parts: the parameters of each optimizer of the stage; usually there is one.
+    """
 
     params: list[nn.Parameter]
-    views: list[Tensor]  # of the vector, one for each parameter, without gradient
-    runs: tuple[slice, ...]  # the contiguous slices of the vector that the parameters cover
-    shared: tuple[slice, ...]  # the slices among them that contain shared parameters
+    views: list[Tensor]
+    runs: tuple[slice, ...]
+    shared: tuple[slice, ...]
     parts: tuple[OptimizedPart, ...]
 
 
@@ -126,7 +133,8 @@ class Step:
     usual_loss: the task's loss, a mean over the batch, which a method may replace.
     precision: the type of matrix products (autocast); None uses no autocast. Parameters and
     optimizer keep their type.
-    rates: factors on the learning rate, see `Local`.
+    rates: factors by which the learning rate of parts of the model is multiplied (`local.rates`),
+    by the part, such as "head".
     """
 
     def __init__(
@@ -212,7 +220,13 @@ class Step:
         return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
-        """Compute the gradient of a stage's loss, and make a step with it."""
+        """Compute the gradient of a stage's loss, and make a step with it.
+
+        Methods may correct the gradient before, and it is scaled down if `clip` says so.
+
+        second: computes gradients at shifted parameters for the hook `perturb`; None if no method
+        has this hook, or if the stage does not use the task loss.
+        """
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
         if not self.is_flat:
@@ -264,7 +278,11 @@ class Step:
     def _perturb(
         self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
     ) -> Tensor:
-        """Return the gradient from a method's hook `perturb`, which uses shifted parameters."""
+        """Return the gradient from a method's hook `perturb`, which uses shifted parameters.
+
+        grad: the gradient at the current parameters, one flat tensor.
+        second: computes gradients at shifted parameters.
+        """
 
         def gradient_at(shift: Tensor) -> Tensor:
             with second.at(shift, group.runs) as out:
@@ -287,7 +305,11 @@ class Step:
         return torch.cat([grad.reshape(-1) for grad in grads], out=self._flat_gradients[key])
 
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
-        """Return the views of the vector that the optimizer changes for a group."""
+        """Return the tensors that the optimizer of a group changes: views of the vector.
+
+        If the gradient is one flat tensor, there is a view for each contiguous slice of the vector;
+        otherwise for each parameter.
+        """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]
         return group.views
@@ -304,14 +326,16 @@ class Step:
             entries = layout.entries_in(trains)
             if not entries:
                 raise ValueError(
-                    f"a stage trains {list(trains)}, but these parts have no parameters, or only "
-                    "frozen ones. Give a part with trainable parameters."
+                    f"a stage of a method trains {list(trains)}, but these parts have no "
+                    "parameters, or only frozen ones. Give Stage(trains=...) a part with "
+                    "trainable parameters."
                 )
             fixed = next((entry.name for entry in entries if entry.name in self._fixed), "")
             if fixed:
                 raise ValueError(
-                    f"a stage trains {list(trains)}, but method '{self._fixed[fixed]}' freezes "
-                    f"{fixed}. Leave it out of the stage."
+                    f"a stage of a method trains {list(trains)}, but method "
+                    f"'{self._fixed[fixed]}' freezes {fixed}. Leave {fixed} out of "
+                    "Stage(trains=...), or leave one of the methods out."
                 )
             runs = layout.stretches(entries)
             group = self._groups[key] = ParameterGroup(

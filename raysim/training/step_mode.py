@@ -1,4 +1,7 @@
-"""Choose how steps are computed: for one client, for several at once, or from recordings."""
+"""Choose how training steps are computed: for one client, or for several at once in lanes.
+
+Steps can also be recorded once, on a GPU as a CUDA graph, and then be replayed (`runtime.graph`).
+"""
 
 from __future__ import annotations
 

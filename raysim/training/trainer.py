@@ -47,14 +47,23 @@ _TASK_STAGES: Sequence[Sequence[Stage]] = ((Stage(),),)
 
 @dataclass
 class RunningJob:
-    """A job between `Trainer.begin` and `Trainer.end`."""
+    """A job between `Trainer.begin` and `Trainer.end`.
+
+    ctx: the job's data, as hooks see it.
+    cycle: the stages (optimizer steps) of each training step; after the last entry the first one
+    follows again.
+    batches: the batches that are still to train on.
+    losses: the task loss of each step that has one.
+    initial_state: the names of the tensors in the client state with which the job began.
+    result: the result of a method that trains by itself (`run.train`); None for other methods.
+    """
 
     ctx: Context
-    cycle: Sequence[Sequence[Stage]]  # the stages of each step, repeated
-    batches: Iterator[Batch]  # the remaining batches
-    losses: list[Tensor] = field(default_factory=list)  # of the steps with the task loss
-    initial_state: Collection[str] = ()  # names of the client state that the job began with
-    result: LocalResult | None = None  # of a method that trains by itself
+    cycle: Sequence[Sequence[Stage]]
+    batches: Iterator[Batch]
+    losses: list[Tensor] = field(default_factory=list)
+    initial_state: Collection[str] = ()
+    result: LocalResult | None = None
 
     @property
     def samples(self) -> int:
@@ -82,8 +91,13 @@ class RunningJob:
 class Trainer:
     """The networks, the data and the step of one worker, which train one job at a time.
 
-    inputs, labels, partition, pipeline: see `ClientData`.
-    precision: see `Step`.
+    vector: the parameters and buffers of the networks; a job trains in it.
+    declarations: what the run's methods have declared.
+    local: the settings of local training.
+    inputs, labels: the samples of all clients, as the data set stores them.
+    partition: for each client the rows of its training samples.
+    pipeline: the augmentation and normalisation of inputs.
+    precision: the type of matrix products in a step (autocast); None uses no autocast.
     """
 
     def __init__(
@@ -148,7 +162,7 @@ class Trainer:
         return self.data.gather(rows, generator)
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a client's training samples in order, in batches fit for evaluation."""
+        """Yield a client's training samples in order, in batches of the size for evaluation."""
         return self.data.client_samples(client)
 
     def class_counts(self, client: int) -> Tensor:
@@ -156,7 +170,7 @@ class Trainer:
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return a second set of networks, see `LocalJob.frozen`."""
+        """Return frozen copies of all networks, see `LocalJob.frozen`."""
         return self.frozen_networks.networks(ctx, name, values)
 
     def contribution(self, client: int) -> Contribution:
@@ -171,7 +185,10 @@ class Trainer:
 
     # --- one job -----------------------------------------------------------------------------
     def train(self, *received: Any) -> Context:
-        """Train one job from begin to end; the arguments are those of `begin`."""
+        """Train one job from begin to end; return its context, which has its results.
+
+        The trained model is then in `vector`. The arguments are those of `begin`.
+        """
         running = self.begin(*received)
         self.steps(running)
         self.end(running)
@@ -305,7 +322,7 @@ class Trainer:
         load_vector(self.vector, base, counters, state)
 
     def views(self, ctx: Context) -> dict[str, Any]:
-        """Return the job as the hooks of each method see it."""
+        """Return the job as hooks see it: for each method's name a `LocalJob`."""
         methods = self.declarations.methods
         return {declared.method: LocalJob(ctx, declared.method) for declared in methods}
 

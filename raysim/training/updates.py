@@ -40,7 +40,11 @@ class NotFiniteError(FloatingPointError):
 
 
 def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the mean of the losses of batches, weighted by their rows; nan without batches."""
+    """Return the mean of the losses of batches over all rows; nan without batches.
+
+    losses: [batches], the mean loss of each batch.
+    rows: the number of rows in each batch.
+    """
     if not rows:
         return losses.new_full((), nan)
     weights = to_device(np.array(rows, np.int64), losses.device)
@@ -72,8 +76,12 @@ class UpdateBuilder:
         is_summed: bool,
         probe: Probe | None,
     ) -> Update:
-        """Return the update of a trained job; the delta overwrites the vector's shared part.
+        """Return the update of a trained job.
 
+        Its delta is the trained minus the received parameters; it overwrites the shared part of the
+        trainer's vector.
+
+        job, running: the job as it was dispatched, and as it was trained.
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
         is_summed: True if the worker adds the delta to a sum; then the update contains no delta.
@@ -182,10 +190,11 @@ class UpdateBuilder:
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return how far the optimizers moved parts of the shared parameters, as `Update.moves`.
+        """Return the sum of the learning rates with which parts of the parameters were trained.
 
-        Each tuple has the start and the end of a part, and the sum of the learning rates of its
-        steps. Return () if no method reads single updates.
+        Each tuple has the start and the end of a part of the shared parameters in the vector, and
+        the sum over the optimizer steps on this part. Some methods divide an update by it. The
+        result becomes `Update.moves`; it is () if no method reads single updates.
         """
         if not self.trainer.declarations.reads_updates:
             return ()

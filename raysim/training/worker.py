@@ -124,7 +124,10 @@ class Worker(SeparateSums):
         return self.name
 
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
-        """Store the tensors that every client receives once, and the rows for probes."""
+        """Store the tensors that every client receives once, and the probed rows.
+
+        probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
+        """
         self.receiver.store_constants(constants)
         self.probed_rows = probed_rows
 
@@ -133,7 +136,7 @@ class Worker(SeparateSums):
         self.states.release(clients)
 
     def profile(self) -> WorkerTrack:
-        """Return the times of the calls since the last profile, by kind of work."""
+        """Return the times of the calls since this function was last called, by kind of work."""
         assert self.spans is not None, "only a run with profile=true asks for it"
         calls = [(span.start, span.stop) for span in self.spans.calls]
         return WorkerTrack(self.spans.take(self.name), calls)
@@ -160,12 +163,14 @@ class Worker(SeparateSums):
         versions: int,
         *values: PublishedVersion | StoredState | None,
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
-        """Train the jobs in order.
+        """Train jobs, and sum their updates where this is possible.
 
-        Returns a `TrainingResult`. If clients have states, returns a tuple of the `TrainingResult`
-        and the client state of each job that did not fail.
+        Jobs that start from an earlier version are trained first. Returns a `TrainingResult`, whose
+        updates are in the order of `jobs`. If clients have states, returns a tuple of the
+        `TrainingResult` and the client state of each job that did not fail.
 
-        groups: numbers of jobs whose deltas are summed on this worker, see `WorkerSums`.
+        groups: each has the numbers of jobs whose deltas (changes of the parameters) are summed on
+        this worker; the result then has the sum and no single deltas of these jobs.
         versions: the number of published versions from which the jobs start.
         values: these versions. If clients have states, then also the client state from which each
         job starts, or None if this worker has it.
@@ -200,14 +205,22 @@ class Worker(SeparateSums):
         return (result, *states) if sent else result
 
     def add_to_sums(self, sums: WorkerSums, job: Job, delta: Tensor | None) -> None:
-        """Add a delta to its group's sum, in a call that a profile can time."""
+        """Add the delta of a job to the sum of its group; a profile measures the time of this call.
+
+        delta: the change of the parameters; None if the job failed.
+        """
         sums.add(job, delta)
 
     # --- scoring -----------------------------------------------------------------------------
     def evaluate(
         self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
     ) -> list[ScoringReport | SetReport]:
-        """Score clients or the shared model; see `Scorer.evaluate`."""
+        """Score clients or the shared model; return a report for each task.
+
+        published: the version to score.
+        states: the client state of each task, or None if it is on this worker. Leave `states` out
+        if all of them are.
+        """
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
         self._busy_s += time.perf_counter() - since
@@ -216,19 +229,29 @@ class Worker(SeparateSums):
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors of a scored model; see `Scorer.scored_tensors`."""
+        """Return all tensors of the model that a task scores, by full name.
+
+        sent: the client's state, or None if it is on this worker or no client's model is scored.
+        """
         return self.scorer.scored_tensors(task, published, sent)
 
     def client_tensors(
         self, task: ScoringTask, sent: StoredState | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the tensors of a client state; see `Scorer.client_tensors`."""
+        """Return the tensors of the client state of a task's client, by full name.
+
+        sent: this state, or None if it is on this worker.
+        """
         return self.scorer.client_tensors(task, sent)
 
     def predictions(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a model's outputs; see `Scorer.predictions`."""
+        """Return labels [n] and the model's outputs [n, C] for a task's rows.
+
+        published: the version whose model is used.
+        sent: the client's state, or None if it is on this worker or no client's model is scored.
+        """
         return self.scorer.predictions(task, published, sent)
 
 

@@ -20,8 +20,13 @@ from raysim.vectors.layout import Vector
 class WorkerStates:
     """The client states of a worker: initial states, kept states, and states sent with a call.
 
-    partition: the training samples of each client.
-    device_bytes: see `ResidentStates`.
+    The worker keeps the states that its own jobs have made. The coordinator sends states of other
+    workers with a call.
+
+    vector: the initial parameters and buffers.
+    partition: for each client the rows of its training samples.
+    device_bytes: the largest number of bytes of states on the device; the others are in ordinary
+    memory.
     """
 
     def __init__(
@@ -38,9 +43,10 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the final client state of a job; job -1 means the initial state.
+        """Return the client state with which a job of a client ended, on the device.
 
-        sent: the state, if it was sent with the call; else None.
+        job: the number of this job; -1 returns the client's initial state.
+        sent: this state, if it was sent with the call; else None.
         """
         if job < 0:
             return self._initial_of(client)

@@ -18,7 +18,8 @@ from raysim.vectors.tree_sum import num_levels
 class WorkerSums:
     """The weighted sums of deltas that a worker makes, one for each group of jobs.
 
-    A sum is not divided by the sum of the weights.
+    The weights are those that the jobs have (`Job.weight`). A sum is not divided by the sum of the
+    weights.
     groups: the numbers of the jobs in each sum, in the order in which they are aggregated. A group
     is one part of the server's summation tree.
     """
@@ -88,8 +89,8 @@ class GroupSum:
     def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
         """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
 
-        A delta of None is left out; return None if there are no siblings either. The siblings are
-        overwritten.
+        The siblings are the sums of neighbouring parts of the tree; they are overwritten. A delta
+        of None is left out; return None if there are no siblings either.
         """
         if delta is None:
             return functools.reduce(Tensor.add_, siblings) if siblings else None

@@ -105,8 +105,12 @@ def new_like(values: Tensor) -> Tensor:
 def run_compiled(
     rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], *switches: bool
 ) -> None:
-    """Run the compiled `rule` on all entries of the arrays [d], on the CPU, block by block.
+    """Compile `rule` and run it on all entries of the arrays [d], on the CPU, block by block.
 
+    The rule changes arrays in place and returns nothing.
+
+    rule: a function for `compile_function`. It is called as rule(*arrays, *settings, *switches),
+    where each array is one block.
     settings: numbers, which are converted to the dtype of the arrays.
     switches: booleans, which are passed unchanged.
     """

@@ -64,8 +64,11 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 g_1 + w_2 g_2 + ... [d], bit-identical to the server's weighted sum.
+    """Return w_1 g_1 + w_2 g_2 + ... [d], added up as the server adds up updates.
 
+    For the same vectors in the same order, the result is bit-identical to the server's sum.
+    rows: the vectors g_i [d].
+    weights: the weights w_i.
     into: the tensor for the sum, or None for a new one.
     """
     return weighted_sum([row.numpy() for row in rows], weights, into)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: its `path` in its network, and its place [start, stop) in the vector."""
+    """A tensor of a network, and its place [start, stop) in the vector.
+
+    network: the name of the network, such as "model".
+    path: the name of the tensor in its network, such as "head.weight".
+    parameter: True for a parameter, False for a buffer.
+    personal: True if the tensor stays on the client.
+    """
 
     network: str
     path: str
@@ -38,12 +44,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each tensor in the vector; the same in all processes of a run."""
+    """The position of each tensor in the vector; the same in all processes of a run.
 
-    entries: tuple[Entry, ...]  # floating, by position
-    counters: tuple[Entry, ...]  # integer buffers, by position
-    trained: int  # shared trainable parameters
-    shared: int  # the same plus shared floating buffers: what travels
+    Shapes in docstrings such as [layout.shared] refer to these numbers of entries.
+
+    entries: parameters and floating buffers, by position in the vector.
+    counters: integer buffers, by position in their own vector.
+    trained: the number of shared trainable parameters.
+    shared: `trained` plus the number of entries of shared floating buffers. These floats travel
+    between server and clients.
+    total: the length of the vector: `shared` plus the personal floats, which stay on a client.
+    shared_counters: the number of entries of shared integer buffers.
+    total_counters: the number of entries of all integer buffers.
+    """
+
+    entries: tuple[Entry, ...]
+    counters: tuple[Entry, ...]
+    trained: int
+    shared: int
     total: int
     shared_counters: int
     total_counters: int
@@ -112,7 +130,7 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     }:
         raise ValueError(
             f"no network has the tensors {sorted(unknown)}, which a method keeps on the clients. "
-            "Correct the names in run.private_parameters(...)."
+            "Correct the names in this method's run.private_parameters(...)."
         )
 
     entries: list[Entry] = []
@@ -296,12 +314,12 @@ class Vector:
 
     @property
     def shared(self) -> Tensor:
-        """The part that travels, [layout.shared]."""
+        """The part that travels between server and clients, [layout.shared]."""
         return self.data[: self.layout.shared]
 
     @property
     def shared_counters(self) -> Tensor:
-        """The integer buffers that travel, [layout.shared_counters]."""
+        """The integer buffers that travel between server and clients, [layout.shared_counters]."""
         return self.counters[: self.layout.shared_counters]
 
     @property

@@ -87,7 +87,7 @@ class LocalOptimizer:
     def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
         """Load the buffers that `save` returned.
 
-        like: tensors with the parameters' shapes.
+        like: the parameters, or tensors of the same shapes; their values are not used.
         """
         sizes = [part.numel() for part in like]
         for name, parts in (("first", self.first), ("second", self.second)):
@@ -169,8 +169,9 @@ class LocalOptimizer:
         for param, grad, momentum in zip(params, grads, self.first, strict=True):
             if param.ndim < 2:
                 raise ValueError(
-                    "local.optimizer=muon needs matrices, and a method of this run trains one flat "
-                    "vector. Set another optimizer, or leave the method out."
+                    "local.optimizer=muon needs matrices, but a method of this run (such as "
+                    "ditto) trains one flat vector. Set another local.optimizer, or leave this "
+                    "method out."
                 )
             momentum.lerp_(grad, 1 - MUON_MOMENTUM)
             matrix = grad.lerp(momentum, MUON_MOMENTUM).flatten(1)
@@ -195,7 +196,10 @@ class LocalOptimizer:
             param.sub_(m / (v.sqrt() / scale).add_(1e-8) * row_rate)
 
     def _allocate(self, like: Sequence[Tensor]) -> None:
-        """Make the optimizer's buffers before the first step, filled with zeros."""
+        """Make the optimizer's buffers before the first step, filled with zeros.
+
+        like: the parameters, or tensors of the same shapes; their values are not used.
+        """
         if self.settings.momentum or self.settings.kind != "sgd":
             self.first = [torch.zeros_like(part) for part in like]
         if self.settings.is_adam:
@@ -265,9 +269,13 @@ class StackedOptimizer(LocalOptimizer):
 
 
 class RecordedOptimizer(LocalOptimizer):
-    """The optimizer of recorded steps: its buffers and step count stay the same tensors.
+    """The optimizer of steps that are recorded once and then replayed (`runtime.graph`).
 
-    The caller increases `steps`, because a replay of a recording runs no Python code.
+    A replay uses the same tensors as the recording. Therefore the buffers and the step count are
+    always the same tensor objects. The caller increases `steps`, because a replay runs no Python
+    code.
+
+    like: the parameters, or tensors of the same shapes.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -346,7 +354,9 @@ class Optimizers:
         """Return the optimizer of a stage; create it at its first step.
 
         It continues from the buffers that `resume` received for this stage, if there are any.
-        like: the parameters.
+        stage: the name of the stage.
+        settings: the settings of a new optimizer.
+        like: the parameters; only their shapes are used, for the buffers.
         shared: the slices of the shared parameters that the optimizer changes.
         rate: the stage's factor on the learning rate.
         """
@@ -374,7 +384,12 @@ class Optimizers:
     def put(
         self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float
     ) -> None:
-        """Set the optimizer of a stage of local training for all later steps."""
+        """Set the optimizer of a stage of local training for all later steps.
+
+        stage: the name of the stage.
+        shared: the slices of the shared parameters that the optimizer changes.
+        rate: the stage's factor on the learning rate.
+        """
         self._working[stage] = _StageOptimizer(optimizer, shared, rate)
 
     def save(self) -> dict[str, Tensor]:

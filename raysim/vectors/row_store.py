@@ -35,8 +35,9 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
     size, folder = math.prod(shape) * dtype.itemsize, tempfile.gettempdir()
     if size > (free := shutil.disk_usage(folder).free):
         raise ValueError(
-            f"the cache of a method needs {size / GIB:.3g} GiB on disk, but {folder} has "
-            f"{free / GIB:.3g} GiB free. Set TMPDIR to a folder with more space."
+            f"a method's cache of updates (method.NAME.cache=disk) needs {size / GIB:.3g} GiB, but "
+            f"{folder} has {free / GIB:.3g} GiB free. Set TMPDIR to a folder with more space, or "
+            "set method.NAME.cache=memory."
         )
     handle, path = tempfile.mkstemp(prefix="raysim-cache-", dir=folder)
     try:
@@ -100,9 +101,13 @@ def claim_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> list[int]:
-    """Return the index of each client's row in `state[cache]`; new clients get zeros.
+    """Return the index of each client's row in a cache; new clients get a row of zeros.
 
-    `state["clients"]` lists the client of each row.
+    state: the method's server state. It has the cache under the name `cache`, and the client of
+    each row under the name "clients". Both are replaced if clients are new.
+    clients: the numbers of the clients.
+    capacity: the number of rows for which space is reserved.
+    place: where the rows are, see `reserve`.
     """
     ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}

@@ -38,8 +38,12 @@ def num_levels(count: int) -> int:
 
 
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
-    """Return the fewest parts of a tree that together have exactly these positions, in order.
+    """Return the parts of a tree (nodes) that together have exactly these positions.
 
+    A part is a range of positions whose sum is a node of the tree. The result has as few parts as
+    possible, in ascending order.
+
+    positions: positions of leaves, in any order.
     count: the number of positions of the tree. The last part of a level may be shorter, because the
     tree ends after `count` positions.
     """
@@ -55,7 +59,10 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
 
 
 def _parts_of(start: int, stop: int, count: int) -> list[range]:
-    """Return the fewest parts of a tree that together have the positions [start, stop)."""
+    """Return as few parts of a tree as possible that together have the positions [start, stop).
+
+    count: the number of positions of the tree.
+    """
     parts: list[range] = []
     while start < stop:
         # A part of 2**level positions starts at a multiple of 2**level.
