@@ -30,24 +30,30 @@ class WatchedRuntime:
         return getattr(self.runtime, name)
 
     def put(self, value: object) -> Ref:
-        """Store a value; see `Runtime`."""
+        """Store a value once for all workers; return a reference to it."""
         with self.spans.span("put", "messages"):
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a Python method of a worker; see `Runtime`."""
+        """Start a Python method of a worker; return a reference to each value that it returns.
+
+        returns: the number of these values.
+        """
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"
         with self.spans.span(method, kind):
             return self.runtime.call(worker, method, *args, returns=returns)
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value and return it; see `Runtime`."""
+        """Wait for the value of a reference and return it."""
         with self.spans.span("get", "messages"):
             return self.runtime.get(ref)
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait at most `seconds` for any of these values; return its index. See `Runtime`."""
+        """Wait until any of these values exists or is lost; return its index in `refs`.
+
+        Return None if this takes longer than `seconds`.
+        """
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
 

@@ -90,7 +90,8 @@ class Runtime(Protocol):
 
         The node's workers do not add up, so they can train meanwhile.
 
-        parts: for each sum, its positions in the summation tree (see `tree_sum.add_up`).
+        parts: for each sum, the positions of its updates in the aggregation. Each is one part of
+        the tree in which updates are summed (`tree_sum`).
         refs: references to the sums.
         """
         ...

@@ -58,7 +58,8 @@ class Dispatch:
     at once, for the other pools; `View.short` then contains this pool.
 
     count: the number of clients to draw.
-    pool: the number of the pool to draw from, see `Schedule.pools`; -1 draws from all clients.
+    pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
+    all clients.
     """
 
     count: int

@@ -301,8 +301,8 @@ class Selector:
         """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(
-                f"{self.name}: select called view.measure, which needs measures=True and is "
-                "possible once in a decision. Declare measures = True, and call view.measure once."
+                f"{self.name}: select may call view.measure once in each decision, and only if "
+                "the rule declares measures = True. Declare it, and call view.measure only once."
             )
         facts = self._facts
         most = math.inf if samples is None else samples

@@ -127,7 +127,8 @@ class Server:
     def set_clients(self, counts: np.ndarray, unseen: int) -> None:
         """Change the clients of this model.
 
-        counts, unseen: see `Server`.
+        counts: int64 [clients], training samples; 0 for clients that this model does not serve.
+        unseen: the number of clients that are never trained.
         """
         self.counts = counts
         self.population = len(counts) - unseen
@@ -512,10 +513,13 @@ def make_server(
 ) -> Server:
     """Return the server of a replica, for a run that has not begun.
 
-    vector, counters: see `Server`; several replicas may share them.
+    vector, counters: the initial shared vector and integer buffers; several replicas may share
+    these tensors.
     size: the most updates in one aggregation.
-    counts, unseen: see `Server`; with None, the server has all clients of the run.
-    replica: see `Server`.
+    counts: int64 [clients], training samples, 0 for clients of other replicas; None takes all
+    clients of the run.
+    unseen: the number of clients that are never trained; None takes that of the run.
+    replica: the number of the replica.
     """
     settings, partition = spec.settings, spec.data.partition
     return Server(

@@ -172,7 +172,8 @@ class SetScores:
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
     """Return for each metric a dictionary from the client of a report to the metric's value.
 
-    A report without a client, such as that of a domain, has the key -1 - (its index in `reports`).
+    A report without a client, such as the report of a domain, has a negative key instead:
+    -1 - (its index in `reports`).
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -172,7 +172,8 @@ class MappedFile:
 class _UnnamedFile:
     """A temporary file without a name, which disappears when it is closed.
 
-    folder, what: see `MappedFile`.
+    folder: a folder on the disk to use; "" is the system's folder for temporary files.
+    what: the kind of the content, such as "client states", for errors.
     """
 
     def __init__(self, folder: Path | str, what: str):

@@ -42,7 +42,7 @@ from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Speeds
 LISTS = ("start", "end")
 NUMBERS = ("period", "down", "up")
 RATES = ("speed", "flops")  # a file has one of them
-HELP = "See the head of raysim/simulation/trace.py, which describes the file."
+HELP = "Give a Parquet file with the columns that raysim/simulation/trace.py lists at its start."
 _ROWS = 1 << 16  # read at once
 # Bytes of a column that are read at once; a row group may be the whole file.
 _BUFFER_BYTES = 1 << 18
@@ -177,7 +177,7 @@ def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordB
 def summarise_trace(file: str) -> str:
     """Return a sentence about the content of a trace.
 
-    Raises ValueError if the trace is not valid (see `read`).
+    Raises ValueError, which names file, client and row, if the trace is not valid.
     """
     trace = read(file)
     available_s = (trace.bounds[1::2] - trace.bounds[::2]).sum()

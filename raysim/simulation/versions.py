@@ -13,8 +13,9 @@ class Versions(Mapping[int, PublishedVersion]):
     """The published versions, by number, in the runtime's store.
 
     If the server or a checkpoint needs a version, the coordinator reads it from the store without a
-    copy. A version is dropped when it is not the current version of any replica and no job holds
-    it. The current version of a replica on disk is in the store only while a job holds it.
+    copy. A job holds its base version from its dispatch to its end. A version is dropped when it is
+    not the current version of any replica and no job holds it. The current version of a replica on
+    disk is in the store only while a job holds it.
     """
 
     def __init__(self, runtime: Runtime):

@@ -87,11 +87,12 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 
 
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
-    """Return the batch sizes that occur often.
+    """Return the batch sizes that occur often; with several lanes, only their steps are recorded.
 
     These are the full batch size, and the size of the last batch if it is the same for most
     clients.
     counts: the number of samples of each client.
+    batch: the full batch size.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
     most_frequent = int(rests.argmax())

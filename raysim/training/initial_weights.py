@@ -271,10 +271,9 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that the tensors have in a file of the same model without adapters.
+    """Map names in a file of the model without adapters to full names of the run's tensors.
 
-    scheme: full names of tensors, by their names in a file of the model with adapters. The result
-    has the same form.
+    scheme: the same map for a file of the model with adapters.
     """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name

@@ -82,8 +82,8 @@ class OwnTraining:
             result = LocalResult()
         if not isinstance(result, LocalResult):
             raise LocalTrainingError(
-                f"the training of method '{self.method}' returned {type(result).__name__}. "
-                "Return raysim.LocalResult(...) or None.",
+                f"method '{self.method}': the function of run.train(...) returned "
+                f"{type(result).__name__}. Return raysim.LocalResult(...) or None.",
                 self.method,
             )
         report = {f"{self.method}.{name}": float(value) for name, value in result.metrics.items()}

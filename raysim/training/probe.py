@@ -112,7 +112,10 @@ def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floa
     """Return the mean probability of each class [C] over unseen rows; None if there are none.
 
     Unseen rows are rows of classes that the client's training data does not have. Figure 3 of the
-    FedBR paper shows this mean. The arguments are those of `seen_share`.
+    FedBR paper shows this mean.
+    probabilities: [rows, classes], the outputs of the local model after softmax.
+    labels: [rows], the true class of each row.
+    seen: bool [classes], True for a class in the client's training data.
     """
     rows = ~seen[labels]
     if not rows.any():

@@ -158,9 +158,11 @@ class Sizes:
 class RecordedContext(Context):
     """A `Context` that notes which values hooks read; its tensors are inputs of a recording.
 
-    tables: the tensors that a step may read, see `tables_of`.
+    ctx: the job's own context.
+    tables: the tensors that a step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
-    frozen_vector: a function that returns the vector of another set of networks.
+    reads: gets the names of the tensors and Python values that hooks read.
+    frozen_vector: a function from a name to the vector of the frozen networks with this name.
     iteration: an exit stack that is closed at the end of the step.
     """
 
@@ -216,9 +218,13 @@ class RecordedContext(Context):
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks, see `LocalJob.frozen`.
+        """Return frozen copies of all networks, in eval mode and without gradients.
 
         Until the step ends, the networks use `values` themselves and not a copy.
+
+        name: a name for the copies; one name always has the same values within a job.
+        values: their parameters and buffers [layout.total]; None means the model from which
+        training started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

@@ -212,10 +212,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
         """Compute a lane's step with `Step`.
 
-        Return the task loss (None if no stage has it), and the tensors of `state` and `kept` that
-        the step has set, see `RecordedContext.changed`.
+        Return the task loss (None if no stage has it), and the tensors that hooks have set in the
+        client state ("state") or keep until the job's end ("kept").
 
-        tables: the tensors that the step may read, see `tables_of`.
+        tables: the tensors that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.
         """
         self.enter(lane)

@@ -28,8 +28,9 @@ class OptimizedPart:
     """The parameters of a group that one optimizer changes.
 
     With Muon or `local.rates`, a group has several parts; otherwise it is one part.
-    name: kind and factor, such as "muon*1", which follow the stage in the name of the optimizer; ""
-    if the group is one part.
+    name: the kind of the optimizer and the factor, such as "muon*1". The optimizer is called
+    "STAGE.NAME". "" if the group is one part; the optimizer then has the name of the stage.
+    settings: the settings of the optimizer.
     factor: the factor on the learning rate (`local.rates`).
     places: the positions of the part's parameters in the group.
     shared: the slices of the vector that contain the part's shared parameters.

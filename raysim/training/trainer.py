@@ -170,7 +170,12 @@ class Trainer:
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks, see `LocalJob.frozen`."""
+        """Return frozen copies of all networks, in eval mode and without gradients.
+
+        name: a name for the copies; one name always has the same values within a job.
+        values: their parameters and buffers [layout.total]; None means the received model with the
+        client's personal parameters.
+        """
         return self.frozen_networks.networks(ctx, name, values)
 
     def contribution(self, client: int) -> Contribution:
@@ -205,7 +210,7 @@ class Trainer:
         """Load a client into the vector, plan its batches, and call `begin` and `prepare` hooks.
 
         base: [layout.shared], the received vector.
-        counters: the received integer buffers, see `load_vector`.
+        counters: int64 [layout.shared_counters], the received integer buffers.
         download: the other received tensors, by full name.
         """
         prepared = self.prepared.pop(job)

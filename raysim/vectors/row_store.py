@@ -64,7 +64,11 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
-    """Return the rows in reserved space for `capacity` rows; copy them only if necessary."""
+    """Return the rows of a cache, in reserved space for `capacity` rows.
+
+    They are copied only if their space is too small, or if they are in memory and belong on disk.
+    place: where the rows are stored, "disk" or "memory".
+    """
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
     roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
@@ -107,7 +111,7 @@ def claim_rows(
     each row under the name "clients". Both are replaced if clients are new.
     clients: the numbers of the clients.
     capacity: the number of rows for which space is reserved.
-    place: where the rows are, see `reserve`.
+    place: where the rows are stored, "disk" or "memory".
     """
     ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}
