@@ -418,7 +418,7 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
         raise ValueError(
             "evaluate.finetune.head=true, or a method that declares it, fine-tunes only the head, "
             "but the head of this model is unknown. Set model.head to the name of its last linear "
-            "layer, or evaluate.finetune.head=false."
+            "layer, or fine-tune the whole model."
         )
     has_classes = task.kind == "classification" and not task.has_unlabelled
     if evaluation.probe and not (has_head and has_classes):
