@@ -792,6 +792,8 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
 
     Resuming without a run would start a run with the default configuration, which the user did not
     request.
+    out, resume: the values of the keys `out` and `resume`; None means that there is no `resume=`.
+    arguments: the parsed arguments of the command.
     """
     from raysim.experiment.many_runs import check_free
     from raysim.primitives.stores import is_url, open_store

@@ -231,6 +231,8 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
     """Return the run with which a method is checked: four clients and two rounds.
 
     make: function that makes the method; None checks FedAvg.
+    dtype: the type of all floats.
+    mode: how the worker executes the steps of clients.
     """
     source = Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5)
     data = federate(source, IID(clients=CHECK_CLIENTS), 0)
@@ -253,6 +255,7 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
 def _make_method(make: MakeMethod, rounds: int) -> Method | None:
     """Return a new method; None for FedAvg.
 
+    make: the class of the method; None stands for FedAvg.
     A method that changes over a run, such as FRAug, gets the number of rounds.
     """
     if make is None:
@@ -354,7 +357,12 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 
 
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Check that a run has the same bits when it is repeated, and on two workers."""
+    """Check that a run has the same bits when it is repeated, and on two workers.
+
+    Return a row for each method and mode: "again" is True if the repeated run has the same bits,
+    "two workers" if the run on two workers has.
+    has_time: function that returns False when the time limit is reached.
+    """
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
         modes = [LOOP] if _draws_in_steps(make) else [LOOP, CHECKED_MODES[-1]]

@@ -261,8 +261,9 @@ def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
 def _format_number(
     metric: str, value: float | None, sign: str = "", *, like: float | None = None
 ) -> str:
-    """Return a number as text.
+    """Return a number as text, or a dash for None.
 
+    metric: the name of the metric, which decides the number of decimals.
     sign: "+" shows the sign of positive numbers.
     like: for a standard deviation, the mean that it belongs to, so that both have equally many
     decimals; None for other numbers.
@@ -525,6 +526,9 @@ def _difference_sections(
     """Return a section of report.html for each metric: the differences to the reference.
 
     Also write the study's picture, study.png, which shows the differences of the first metric.
+    names: the names of the metrics.
+    comparisons: the comparisons of each metric, by its name.
+    results: all finished runs.
     """
     sections = []
     for name in names:

@@ -59,6 +59,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
     """Build every run of a study before the first one starts, to find errors; write nothing.
 
     Return the study with the fields `is_finished` and `warnings` of each run.
+    allow: the packages whose classes the options use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
     continued.

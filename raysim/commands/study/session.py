@@ -115,7 +115,10 @@ def _own_metrics(planned: StudyPlan) -> list[str]:
 def _make_and_report(
     planned: StudyPlan, parallel: int, metrics: Sequence[str], allow: Sequence[str], quiet: bool
 ) -> dict[str, str]:
-    """Execute the runs and print the tables; return for each failed run why it failed."""
+    """Execute the runs and print the tables; return for each failed run why it failed.
+
+    The arguments are explained in `study`.
+    """
     from rich.console import Console
 
     def say(text: str) -> None:

@@ -92,7 +92,13 @@ def fetch(
 
 
 def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
-    """Copy results from a URL; return their folder on this machine."""
+    """Copy results from a URL; return their folder on this machine.
+
+    url: the URL to which a run wrote, such as s3://bucket/first.
+    target: the folder on this machine; None takes the last part of the URL.
+    checkpoints: True also copies the checkpoints.
+    Raise `RefusedError` if there are no files at this URL.
+    """
 
     def is_needed(name: str) -> bool:
         return is_result_file(name) or (checkpoints and name.startswith(f"{CHECKPOINTS}/"))
@@ -120,7 +126,10 @@ def _details(client: Any, job: str) -> Any:
 
 
 def find_folder(entrypoint: str) -> str:
-    """Return the value of `out=` in a job's command; "" without one."""
+    """Return the value of `out=` in a job's command; "" without one.
+
+    entrypoint: the command line of the job.
+    """
     for word in reversed(shlex.split(entrypoint)):
         key, equals, value = word.partition("=")
         if equals and key == "out":

@@ -261,7 +261,11 @@ def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
 
 
 def describe_commands(url: str, job: str) -> str:
-    """Return the commands that show a job's output again and stop the job."""
+    """Return the commands that show a job's output again and stop the job, as text.
+
+    url: the URL of the job server.
+    job: the id of the job.
+    """
     return (
         f"`RAY_AUTH_MODE=token ray job logs --address {url} --follow {job}` shows it again, "
         f"`RAY_AUTH_MODE=token ray job stop --address {url} {job}` stops it"

@@ -242,7 +242,9 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
-    Raise `RefusedError` if the cluster would refuse the command, or if results would be lost.
+    files: the files that will be sent to the cluster.
+    Raise `RefusedError` if the cluster would refuse the command, if the command needs a file that
+    is not among `files`, or if the results would be written where the cluster deletes them.
     """
     _check_out(command)
     _check_packed(command, files)
