@@ -108,9 +108,16 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    Most entries have the name of the function of `Setup` that fills them, whose docstring explains
-    them: `client_state` is filled by `Setup.client_state`, `draws` by `Setup.draw`. `method` is the
-    name of the method.
+    Most entries have almost the name of the function of `Setup` that fills them, whose docstring
+    explains them: `Setup.client_state` fills `client_state`, `Setup.draw` fills `draws`. Others:
+
+    method: the name of the method.
+    contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
+    load: the function that was passed to `Setup.load_model`.
+    correction: what the hook `gradient` does, from `Setup.corrects`.
+    late_private_parameters: functions that return names of private parameters; they are called when
+    all networks are known.
+    pools: True if the method trains one model on the data of all clients (`Method.pools`).
     """
 
     method: str
