@@ -35,6 +35,8 @@ def collect_contributions(
     planner counts this traffic.
 
     declarations: what the run's methods have declared.
+    replicas: the models of the server, whose state the methods make from the arrays.
+    planner: adds the arrays to the traffic.
     calls: the calls to the workers, which compute the arrays.
     """
     methods = [declared for declared in declarations.methods if declared.assemble is not None]

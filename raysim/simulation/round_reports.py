@@ -40,6 +40,11 @@ class RoundReports:
     """The object that adds scores to the rows of rounds and reports the rounds.
 
     It also keeps the weights of the best round.
+
+    evaluator: makes the columns from the scores.
+    calls: waits for the scores of the workers.
+    history: gets the row of each reported round.
+    best_model: keeps the model of the round with the best validation score.
     """
 
     def __init__(

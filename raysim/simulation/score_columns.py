@@ -253,7 +253,10 @@ class ScoreColumns:
     def _worst_domain(self, scores: np.ndarray) -> Row:
         """Return a column with the worst score over the domains of the central test set.
 
-        Domains are groups of samples, for example those with the same rotation.
+        Domains are groups of samples, for example samples with the same rotation. Return {} if
+        there is a single domain, or no central test set.
+
+        scores: the metric's value for each sample of the central test set.
         """
         if not len(scores):
             return {}
@@ -266,7 +269,11 @@ class ScoreColumns:
 
 
 def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
-    """Join the values of some clients into one array; a client without values is left out."""
+    """Join the values of some clients into one array; a client without values is left out.
+
+    scores: for each client the metric's value of each of its samples.
+    clients: the clients, in the order of the result.
+    """
     empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
     parts = [scores[client] for client in clients.tolist() if client in scores]
     return np.concatenate([empty, *parts])

@@ -251,6 +251,7 @@ class Server:
         """Let methods replace the updates of an aggregation when they arrive.
 
         Return the updates and failures, in the same order.
+        arrivals: for each job of the aggregation its update, or the failure of the job.
         """
         with self._name_failures():
             for declared in self.declarations.methods:
@@ -334,7 +335,10 @@ class Server:
         return aggregation
 
     def _step_of_methods(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
-        """Let all methods change the combined direction; return the server's step."""
+        """Let all methods change the combined direction; return the server's step.
+
+        direction: [layout.trained], the combined updates.
+        """
         # With several methods the first may change the direction in place.
         combined = direction.clone() if len(self._steppers) > 1 else direction
         aggregation = replace(aggregation, combined=combined)
@@ -388,6 +392,8 @@ class Server:
         """Add the step to the shared vector, and store the result as a new vector.
 
         The old vector is not changed, because it may be read-only in an object store.
+        direction: [layout.trained], the step of the parameters.
+        buffers: the step of the float buffers.
         Raises AggregationError if the new vector is not finite.
         """
         trained, start = self.layout.trained, self.params

@@ -56,7 +56,17 @@ class _ServerArrays(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class RunState:
-    """The parts of a run that change; a checkpoint stores all of them."""
+    """The parts of a run that change; a checkpoint stores all of them.
+
+    replicas: the models and the server state.
+    planner: virtual time and the plan so far.
+    jobs: the jobs in flight.
+    client_states: the committed client states.
+    versions: the base versions of the jobs in flight.
+    history: the rows of the history so far.
+    best: the best rounds of the clients; None without validation samples.
+    best_model: the model of the best round.
+    """
 
     replicas: Replicas
     planner: Planner
@@ -64,7 +74,7 @@ class RunState:
     client_states: ClientStates
     versions: Versions
     history: RowWriter
-    best: BestRounds | None  # None without a validation split
+    best: BestRounds | None
     best_model: BestModel
 
 

@@ -200,9 +200,11 @@ class Attackers(Method):
     def _common_update(
         self, arrivals: Sequence[Update | Failure], trained: int
     ) -> np.ndarray | None:
-        """Return the update that all attackers send in the attack ALIE.
+        """Return the update [layout.trained] that all attackers send in the attack ALIE.
 
         Return None if no honest client has sent an update.
+        arrivals: the updates and failures of the aggregation.
+        trained: layout.trained, the number of shared parameters.
         """
         if self.attack.kind != "alie":
             return None

@@ -191,6 +191,7 @@ class BatchedLanes(LaneLoop[Lane]):
         """Make one training step in all lanes; return the loss of each lane.
 
         Rows of lanes without a job have weight 0.
+        busy: the lanes that have a job.
         """
         inputs, targets, weights = self._stack(busy)
         outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
@@ -251,6 +252,7 @@ class BatchedLanes(LaneLoop[Lane]):
         """Return the weight of each row in its lane's loss: [K, B].
 
         The weight is 1 / (size of the lane's batch); it is 0 for rows that only pad the batch.
+        batches: the batch of each lane that has a job, by the lane's number.
         """
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():

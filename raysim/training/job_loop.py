@@ -20,7 +20,7 @@ class JobHandler(Protocol):
         ...
 
     def is_ready(self, place: int) -> bool:
-        """Return True if the job can begin now.
+        """Return True if the job at the position `place` of `numbers` can begin now.
 
         False if it starts from the client state that an earlier job of this call has yet to make.
         """
@@ -30,15 +30,23 @@ class JobHandler(Protocol):
         """Load the model and the state of a job's client into the trainer; return the running job.
 
         The model is then in `Trainer.vector`.
+        place: the position of the job in `numbers`.
         """
         ...
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Make the result of a finished job, whose trained model is in `Trainer.vector`."""
+        """Make the result of a finished job, whose trained model is in `Trainer.vector`.
+
+        place: the position of the job in `numbers`.
+        running: the job as `begin` returned it.
+        """
         ...
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Record the error that a job raised; the job's result is then a failure."""
+        """Record the error that a job raised; the job's result is then a failure.
+
+        place: the position of the job in `numbers`.
+        """
         ...
 
 

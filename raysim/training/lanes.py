@@ -99,7 +99,10 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def step_lanes(self, busy: Sequence[L]) -> None:
-        """Make the next step of these lanes, and call `advance` of each lane."""
+        """Make the next step of these lanes, and call `advance` of each lane.
+
+        busy: the lanes that have a job.
+        """
 
     @abstractmethod
     def finish(self, lane: L) -> None:

@@ -195,7 +195,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _advance(
         self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]
     ) -> None:
-        """Copy the results of a step into the lane's job."""
+        """Copy the results of a step into the lane's job.
+
+        loss: the task loss; None if no stage has it.
+        changed: the tensors that hooks have set, by table ("state" or "kept") and "method.name".
+        """
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
         lane.modes = modes_after(lane.modes, lane.stages)
@@ -272,7 +276,13 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
 
 class Recording:
-    """The recorded step of some lanes, with its own input tensors."""
+    """The recorded step of some lanes: its operations, which `replay` repeats on other inputs.
+
+    The operations read fixed input tensors, into which `replay` copies the given values.
+
+    lanes: the lanes that make the step at the same time.
+    inputs: the tensors that the step reads, from which the input tensors are made.
+    """
 
     def __init__(
         self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[InputPath, Tensor]

@@ -107,13 +107,17 @@ class Scorer:
         """Return all tensors of the model that a task scores, by full name, without scoring it.
 
         published: the version to score.
+        sent: the client's state if it is on another worker; else None.
         """
         self._load(task, self.receiver.receive(published), sent)
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
-        """Return the tensors of the client state of a task's client, by full name."""
+        """Return the tensors of the client state of a task's client, by full name.
+
+        sent: this state if it is on another worker; else None.
+        """
         state = self.states.get(task.client, task.state, sent)
         return to_named_arrays(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
 
@@ -123,6 +127,7 @@ class Scorer:
         """Return labels [n] and the model's outputs [n, C] for a task's rows.
 
         published: the version whose model is used.
+        sent: the client's state if it is on another worker; else None.
         """
         self.trainer.set_training(False)
         self._load(task, self.receiver.receive(published), sent)
@@ -139,6 +144,9 @@ class Scorer:
 
         This is the shared model with the client's personal part, changed by the methods' hooks
         `load` and `personalise`.
+
+        broadcast: the version to score, on the device.
+        sent: the client's state if it is on another worker; else None.
         """
         state = self.states.initial
         if task.client >= 0:
@@ -155,7 +163,11 @@ class Scorer:
     def _scored(
         self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None
     ) -> ScoredModel:
-        """Return the loaded model and the samples of a task, for a method's hook `evaluate`."""
+        """Return the loaded model and the samples of a task, for the hooks `load` and `evaluate`.
+
+        broadcast: the version to score, on the device.
+        sent: the client's state if it is on another worker; else None.
+        """
         values: Mapping[str, Any] = {}
         if task.client >= 0:
             values = unpack(self.states.get(task.client, task.state, sent).methods)

@@ -297,6 +297,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the vector with the task loss alone, on separate random streams.
 
+        client, version: the client and the scored version; they decide the random numbers.
+        settings: the epochs, and whether only the head is trained (`evaluate.finetune`).
         rows: the rows of the data set to train on. Without rows, or with one row if the model
         cannot train on one row, nothing happens.
         """
@@ -323,7 +325,12 @@ class Trainer:
             network.train(mode)
 
     def load(self, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
-        """Put a received vector and a client's personal part into the vector of this trainer."""
+        """Put a received vector and a client's personal part into the vector of this trainer.
+
+        base: [layout.shared], the received vector.
+        counters: int64 [layout.shared_counters], the received integer buffers.
+        state: the client's state, with its personal part.
+        """
         load_vector(self.vector, base, counters, state)
 
     def views(self, ctx: Context) -> dict[str, Any]:

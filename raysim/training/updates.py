@@ -81,10 +81,12 @@ class UpdateBuilder:
         Its delta is the trained minus the received parameters; it overwrites the shared part of the
         trainer's vector.
 
-        job, running: the job as it was dispatched, and as it was trained.
+        job: the job as it was dispatched.
+        running: the job as it was trained.
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
         is_summed: True if the worker adds the delta to a sum; then the update contains no delta.
+        probe: the scores of the trained model (`evaluate.probe`); None if it was not probed.
         Raises NotFiniteError or ValueError for an update that must not be aggregated.
         """
         ctx, plan = running.ctx, running.ctx.plan
@@ -146,6 +148,10 @@ class UpdateBuilder:
 
         The mean is over the trained rows. The check waits for the device only once.
 
+        losses: the task loss of each step that has one.
+        loss_rows: the number of rows of each of these steps.
+        delta: [layout.shared], the trained minus the received vector.
+        upload: the tensors that methods send, by "method.name".
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
         # If a norm or sum is finite, all its terms are. Personal entries must be finite, too,

@@ -70,7 +70,11 @@ class GroupSum:
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
-        """Add the leaf weight * delta [d]; a delta of None is a missing leaf."""
+        """Add the leaf weight * delta [d].
+
+        position: the position of the leaf among the leaves of this part, from 0.
+        delta: None for a missing leaf, which is left out of the sum.
+        """
         siblings: list[Tensor] = []  # the sums to which the leaf is added, in this order
         index = position
         for level in range(num_levels(self._count)):

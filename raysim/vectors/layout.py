@@ -194,11 +194,16 @@ def _put(places: Iterable[_Place], tensor: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class VectorStorage:
-    """Two flat tensors, floats and integers, and the views of them that modules use."""
+    """Two flat tensors, and the views of them that modules use as parameters and buffers.
+
+    data: parameters and float buffers.
+    counters: integer buffers.
+    views: a view for each entry of the layout, then one for each of its counters.
+    """
 
     data: Tensor
     counters: Tensor
-    views: list[Tensor]  # one for each entry, then one for each counter
+    views: list[Tensor]
 
 
 class Vector:

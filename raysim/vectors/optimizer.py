@@ -29,6 +29,8 @@ class OptimizerSettings:
     """The settings of the local optimizer; its buffers start at 0 in every job.
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
+    momentum: the factor of the previous step in SGD's momentum; 0 uses none.
+    nesterov: True uses Nesterov's momentum in SGD.
     weight_decay: with "sgd" and "adam" it is added to the gradient; the other optimizers decay the
     parameters themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
     """
@@ -226,7 +228,10 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimizers of K clients, one per row of tensors [K, ...]; each row counts its steps."""
+    """The optimizers of K clients, one per row of tensors [K, ...]; each row counts its steps.
+
+    like: the parameters [K, ...], or tensors of the same shapes.
+    """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
         super().__init__(settings)
@@ -262,7 +267,10 @@ class StackedOptimizer(LocalOptimizer):
         return single
 
     def restart(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        """Reset the buffers of a row to the result of an optimizer's `save`, or to 0."""
+        """Reset the buffers of a row to saved ones, or to 0.
+
+        saved: the result of an optimizer's `save`; {} sets the buffers to 0.
+        """
         self.counts[row] = int(saved.get("steps", 0))
         single = self.row(row)
         _refill(single, saved)
@@ -285,7 +293,10 @@ class RecordedOptimizer(LocalOptimizer):
         self._count = torch.zeros((), dtype=widest_float(device), device=device)
 
     def restart(self, saved: Mapping[str, Tensor]) -> None:
-        """Reset the buffers to the result of an optimizer's `save`, or to 0."""
+        """Reset the buffers to saved ones, or to 0.
+
+        saved: the result of an optimizer's `save`; {} sets the buffers to 0.
+        """
         self.steps = int(saved.get("steps", 0))
         self._count.fill_(self.steps)
         _refill(self, saved)

@@ -116,8 +116,10 @@ def sum_in_tree(
 def weighted_sum(
     arrays: Sequence[np.ndarray], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 a_1 + w_2 a_2 + ... [d] of at least one vector, added up in the tree.
+    """Return w_1 a_1 + w_2 a_2 + ... [d], added up in the tree over their positions.
 
+    arrays: the vectors a_i [d], at least one.
+    weights: the weights w_i.
     into: the tensor for the sum, or None for a new one.
     """
     leaves = [TreeLeaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
