@@ -104,7 +104,7 @@ class Runtime(Protocol):
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait until any of these values exists or is lost; return its index.
+        """Wait until any of these values exists or is lost; return its index in `refs`.
 
         A value is lost if its worker died. Return None if nothing happens within `seconds` seconds.
         """

@@ -29,7 +29,8 @@ class View(NamedTuple):
     out.
     arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
     together are in the order of their clients' numbers.
-    idle: the number of clients with samples that have no job; some of them may be unavailable.
+    idle: the number of clients with samples that are not busy with a job; some of them may be
+    unavailable.
     sent: the number of jobs that were dispatched since the last aggregation, from the current
     version.
     since: the virtual time at which the first of these jobs was dispatched.

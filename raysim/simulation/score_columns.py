@@ -107,8 +107,8 @@ class ScoreColumns:
 
         tested: for each client the values of its test samples.
         validated: for each client the values of its validation samples.
-        suffix: the end of the columns' names, which tells several kinds of own models apart; ""
-        for the kind whose best rounds are kept.
+        suffix: the end of the columns' names: "_finetuned" for models after fine-tuning, "" for
+        other own models. Best rounds are kept for the latter only.
         scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         clients = scoring.clients

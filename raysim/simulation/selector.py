@@ -73,6 +73,7 @@ class IdleMask:
     The mask depends only on the current time and the busy clients, and not on when this object was
     made. Therefore checkpoints do not contain it. One change costs the same for any number of
     clients. The sorted array of `IdleClients` cannot achieve that if most clients are available.
+    presence: when each client is available; None means always.
     eligible: the clients that have samples.
     busy: bool [clients], True for a busy client; the caller updates this array.
     now: the current virtual time in seconds.
@@ -328,7 +329,10 @@ class Selector:
             self._idle.set_idle(client, False)
 
     def end(self, job: Job, now: float) -> None:
-        """Record that a job ended; if its update arrived, record its duration."""
+        """Record that a job ended; if its update arrived, record its duration.
+
+        now: the current virtual time in seconds.
+        """
         self._busy[job.client] = False
         if self._idle is not None:
             self._idle.advance(now)

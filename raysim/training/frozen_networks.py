@@ -36,8 +36,8 @@ class FrozenNetworks:
 
         ctx: the context of the job.
         name: the name of the set. A method can choose any name.
-        values: [layout.total], the values to load; None loads the model that the client received,
-        with the personal part that it had before training.
+        values: [layout.total], the values to load; None loads the model from which training
+        started, with the client's personal part.
         """
         if self._owners.get(name) is not ctx:
             # Tensors that are made in inference mode cannot be changed outside of it.

@@ -160,7 +160,7 @@ def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable
 class Participants:
     """The processes that took part in a run.
 
-    driver: the process in which the coordinator runs.
+    driver: the process that the user has started.
     mixed: True if processes may differ (`runtime.mixed`).
     joined: the other processes, in the order in which they joined.
     """

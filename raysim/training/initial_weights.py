@@ -58,8 +58,10 @@ class Init:
 class InitialWeights:
     """The tensors of a file as arrays, and the settings that select among them.
 
-    base: the checksum of the frozen weights to which the adapters in the file belong, see
-    `base_sha256`; "" if the file does not say.
+    init: the settings.
+    tensors: the arrays of the file, by their names in it.
+    base: the checksum of the frozen weights to which the adapters in the file belong
+    (`base_sha256`); "" if the file does not say.
     """
 
     init: Init

@@ -41,9 +41,13 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 
 @dataclass
 class Reads:
-    """The tensors and the Python values that steps have read from their clients so far."""
+    """The tensors and the Python values that steps have read from their clients so far.
 
-    entries: dict[Entry, None] = field(default_factory=dict)  # ordered by their first reads
+    entries: the tensors, as pairs of a table's name and a key, ordered by their first reads.
+    facts: the names of the Python values, such as "client".
+    """
+
+    entries: dict[Entry, None] = field(default_factory=dict)
     facts: dict[str, None] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -131,7 +131,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     # --- a step -----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[RecordedLane]) -> None:
-        """Make the next step of these lanes."""
+        """Make the next step of these lanes.
+
+        busy: the lanes that have a job.
+        """
         keys: dict[int, Key] = {}
         for lane in busy:
             self.prepare(lane)

@@ -319,8 +319,8 @@ def share_frozen_weights(spec: RunSpec) -> RunSpec:
 def check_base(spec: RunSpec) -> None:
     """Raise ValueError if the adapters in `init.file` belong to other frozen weights.
 
-    A file that a run with adapters has written contains only the adapters, and the checksum of the
-    frozen weights for which they were trained.
+    A file that a run with adapters has written does not contain the frozen weights, but their
+    checksum. The adapters in it fit only these weights.
     """
     if spec.weights is not None and spec.weights.base:
         declarations = declare_as_drawn(spec)

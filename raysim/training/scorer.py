@@ -53,7 +53,7 @@ class Scorer:
         published: PublishedVersion,
         states: Sequence[StoredState | None],
     ) -> list[ScoringReport | SetReport]:
-        """Return a report for each task: the scores and losses of its rows.
+        """Return a report for each task: the scores and losses of its samples.
 
         If a method declares `run.evaluate`, the report has the metrics of all rows together.
         published: the version to score.

@@ -173,8 +173,8 @@ class Trainer:
         """Return frozen copies of all networks, in eval mode and without gradients.
 
         name: a name for the copies; one name always has the same values within a job.
-        values: their parameters and buffers [layout.total]; None means the received model with the
-        client's personal parameters.
+        values: their parameters and buffers [layout.total]; None means the model from which
+        training started, with the client's personal part.
         """
         return self.frozen_networks.networks(ctx, name, values)
 
@@ -277,7 +277,10 @@ class Trainer:
         running.ctx.optimizers.put("own", optimizer, (trained,), 1.0)
 
     def end(self, running: RunningJob) -> None:
-        """Call the methods' `end`; afterwards the context has upload, losses and client state."""
+        """Call the methods' hooks `end` for a job that has made its steps.
+
+        Afterwards `running.ctx` has the job's losses, its upload and its client state.
+        """
         ctx = running.ctx
         ctx.losses = torch.stack(running.losses) if running.losses else torch.empty(0)
         for declared, end in self.finishers:

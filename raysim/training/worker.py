@@ -217,6 +217,7 @@ class Worker(SeparateSums):
     ) -> list[ScoringReport | SetReport]:
         """Score clients or the shared model; return a report for each task.
 
+        tasks: each names a client, or the shared model, and the samples to score.
         published: the version to score.
         states: the client state of each task, or None if it is on this worker. Leave `states` out
         if all of them are.
@@ -229,8 +230,9 @@ class Worker(SeparateSums):
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
-        """Return all tensors of the model that a task scores, by full name.
+        """Return all tensors of the model that a task scores, by full name, without scoring it.
 
+        published: the version to score.
         sent: the client's state, or None if it is on this worker or no client's model is scored.
         """
         return self.scorer.scored_tensors(task, published, sent)
@@ -295,11 +297,17 @@ class _TrainingCall:
         return [self._results[place] for place in range(len(self.jobs))]
 
     def is_ready(self, place: int) -> bool:
-        """Return True if the earlier job that produces this job's client state has ended."""
+        """Return True if a job can begin: the job that makes its client state has ended.
+
+        place: the position of the job among the jobs of this call.
+        """
         return self.jobs[place].state not in self._unfinished
 
     def begin(self, place: int) -> RunningJob:
-        """Begin a job with its client state and the tensors that its client receives."""
+        """Begin a job with its client state and the tensors that its client receives.
+
+        place: the position of the job among the jobs of this call.
+        """
         worker, job = self.worker, self.jobs[place]
         sent = None if self.sent is None else self.sent[place]
         state = worker.states.get(job.client, job.state, sent)
@@ -332,7 +340,11 @@ class _TrainingCall:
         return self._received[1]
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Make the update and the client state of a job from the trainer's vector."""
+        """Make the update and the client state of a job from the trainer's vector.
+
+        place: the position of the job among the jobs of this call.
+        running: the job as `begin` returned it.
+        """
         worker, job = self.worker, self.jobs[place]
         begun, state, broadcast = self._begun[place]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes

@@ -143,6 +143,7 @@ class SeparateSums:
         """Train as `train` does; return its values, then the sum of each group.
 
         A sum is None if all jobs of the group failed.
+        groups: each has the numbers of the jobs whose updates are summed.
         """
         trained = self.train(jobs, groups, *values)
         result: TrainingResult

@@ -29,7 +29,7 @@ class OptimizerSettings:
     """The settings of the local optimizer; its buffers start at 0 in every job.
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
-    momentum: the factor of the previous step in SGD's momentum; 0 uses none.
+    momentum: the factor of SGD's momentum; 0 uses no momentum.
     nesterov: True uses Nesterov's momentum in SGD.
     weight_decay: with "sgd" and "adam" it is added to the gradient; the other optimizers decay the
     parameters themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.

@@ -108,7 +108,7 @@ def claim_rows(
     """Return the index of each client's row in a cache; new clients get a row of zeros.
 
     state: the method's server state. It has the cache under the name `cache`, and the client of
-    each row under the name "clients". Both are replaced if clients are new.
+    each row under the name "clients". Both entries are replaced by tensors with the new rows.
     clients: the numbers of the clients.
     capacity: the number of rows for which space is reserved.
     place: where the rows are stored, "disk" or "memory".
