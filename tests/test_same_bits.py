@@ -70,7 +70,7 @@ def test_bits_are_the_same_in_process_and_on_ray(
     assert expected.history[-1]["failures"] == 0
 
 
-def test_bits_are_the_same_if_workers_sum_groups(
+def test_bits_are_the_same_if_workers_return_sums_of_updates(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"data": equal_clients(), "model": NORMED, "local": LOCAL}

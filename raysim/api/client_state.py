@@ -108,8 +108,8 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """Return the state as a dictionary of few arrays, for checksums and for files.
 
-    The two flat buffers have the names "personal" and "personal.counters"; they are left out if
-    both are empty. The tensors of methods have their names "method.name".
+    The arrays `personal` and `counters` have the names "personal" and "personal.counters"; they are
+    left out if both are empty. The tensors of methods have their names "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
@@ -126,8 +126,9 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 
 
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
-    """Return one tensor of a flat buffer, as a view in the tensor's shape.
+    """Return one tensor of an array that holds many tensors, as a view in the tensor's shape.
 
+    buffer: `ClientState.personal` or `ClientState.counters`, one-dimensional.
     entry: the tensor's shape and its position in the layout.
     start: the position in the layout at which the buffer begins.
     """

@@ -358,7 +358,10 @@ class LearnerNetwork(nn.Module):
 
 
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each array of a nested structure with its name, such as "layers:0:weight"."""
+    """Yield each array of a nested structure with its name, such as "layers:0:weight".
+
+    prefix: the name of the whole structure; "" for the outermost one.
+    """
     if isinstance(parameters, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(parameters.items())
     elif isinstance(parameters, list | tuple):
@@ -372,7 +375,10 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
-    """Return the nested structure with each array replaced by its name."""
+    """Return the nested structure with each array replaced by its name.
+
+    prefix: the name of the whole structure; "" for the outermost one.
+    """
     if isinstance(parameters, Mapping):
         return {
             key: _structure(value, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key))

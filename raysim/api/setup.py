@@ -180,7 +180,7 @@ class MethodDeclaration:
         return hook in self.hooks and hook not in self.skipped
 
     def sees_updates(self) -> bool:
-        """Return True if the method uploads anything or reads updates on the server."""
+        """Return True if its clients send more than updates, or its server hooks read updates."""
         if self.contribute is not None or self.uploads:
             return True
         changes_mean = self.has_hook("step") and "step" not in self.owned

@@ -121,7 +121,11 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return the number of low bits of a position that are stored unchanged; see `pack_places`."""
+    """Return the number of low bits of a position that are stored unchanged; see `pack_places`.
+
+    count: the number of positions.
+    length: the length of the vector to which they belong.
+    """
     return max(0, (length // count).bit_length() - 1)
 
 

@@ -131,7 +131,10 @@ class TopK(_Sparse):
         return count + words_of_places(count, layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the k largest entries, then their positions."""
+        """Return the message: the k entries with the largest absolute values, then their positions.
+
+        `Compressor.encode` explains the arguments; `key` and `kept` have no effect here.
+        """
         array = values.numpy()
         places = largest_places(array, self.count(layout))
         return np.concatenate([array[places].view(np.uint32), pack_places(places, len(array))])
@@ -171,7 +174,7 @@ class RandK(_Sparse):
         return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the seed, then the k entries."""
+        """Return the message: the seed of the positions, which is `key`, then the k entries."""
         seed = np.array([key], np.uint64).view(np.uint32)
         entries = values.numpy()[self._places(seed, layout)]
         return np.concatenate([seed, entries.view(np.uint32)])

@@ -212,7 +212,11 @@ def _bytes(array: np.ndarray) -> bytes:
 
 
 def _check_costs(seen: WatchedRun, pooled: bool) -> None:
-    """Check that the history counts exactly the floats that messages contain."""
+    """Check that the history counts exactly the floats that messages contain.
+
+    seen: the run and its recorded messages.
+    pooled: True if the method trains on the data of all clients, so that nothing is sent.
+    """
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
@@ -260,7 +264,10 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: WatchedRun, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return how many floats of the model a job does not receive (down), or does not send (up)."""
+    """Return how many floats of the model a job does not receive (down), or does not send (up).
+
+    seen: the run and its recorded messages.
+    """
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec
     facts = RunFacts(spec.task, spec.settings.local, coordinator.layout, 0, frozenset())

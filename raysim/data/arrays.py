@@ -204,7 +204,11 @@ def _read_half(
 
 
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
-    """Return the inputs as one array, and a description of each input if samples have several."""
+    """Return the inputs as one array, and a description of each input if samples have several.
+
+    column: the inputs of all samples.
+    place: the file or the argument that has the data, for errors.
+    """
     if isinstance(column, Mapping):
         arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
         return pack_fields(arrays, place)
@@ -228,7 +232,10 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 
 
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the items (input, label[, user]) of a torch data set as columns."""
+    """Return the items (input, label[, user]) of a torch data set as columns.
+
+    name: the argument that has the data set, for errors.
+    """
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
     if items and isinstance(items[0], Mapping):
         items = [_split_item(item, row, name) for row, item in enumerate(items)]
@@ -244,7 +251,11 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
-    """Return a data set's item, a dictionary, as a tuple (input, label) or (input, label, user)."""
+    """Return a data set's item, a dictionary, as a tuple (input, label) or (input, label, user).
+
+    row: the item's position in the data set, for errors.
+    name: the argument that has the data set, for errors.
+    """
     names = [str(key) for key in item]
     label = find_label(names, f"data: item {row} of the data set for {name}")
     user = find_column([key for key in names if key != label], USER_NAMES)
@@ -318,7 +329,11 @@ def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
 def _concatenate(
     parts: Sequence[NDArray[Any] | LabelLists], name: str
 ) -> NDArray[Any] | LabelLists:
-    """Join a column of the training data with the same column of the test data."""
+    """Join a column of the training data with the same column of the test data.
+
+    parts: the two columns.
+    name: the column's name, for errors.
+    """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:
         rows: LabelLists = []

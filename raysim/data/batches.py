@@ -123,6 +123,8 @@ def _rotation_sources(
 
     The second result, bool [B, h * w], is False where a pixel shows nothing of the image. Images
     turn counter-clockwise.
+    height, width: the size of the images in pixels.
+    degrees: [B], the angle of each image.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]

@@ -120,8 +120,8 @@ def hugging_face_vocabulary(name: str) -> Vocabulary:
     """Return the vocabulary of a tokenizer of Hugging Face: a folder, or a name on the hub.
 
     The tokenizer's end-of-text token ends a document; if it has none, its separator token does; if
-    it has neither, a new token. Raise ValueError with `data.tokenizer` if there is no such
-    tokenizer.
+    it has neither, a new token.
+    Raise ValueError if there is no such tokenizer; the error names the key `data.tokenizer`.
     """
     tokenizer = load_tokenizer(name)
     size = len(tokenizer)
@@ -362,7 +362,11 @@ def _encode(value: str | Ints, vocabulary: Vocabulary, suffix: str = "") -> Ints
 def _table_vocabulary(
     values: Sequence[str | Ints], settings: DocumentSettings, place: str
 ) -> Vocabulary:
-    """Return the vocabulary of a table's column of texts, or of lists of token numbers."""
+    """Return the vocabulary of a table's column of texts, or of lists of token numbers.
+
+    values: the column.
+    place: the file or the argument that has the data, for errors.
+    """
     texts = [value for value in values if isinstance(value, str)]
     if texts:
         if settings.prompt is not None:

@@ -225,6 +225,8 @@ def _read_column(
     """Return a column of texts or lists as an array, and its `Tokens`.
 
     The second value is None if the column has lists of numbers that are not tokens.
+    name: the column's name, for errors.
+    place: the file or the argument that has the data, for errors.
     """
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
@@ -553,7 +555,8 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
         return column.cast(_stored_type(column.type))
     except (pa.ArrowException, NotImplementedError) as error:
         raise ValueError(
-            f"{place}: column {name} holds {table[name].type}, which cannot be read. Convert it."
+            f"{place}: column {name} has the type {table[name].type}, which raysim cannot read. "
+            "Convert the column to numbers, text or lists of numbers."
         ) from error
 
 

@@ -78,6 +78,9 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
     """Return all labels; a share `ratio` of the training labels of each client becomes wrong.
 
     Of a client's n training labels, floor(ratio * n) change.
+    clean: the data without noise.
+    train: the training rows of each client.
+    seed: the seed of the run.
     """
     rng = stream(seed, "noise")
     order = rng.permutation(clean.train_rows)
@@ -100,6 +103,9 @@ def _draw_angles(
     """Draw an angle for each image; return the images' rows in the clean data, and the angles.
 
     An angle is its index in `rotation.angles`, or `NO_ANGLE`.
+    clean: the data without rotation.
+    partition: the clients' samples; a client can decide the angle.
+    seed: the seed of the run.
     """
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)
@@ -126,7 +132,12 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`: images are rotated and then pooled, others stay as they are."""
+    """Return the inputs of `rows`: images are rotated and then pooled, others stay as they are.
+
+    clean: the data without rotation.
+    rows: [n], rows of `clean`.
+    angles: [n], the angle of each row in degrees.
+    """
     if not clean.is_images:
         return clean.inputs[rows]
     channels, height, width = clean.shape

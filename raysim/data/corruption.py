@@ -66,7 +66,10 @@ def symmetric_label_noise(
 
 
 def client_rotation_angles(*, num_clients: int, angles: ArrayLike) -> Floats:
-    """Return the angle of each client: angle k mod A for client k."""
+    """Return the angle of each client: client k has the angle at index k mod A of the list.
+
+    angles: [A] in degrees.
+    """
     numbers = client_angle_numbers(np.arange(num_clients), len(np.asarray(angles)))
     return np.asarray(angles, dtype=np.float64)[numbers]
 
@@ -76,6 +79,7 @@ def image_rotation_angles(
 ) -> Floats:
     """Draw the angle of each image by inverse CDF.
 
+    angles: [A] in degrees.
     probabilities: [A], the probabilities of the A angles, or [n, A] with a row for each image.
     uniforms: [n], random numbers in [0, 1).
     """
@@ -84,7 +88,7 @@ def image_rotation_angles(
 
 
 def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
-    """Return the index of each client's angle in the list of angles: k mod A for client k."""
+    """Return the index of each client's angle in the list: k mod `num_angles` for client k."""
     return clients % num_angles
 
 
@@ -141,6 +145,8 @@ def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Float
     """Return the position (x, y) in the image that each pixel of the rotated image shows.
 
     Both arrays are [h * w].
+    height, width: the size of the image in pixels.
+    angle: the angle in degrees, counter-clockwise.
     """
     cos, sin = _cos_sin(angle)
     y, x = np.mgrid[:height, :width].reshape(2, -1)

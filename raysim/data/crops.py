@@ -68,6 +68,8 @@ def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
     """Return the coordinates at which each of `size` pixels of a crop is read: [B, size].
 
     All are inside the cropped rectangle; -1 and 1 are the edges of the image.
+    start, length: [B], the first pixel and the number of pixels of each crop along one axis.
+    size: the number of pixels of the image along this axis.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)

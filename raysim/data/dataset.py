@@ -282,7 +282,11 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_mark(path: Path) -> tuple[Path, str]:
-    """Return the path and the content of the file that marks a data set as verified here."""
+    """Return the path and the text of the mark that says: this machine has verified this file.
+
+    The mark is a small file next to the data file, in `.verified/HOST/`. Its text has the data
+    file's inode, size and time of its last change, so that a changed data file is verified again.
+    """
     stat = path.stat()
     mark = path.parent / ".verified" / socket.gethostname() / path.name
     return mark, f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"

@@ -149,7 +149,11 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return for each client the rows of the central test set on which the client is scored."""
+    """Return for each client the rows of the central test set on which the client is scored.
+
+    clean: the data without noise and rotation.
+    partitioner: the rule that made the clients.
+    """
     if source.rotation.per != "none":
         raise ValueError(
             "partition.test_fraction=null takes clients' test samples from the central test set, "

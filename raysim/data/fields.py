@@ -92,7 +92,12 @@ def _target_array(value: Any, place: str) -> NDArray[Any]:
 def _pack_column(
     name: str, arrays: Sequence[NDArray[Any]], place: str
 ) -> tuple[TargetField, NDArray[np.float32]]:
-    """Return all values of a target as rows of one array, and the field that describes them."""
+    """Return all values of a target as rows of one array, and the field that describes them.
+
+    name: the target's name.
+    arrays: the value of each sample.
+    place: the file or the argument that has the data, for errors.
+    """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]
     has_integers = all(array.dtype.kind in "iub" for array in filled)

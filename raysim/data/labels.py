@@ -117,7 +117,13 @@ def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
 def _read_lists(
     rows: Sequence[Sequence[Any]], kind: Kind | None, names: list[str] | None, place: str
 ) -> LabelSet:
-    """Return the labels of samples that have a list of labels each."""
+    """Return the labels of samples that have a list of labels each.
+
+    rows: the list of each sample.
+    kind: the value of `data.kind`; None means "multilabel".
+    names: the names of the classes or outputs, if the data have any.
+    place: the file or the argument that has the data, for errors.
+    """
     kind = kind or "multilabel"
     if kind == "multilabel":
         indicators, label_names = _to_indicators(rows, names, place)
@@ -135,7 +141,13 @@ def _read_lists(
 
 
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
-    """Return labels that are numbers: float32 [n, outputs]."""
+    """Return labels that are numbers: float32 [n, outputs].
+
+    values: numbers [n] or [n, outputs].
+    kind: the value of `data.kind`, for errors.
+    names: the names of the outputs; without suitable names, they are numbered.
+    place: the file or the argument that has the data, for errors.
+    """
     if values.dtype.kind not in "iuf":
         raise ValueError(
             f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and "
@@ -154,6 +166,9 @@ def _read_positions(
     """Return labels that have a class for each position: int64 [n, ...].
 
     An array [n, 1, ...] is read as [n, ...].
+    names: the names of the classes, if the data have any.
+    place: the file or the argument that has the data, for errors.
+    ignore: the label of positions that have no class (`data.ignore`).
     """
     if values.ndim > 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -168,7 +183,11 @@ def _read_positions(
 
 
 def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> NDArray[Any]:
-    """Return lists of labels as one array; short lists are filled up with the ignored label."""
+    """Return lists of labels as one array; short lists are filled up with the ignored label.
+
+    rows: the list of each sample.
+    place: the file or the argument that has the data, for errors.
+    """
     width = max(map(len, rows), default=0)
     has_text = any(isinstance(label, str) for row in rows for label in row)
     if not has_text and isinstance(ignore, str):
@@ -183,7 +202,11 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
 def _number_with_ignored(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each label's class as a number (`IGNORED` for ignored labels), and the class names."""
+    """Return each label's class as a number (`IGNORED` for ignored labels), and the class names.
+
+    classes: the class of each label.
+    place: the file or the argument that has the data, for errors.
+    """
     if classes.dtype.kind == "V":  # records cannot be labels; `number_labels` raises that error
         return number_labels(classes, names, place)
     counts = classes != (str(ignore) if classes.dtype.kind in "OU" else ignore)
@@ -210,7 +233,11 @@ def _are_whole_classes(values: NDArray[Any]) -> bool:
 
 
 def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return class labels as integers or text."""
+    """Return class labels as integers or text.
+
+    values: [n].
+    place: the file or the argument that has the data, for errors.
+    """
     if values.ndim > 1:
         raise ValueError(
             f"{place} has labels of shape {list(values.shape)}, which cannot be classes. Give one "
@@ -229,7 +256,12 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
-    """Return values as float32; raise ValueError if float32 cannot hold a finite value."""
+    """Return values as float32; raise ValueError if float32 cannot hold a finite value.
+
+    values: labels of any numeric type.
+    kind: the value of `data.kind`, for errors.
+    place: the file or the argument that has the data, for errors.
+    """
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(floats)):

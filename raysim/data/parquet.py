@@ -448,6 +448,9 @@ def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
     """Return the labels of all files, in the form that the first file has.
 
     The form is an array of numbers or text, a list for each row, or rows of a fixed length.
+    paths: the files, for errors.
+    parts: the labels of each file.
+    name: the column's name, for errors.
     """
     if isinstance(parts[0], list):
         rows: list[Any] = []

@@ -366,13 +366,13 @@ class Shards(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         total, shards = len(draws.labels), self.clients * self.shards_per_client
         if shards > total:
-            possible = f"partition.clients={total // self.shards_per_client}"
+            key, limit = "partition.clients", total // self.shards_per_client
             if self.shards_per_client > total:
-                possible = f"partition.shards_per_client={max(1, total // self.clients)}"
+                key, limit = "partition.shards_per_client", max(1, total // self.clients)
             raise ValueError(
                 f"partition.clients={self.clients} with "
                 f"partition.shards_per_client={self.shards_per_client} needs {shards} samples, but "
-                f"the training data has {total}. Set {possible} or less."
+                f"the training data has {total}. Set {key}={limit} or less."
             )
         return shard_split(
             labels=draws.labels,

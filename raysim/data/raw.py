@@ -342,6 +342,9 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
 
     For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. With
     None the samples stay unchanged. Raise ValueError if the labels cannot be converted.
+    raw: the samples as the source read them.
+    ignore: the label of positions that have no class (`data.ignore`).
+    place: the file or the argument that has the data, for errors.
     """
     if kind in (None, raw.kind):
         return raw

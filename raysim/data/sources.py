@@ -334,7 +334,13 @@ def _read_split(
 
 
 def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
-    """Return torchvision's data set of one split."""
+    """Return torchvision's data set of one split.
+
+    folder: the folder of torchvision's files.
+    set_name: the class in torchvision.datasets, such as "MNIST".
+    split: "train" or "test".
+    download: True downloads missing files.
+    """
     import torchvision
 
     selection: dict[str, Any] = {"train": split == "train"}

@@ -58,7 +58,11 @@ class Tabular(Source):
 
 
 def _standardise(values: NDArray[Any], is_train: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Scale columns to mean 0 and deviation 1 over the training rows; constant columns become 0."""
+    """Scale columns to mean 0 and deviation 1 over the training rows; constant columns become 0.
+
+    values: [n, columns].
+    is_train: [n], True for training rows.
+    """
     mean, deviation = values[is_train].mean(axis=0), values[is_train].std(axis=0)
     scaled = (values - mean) / np.where(deviation > 0, deviation, 1.0)
     standard: NDArray[np.float32] = scaled.astype(np.float32)
@@ -196,6 +200,9 @@ def _assemble(
     """Return the samples that the arrays of an archive describe.
 
     is_test: the mask of test rows; with None, `test_fraction` of the rows become test rows.
+    arrays: the arrays of the archive, by name.
+    kind, ignore, padding: the settings `data.kind`, `data.ignore` and `data.padding`.
+    place: the file or the argument that has the data, for errors.
     """
     users = arrays.get("user")
     values = arrays["y"] if "y" in arrays else _read_targets(arrays, place)
@@ -251,7 +258,12 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
 def _concatenate(
     archives: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str
 ) -> dict[str, NDArray[Any]]:
-    """Join the arrays of all archives. Raise ValueError if keys, types or shapes differ."""
+    """Join the arrays of all archives. Raise ValueError if keys, types or shapes differ.
+
+    archives: the arrays of each archive, by name.
+    names: the archives' file names, for errors.
+    place: the file or the argument that has the data, for errors.
+    """
     first, first_name = archives[0], names[0]
     for archive, name in zip(archives, names, strict=True):
         for key in first:
@@ -278,7 +290,11 @@ def _concatenate(
 
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
-    """Describe which kind of values an array has: levels of pixels, integers, floats or text."""
+    """Describe which kind of values an array has: levels of pixels, integers, floats or text.
+
+    key: the name of the array; only arrays of inputs can have levels of pixels.
+    dtype: the type of its values.
+    """
     if _is_input(key) and dtype == np.uint8:
         return "levels"
     return "integers" if dtype.kind in "iub" else dtype.kind

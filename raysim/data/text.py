@@ -104,6 +104,11 @@ class Leaf(Source):
 
         If the answers are single characters, as in Shakespeare, the texts are overlapping windows
         of a longer text, and the answer is the next character; see `join_windows`.
+        texts: the text of each sample.
+        answers: the label of each sample.
+        users: the user of each sample.
+        is_test: True for samples of the central test set.
+        place: the file or the argument that has the data, for errors.
         """
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
@@ -350,6 +355,10 @@ class Markov(Source):
         """Return sequences as samples, each of which is a document.
 
         Token t of a chain is stored as t + 1.
+        sequences: int64 [n, length], the tokens of each sample; the first `lengths` are used.
+        lengths: [n].
+        names: [n], the user of each sample.
+        is_test: [n], True for samples of the central test set.
         """
         documents = []
         for sequence, length, name, test in zip(sequences, lengths, names, is_test, strict=True):
@@ -358,7 +367,11 @@ class Markov(Source):
         return pack(documents, vocabulary, self.length + 1, False, "data=markov", Origin())
 
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
-        """Draw the transitions of all chains, [chains, V, V], and the chain of each row."""
+        """Draw the transitions of all chains, [chains, V, V], and the chain of each row.
+
+        rng: the random generator.
+        users: the user of each row.
+        """
         size = self.vocabulary
 
         def draw(count: int) -> Floats:
@@ -379,6 +392,8 @@ def _draw_sequences(
     """Draw a sequence of tokens from the chain of each row: [n, length].
 
     Each token is drawn by inverting the cumulative distribution.
+    transitions: [chains, V, V], the probabilities of the next token.
+    rng: the random generator.
     """
     cumulative = np.cumsum(transitions, axis=2)
     sequences = np.empty((len(chains), length), np.int64)

@@ -130,7 +130,10 @@ def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
 
 
 def _read_series(column: Any, place: str) -> NDArray[Any]:
-    """Return a series, an index or an extension array of pandas as a NumPy array."""
+    """Return a series, an index or an extension array of pandas as a NumPy array.
+
+    place: the file or the argument that has the data, for errors.
+    """
     import pandas as pd
 
     series = pd.Series(column)
@@ -189,7 +192,11 @@ def _unequal_shapes(place: str) -> ValueError:
 
 
 def _read_items(items: list[Any], place: str) -> NDArray[Any]:
-    """Return Python values as a flat array; raise an error if they have different types."""
+    """Return Python values as a flat array; raise an error if they have different types.
+
+    items: the values.
+    place: the file or the argument that has the data, for errors.
+    """
     types: tuple[tuple[tuple[type, ...], Any], ...] = (
         ((str,), np.str_),
         ((bool, np.bool_), np.bool_),

@@ -191,7 +191,12 @@ def _build_once(
 def _run_with_restarts(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Execute a run; if a process is lost, continue from the last checkpoint."""
+    """Execute a run; if a process is lost, continue from the last checkpoint.
+
+    place: the run's folder, and what is known of an earlier start there.
+    quiet: True prints only warnings and errors.
+    users: the user's observers.
+    """
     options = experiment.spec.settings.checkpoint
     restarts_left = MAX_RESTARTS
     while True:
@@ -218,7 +223,10 @@ def _run_with_restarts(
 def _run_once(
     experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
 ) -> Result:
-    """Execute a run; raise the error if a process is lost."""
+    """Execute a run. Raise ProcessLostError if a process is lost.
+
+    The arguments are those of `_run_with_restarts`.
+    """
     if place.is_finished:
         say(console, place.note)
         return load_finished(experiment, place.folder, console)

@@ -260,7 +260,12 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
 def _check_user_files(
     chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
 ) -> None:
-    """Raise a clear error for a broken file of the user, because Hydra's error would be unclear."""
+    """Raise a clear error for a broken file of the user, because Hydra's error would be unclear.
+
+    chosen: the chosen options of each group, by group.
+    groups: all options and their files.
+    folders: the user's folders of options.
+    """
     roots = config_roots(folders)
     if len(roots) == 1:
         return
@@ -290,6 +295,8 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
     """Yield the file of an option and the files that it includes, each with its content.
 
     A broken file counts as empty: `_check_user_files` and Hydra report it.
+    groups: all options and their files.
+    group, name: the option.
     """
     path = groups.files.get(group, {}).get(name) or groups.common.get(f"{group}/{name}")
     if path is None:
@@ -318,7 +325,12 @@ def _default_options(node: Node) -> Node:
 
 
 def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset: str) -> None:
-    """Raise `RefusedError` if a preset gives values to options that do not exist."""
+    """Raise `RefusedError` if a preset gives values to options that do not exist.
+
+    group: a group in which several options can be chosen.
+    groups: all options and their files.
+    preset: the name of the preset, for the error.
+    """
     files = groups.files[group]
     for name in config[group]:
         if name in files:

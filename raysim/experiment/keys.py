@@ -79,6 +79,8 @@ def _unknown_key(
 
     path: the first parts of the key, which exist.
     part: the next part, which does not exist.
+    node: the value at `path`.
+    key: the whole key that the user wrote.
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
@@ -177,10 +179,10 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        allowed = f"is a list. Write {key}=VALUE+VALUE"
+        expected = f"{key} takes a list. Write {key}=VALUE+VALUE."
         if OmegaConf.is_dict(OmegaConf.select(config, key)):
-            allowed = f"has keys of its own. Set these keys, as in {key}.KEY=VALUE"
-        raise RefusedError(f"'{text}' does not fit: {key} {allowed}") from error
+            expected = f"{key} is a group of keys. Set one of its keys: {key}.KEY=VALUE."
+        raise RefusedError(f"'{text}' sets one value, but {expected}") from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

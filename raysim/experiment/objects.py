@@ -212,6 +212,8 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
     """Return the error for an override that would change nothing.
 
     part: the part from Python: a finished object, a function, or the class of a network.
+    place: the group of the part, such as "model" or "method.fedprox".
+    key: the rest of the override's key, after `place`.
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -282,6 +284,8 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
 
     overrides: values for the head, the adapters (`lora`), and the arguments of the class or
     function that makes the network.
+    part: a network, or a class, function or `functools.partial` that makes one.
+    stored: what the configuration of an earlier run says about the network; None for a new run.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):

@@ -424,7 +424,11 @@ class VirtualGrid(SimpleGrid):
         return delivered
 
     def _keep_structure(self, pending: _Pending, content: RecordDict) -> None:
-        """Keep the entries of a reply until messages of another time or type are answered."""
+        """Keep the entries of a reply until messages of another time or type are answered.
+
+        pending: the answered message.
+        content: the records of the reply.
+        """
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
             self._last_group = group

@@ -135,8 +135,9 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     app = load_object(reference, folder, key)
     if not isinstance(app, ServerApp):
         raise RefusedError(
-            f"{key}: is a {type(app).__name__}, not a ServerApp. "
-            "Set learner.parameters=module:function, a function that returns the model."
+            f"{key}: this object is a {type(app).__name__}, not a ServerApp. Correct its name in "
+            "pyproject.toml, or set learner.parameters=module:function, a function that "
+            "returns the model; then no ServerApp is needed."
         )
     grid = _FirstMessageGrid(runner)
     context = Context(

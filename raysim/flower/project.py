@@ -244,6 +244,8 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
     """Return a `client_fn` that creates a client as an object of the user's class.
 
     It passes the context to the class if the class needs one argument.
+    client_class: a subclass of Flower's NumPyClient.
+    setting: the key or argument that names the class, for errors.
     """
     from flwr.client import NumPyClient
 

@@ -57,8 +57,8 @@ class AppRun:
     server_app: the loaded ServerApp.
     folder: the project's folder.
     clients: the number of simulated clients.
-    samples: the number of samples that a client processes for a message for training, on the
-    virtual clock.
+    samples: the number of training samples that each training message is assumed to take; the
+    duration of a client's job on the virtual clock follows from it.
     device: the device of each worker.
     out: the run's folder; None stores nothing.
     resumes: True continues the run in `out`.

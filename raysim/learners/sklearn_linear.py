@@ -181,6 +181,9 @@ def _fit_present(
 
     Return the number of passes over the samples.
     present: the classes of the client's samples, ascending; one entry for a regression.
+    model: the estimator of scikit-learn.
+    rows, targets: the client's samples and their classes or values.
+    coef, intercept: the learner's parameters.
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

@@ -82,7 +82,10 @@ class APFL(Method):
         run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second pass of every batch, which trains the client's own model."""
+        """Return the cost of a second forward and backward pass of each batch.
+
+        It trains the client's own model.
+        """
         return job.trained_samples
 
     def prepare(self, job: LocalJob) -> None:

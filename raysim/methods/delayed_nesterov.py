@@ -76,6 +76,8 @@ def _step(
 
     arrays: the result, the update, the momentum and the sum of updates.
     step: the number of the step, from 1; the momentum changes every `every` steps.
+    server_lr: the server's learning rate.
+    activation: the share of the momentum in the steps between its changes.
     """
     is_due = step % every == 0
     share = activation
@@ -102,6 +104,9 @@ def _delayed_nesterov(
     total: the sum of the updates since the momentum changed.
     share, part: the factors of the momentum and of the update in the step.
     is_due: True if the momentum changes in this step.
+    delta: the update.
+    buffer: the momentum.
+    rate: the server's learning rate.
     """
     for i in range(len(into)):
         total[i] = total[i] + delta[i]

@@ -85,7 +85,12 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Return the Renyi divergence of one round for each order in `_ORDERS`."""
+    """Return the Renyi divergence of one round for each order in `_ORDERS`.
+
+    noise: the noise multiplier z: the deviation of the noise, divided by the clipping bound.
+    clients, cohort: the number of all clients, and of the clients of a round.
+    poisson: True if each client joins a round independently; False if rounds have a fixed size.
+    """
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
     accountant = import_optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
@@ -173,20 +178,21 @@ class DPFedAvg(Method):
                 method = entry.network.partition(".")[0]
                 raise ValueError(
                     f"method '{method}' shares statistics of BatchNorm in its network "
-                    f"'{entry.network}', which method 'dp_fedavg' does not hide. Leave one of "
-                    "them out."
+                    f"'{entry.network}', but method 'dp_fedavg' adds noise only to parameters. "
+                    "Remove one of the two methods."
                 )
         if statistics:
             raise ValueError(
-                "model: method 'dp_fedavg' hides only parameters, but this model shares "
+                "model: method 'dp_fedavg' adds noise only to parameters, but this model shares "
                 "statistics of BatchNorm. Choose a model without BatchNorm, or keep it on the "
                 "clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
             if other.method != self.name and other.sees_updates():
                 raise ValueError(
-                    f"method '{other.method}' uploads or reads more than clipped updates, which "
-                    "method 'dp_fedavg' does not hide. Leave one of them out."
+                    f"method '{other.method}' sends the server more than clipped updates, or reads "
+                    "single updates there, but method 'dp_fedavg' adds noise only to the sum of "
+                    "clipped updates. Remove one of the two methods."
                 )
         return ()
 

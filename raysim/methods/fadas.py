@@ -95,6 +95,7 @@ def _step(
 
     arrays: the result, the update, and the moments.
     step: the number of the step, from 1; None makes no bias correction.
+    server_lr, beta1, beta2, eps: the settings of AMSGrad.
     """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
@@ -117,7 +118,15 @@ def _amsgrad(
     growth: float,
     eps: float,
 ) -> None:
-    """Compute the server's step and update the moments in place (compiled); all arrays are [d]."""
+    """Compute the server's step and update the moments in place (compiled); all arrays are [d].
+
+    into: gets the step.
+    delta: the mean update.
+    first, second, highest: the two moments, and the largest second moment so far.
+    rate: the learning rate, with the bias correction of the first moment.
+    beta1, beta2: the factors of the old moments; weight1, weight2: those of the new values.
+    growth: the bias correction of the second moment.
+    """
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]
         second[i] = beta2 * second[i] + weight2 * (delta[i] * delta[i])

@@ -49,6 +49,8 @@ def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int
     """Return the sum of Gaussian kernels of different widths, for squared distances.
 
     mean: the mean squared distance: one number for all rows, or one for each row.
+    kernel_mul: the ratio of the widths of two successive kernels.
+    kernel_num: the number of kernels; the middle one has the width `mean`.
     """
     scaled = -squares / torch.where(mean > 0, mean, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]

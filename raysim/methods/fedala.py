@@ -112,9 +112,9 @@ class FedALA(Method):
         run.client_state("weights", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of learning the mixing weights: the largest number of passes.
+        """Return the cost of learning the mixing weights in the largest number of passes.
 
-        A pass covers the share of the client's samples on which the weights are learnt.
+        A pass is a forward and a backward pass of the samples on which the weights are learnt.
         """
         if not job.earlier_jobs:
             return 0.0
@@ -178,7 +178,12 @@ class FedALA(Method):
     def _loss(
         job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor
     ) -> Tensor:
-        """Return the loss of the received model after replacing its top layers by `top`."""
+        """Return the loss of the received model after replacing its top layers by `top`.
+
+        entries: the parameters of the top layers.
+        top: their values, as one flat vector in the order of `entries`.
+        inputs, labels: a batch.
+        """
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {
             entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)

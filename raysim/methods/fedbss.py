@@ -178,7 +178,7 @@ class FedBSS(Method):
             run.skip("loss")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the pass that ranks samples.
+        """Return the cost of the pass that ranks the samples.
 
         The cost of training is not reduced, because the number of selected samples is not known.
         """

@@ -208,6 +208,9 @@ class _Selection:
         """Return the combination of models with the lowest objective, as an index for each client.
 
         Combinations are built client by client; the choice of the first client varies slowest.
+        models: for each client, the models that may represent it.
+        losses: for each client, the loss of each of these models.
+        smoothness: the factor of the divergence in the objective; see `selection_objective`.
         """
         all_models = [model for candidates in models for model in candidates]
         gram, products = self._gram(all_models)
@@ -249,6 +252,9 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     """Raise `RefusedError` if the search of a batch has too many combinations of models.
 
     The error names a number of batches that is enough.
+    memory: the number of models that are kept for a client.
+    batches: the number of batches into which a search divides the clients.
+    participants: the number of clients of an aggregation.
     """
     clients = -(-participants // batches)
     combinations = memory**clients
@@ -427,7 +433,11 @@ class FedCDA(Method):
 
 
 def _newest_first(pushes: int, memory: int) -> list[int]:
-    """Return the positions of a ring buffer that hold models; the newest model comes first."""
+    """Return the positions of a ring buffer that hold models; the newest model comes first.
+
+    pushes: the number of models that were stored so far.
+    memory: the length of the ring buffer.
+    """
     return [(pushes - 1 - back) % memory for back in range(min(pushes, memory))]
 
 

@@ -90,6 +90,9 @@ def _harmonize(
     Row i has the coefficients of harmonised update i.
     products: the Gram matrix [m, m] of the m original updates.
     pairs: the pairs of updates to harmonise; None takes all, in order.
+    conflict_test: "original" looks for conflicts between the original updates, "current" between
+    the updates as they have been changed so far.
+    counts: its numbers of conflicts and of projections are increased.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -204,6 +207,8 @@ def _harmonize_in_tree(
     products: the Gram matrix [m + 1, m + 1] of m updates; the last row and column belong to the
     running mean.
     factors: [m], the factor by which each update is multiplied before the tree pairs them.
+    eps: the constant that is added to squared norms before a division.
+    counts: its numbers of conflicts and of projections are increased.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 
@@ -307,7 +312,11 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Harmonise the updates in each tensor; return their weighted sum [layout.trained]."""
+        """Harmonise the updates in each tensor; return their weighted sum [layout.trained].
+
+        reference: the running mean of earlier updates [layout.trained].
+        counts: its numbers of conflicts and of projections are increased.
+        """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)
         factors = np.array(weights) / mean_weight

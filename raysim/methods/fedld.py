@@ -199,6 +199,10 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
 
     Row i has the coefficients of revised update i.
     products: the Gram matrix [m, m] of the original updates.
+    components: the largest number of principal directions.
+    normalization: the weights of the directions: the eigenvalues divided by their norm ("l2") or by
+    the sum of all eigenvalues ("sum"), or 1 ("none").
+    tol: directions below this share of the largest eigenvalue are left out.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     # The eigenvalues of G G^T are m lambda_l, ascending.

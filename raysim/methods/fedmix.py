@@ -253,7 +253,7 @@ class FedMix(Method):
         return terms["total"]
 
     def _most_pairs(self, job: LocalJob) -> int:
-        """Return the largest number of pairs that a step of the job needs."""
+        """Return the largest number of pairs (mean input, mean label) that a step mixes in."""
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
     def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:

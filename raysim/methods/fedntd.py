@@ -75,7 +75,7 @@ class FedNTD(Method):
         run.needs("classes")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the teacher's forward pass, in trained samples."""
+        """Return the cost of the teacher's forward pass, a third of training, for each sample."""
         return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:

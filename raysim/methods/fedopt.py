@@ -151,6 +151,9 @@ def _adapt(
     beta2: the decay of the second moment; None computes FedAdagrad.
     step: the number of the step, counted from 1; None makes no bias correction.
     yogi: True computes FedYogi.
+    server_lr: the server's learning rate.
+    beta1: the decay of the first moment.
+    tau: the constant that is added to the root of the second moment.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)

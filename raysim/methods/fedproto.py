@@ -143,7 +143,7 @@ class FedProto(Method):
         run.client_state("prototypes", lambda samples: {})
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the forward pass for the class means, in trained samples."""
+        """Return the cost of the class means: a forward pass, a third of training, per sample."""
         return FORWARD * job.samples
 
     # --- a client's job -----------------------------------------------------------------------

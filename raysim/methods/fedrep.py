@@ -125,6 +125,9 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return a negative cost in trained samples: head steps save a backward pass."""
+        """Return a negative cost: a step that trains only the head saves the model's backward pass.
+
+        A backward pass of a sample costs two thirds of a trained sample.
+        """
         share = self.head_epochs / self._total_epochs
         return (FORWARD - 1) * share * job.trained_samples

@@ -78,7 +78,7 @@ class FedSAM(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second pass of each batch, in trained samples."""
+        """Return the cost of a second forward and backward pass of each batch."""
         return job.trained_samples
 
     def perturb(

@@ -369,8 +369,9 @@ class FRAug(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        The unit is a trained sample. The cost of both networks is estimated by their share of
-        parameters. Compared with convolutions, which use a parameter many times, this is too high.
+        A forward pass of a sample costs a third of a trained sample. The cost of both networks is
+        estimated by their share of parameters. Compared with convolutions, which use a parameter
+        many times, this is too high.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)

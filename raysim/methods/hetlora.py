@@ -92,9 +92,11 @@ class HetLoRA(Method):
 
     ranks: None starts all clients with model.lora.rank; a list, from which each client draws its
     rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
-    sparsity: True weighs clients by the norms of their products.
-    lam: the weight of the term that makes the last ranks small; with 0 no client prunes its rank.
-    gamma: the share of a client's ranks that the term leaves out.
+    sparsity: True weighs each client by the norm of the product B A of its two factors; False
+    leaves the weights as the run and other methods set them.
+    lam: the weight of a term of the loss. It shrinks the last columns of B and the last rows of A,
+    so that a client can drop them and have a lower rank from then on; with 0 no client does.
+    gamma: the share of a client's columns and rows that the term leaves out, from the first one on.
     """
 
     name = "hetlora"

@@ -145,8 +145,10 @@ def _mix(
 
 
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
-    """Map each parameter that has a source to the name of its source.
+    """Return the name of each changed parameter's source, by the name of the parameter.
 
+    The update of a source is mixed into the update of the parameter: in a residual network, the
+    source is in the first block of the same stage. Parameters without a source are left out.
     names, shapes: the parameters of the model; names may have any prefix.
     """
     shape_of = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}

@@ -101,7 +101,10 @@ class Moon(Method):
             run.client_state("previous", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of forward passes of received and previous models, in trained samples."""
+        """Return the cost of the forward passes of the received and the previous models.
+
+        A forward pass of a sample costs a third of a trained sample.
+        """
         previous = min(job.earlier_jobs, self.previous)
         if not self.mu or not previous:
             return 0.0

@@ -127,7 +127,8 @@ class PartialFed(Method):
     all but BatchNorm ("no_bn"), the head ("no_classifier") or both ("no_bn_no_classifier"); "all";
     "none"; or those that the client's policy chooses ("adaptive").
     num_loaded: the number of loaded layers, for bottom_up and top_down.
-    max_staleness: load all layers if the client's last job is more versions ago; None for no limit.
+    max_staleness: all layers are loaded if the current version is more than this number of versions
+    after the base version of the client's last job; None sets no limit.
     policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,
     their learning rate and the samples of each step.
     temperature: the first temperature of the relaxation; it is multiplied by `decay` in each
@@ -214,7 +215,11 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the policy's steps, in trained samples; the first job has none."""
+        """Return the cost of training the policy: `policy_steps` forward and backward passes.
+
+        A pass has `policy_batch` samples, or all samples of a smaller client. A client's first job
+        costs nothing, because the client has no model of its own yet.
+        """
         if not job.earlier_jobs:
             return 0.0
         return self.policy_steps * min(self.policy_batch, job.samples)

@@ -85,7 +85,7 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of all passes but the first of each batch, in trained samples."""
+        """Return the cost of each batch's forward and backward passes after the first one."""
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------

@@ -86,7 +86,7 @@ class QFedAvg(Method):
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass over the client's samples, in trained samples."""
+        """Return the cost of a forward pass, a third of training, for each sample."""
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:

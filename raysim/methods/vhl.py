@@ -242,7 +242,8 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of one pass over virtual samples; two if another method changes inputs.
 
-        The unit is a trained sample; each batch is assumed to have as many virtual as real samples.
+        A pass is a forward and a backward pass; each batch is assumed to have as many virtual as
+        real samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -286,7 +287,7 @@ class Vhl(Method):
         return batch
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add alpha times the cross-entropy of the virtual images, and the alignment."""
+        """Add alpha times the cross-entropy of virtual images, and the `alignment_loss`."""
         if not self._needs_virtual(job):
             return loss
         terms = []

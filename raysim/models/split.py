@@ -134,8 +134,9 @@ def split_network(
         net = model.whole()
     if head is not None:
         raise ValueError(
-            f"model.head={head} is not the last layer of {type(net).__name__}, and only the inputs "
-            "of the last layer are features. Set another layer, or model.head=null."
+            f"model.head={head} does not compute the outputs of {type(net).__name__}. Set "
+            "model.head to the linear layer that does. model.head=null finds it, or runs the model "
+            "without a head if there is none."
         )
     return WholeNetwork(net, num_classes).train(training)
 
@@ -240,7 +241,12 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
 
 
 def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
-    """Return True if features are [B, F] and the head turns them into the given outputs."""
+    """Return True if features are [B, F] and the head turns them into the given outputs.
+
+    model: the split network.
+    inputs: examples [B, ...].
+    outputs: [B, C], the outputs of the whole network for these examples.
+    """
     with torch.no_grad():
         features = model.extractor(inputs)
         if not isinstance(features, Tensor):

@@ -199,8 +199,8 @@ def report(
     of them are ordered by their score, best first. The first row is the setting with which all
     others are compared in tests.
     percent: True shows shares in percent.
-    thresholds: scores between 0 and 1 for the table of costs; () takes the highest ones that were
-    reached.
+    thresholds: scores between 0 and 1 for the table of costs; () shows up to four: the highest
+    scores that any run reached, of the scores of `rounds_to` in its summary.
     bold: when the best value of a column is bold. "clear": if it is better than the second-best
     value by more than the deviation of either; "best": always.
     width: the figures' width in inches.

@@ -364,6 +364,7 @@ def _draw_png(
 
     ylabel: the label of the vertical axis.
     axes_shown: the axes; () takes the usual ones, and the others on which some curve is not 0.
+    title: the figure's title.
     """
     import matplotlib
     from matplotlib.figure import Figure

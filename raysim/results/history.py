@@ -228,7 +228,7 @@ def summarise(
     `failures` and `worker_deaths` count the last round, `failures_total` and `worker_deaths_total`
     the whole run. `worker_busy_mean` is the share of the run's wall time in which workers worked.
 
-    thresholds: scores for `rounds_to`.
+    thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.
     facts: further entries.
     """

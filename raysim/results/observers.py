@@ -91,7 +91,7 @@ class CurrentRun:
     rounds: the planned number of rounds.
     title: the title of the run's pictures.
     facts: the entries of the summary that do not come from the history.
-    thresholds: scores for `rounds_to` in the summary.
+    thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, a row per round, with the earlier rounds of a resumed run.
     finished: the last event of the run; None before the end.
     profile: how the time was spent; set just before the end if the run has `profile=true`.

@@ -253,6 +253,8 @@ def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown
     """Return plots as a value for the page's template.
 
     layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
+    svgs: the plots.
+    title: the text above them; "" for none.
     """
     return {"about": title, "svgs": svgs, "layout": layout}
 

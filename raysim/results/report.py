@@ -77,7 +77,8 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows shares such as accuracy in percent.
-    thresholds: the scores in the table of costs; () takes the highest scores that a run reached.
+    thresholds: the scores in the table of costs. () shows up to four: the highest scores that any
+    run reached, of the scores of `rounds_to` in its summary.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -661,8 +662,7 @@ def threshold_columns(
     The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
     and wall seconds until the first round that reaches the score: means ± sample deviations over
     the seeds that reach it. Returns [] if no score was reached.
-    limit: without `view.thresholds`, the number of scores; the highest ones that a run reached are
-    taken.
+    limit: the number of scores without `view.thresholds`: the highest ones that any run reached.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)

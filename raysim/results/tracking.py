@@ -139,6 +139,10 @@ class StoredTracker:
         """Write the record of a run that begins or continues, and collect its unsent rows.
 
         sender: what sends the run to MLflow: the run itself, or `raysim ui`.
+        config, tags: the settings and tags that MLflow shows.
+        rows: the history so far.
+        parent: the folder of the study or sweep; None for a single run.
+        data: a description of the data set; None if there is none.
         """
         self._record.update(read_record(self._folder))
         for key in END_KEYS:

@@ -47,7 +47,11 @@ class InProcess:
         return [result] if returns == 1 else list(result)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """Return the total of partial sums, which is computed at once."""
+        """Return the total of several sums of updates.
+
+        parts: for each sum, its positions in the summation tree.
+        refs: the sums, in the same order; in this process they are the values themselves.
+        """
         return add_up(parts, *refs)
 
     def get(self, ref: Any) -> Any:

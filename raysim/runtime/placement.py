@@ -236,6 +236,8 @@ def _describe_shortage(
 
     workers: the requested number.
     capacity: the number that fits.
+    per_worker: the resources of a worker.
+    nodes: the resources of each node.
     """
     capacities = {
         name: worker_capacity(nodes, {name: amount}, options.strategy) or 0

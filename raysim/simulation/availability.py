@@ -422,10 +422,13 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return a client's row, the start and end of its current period, and its next bound.
+        """Return where the time `now` lies in the recording of a client's device.
 
-        The next bound is the first start or end of an interval after `now`, as a position in
-        `bounds`. A period is one repetition of the recording, in virtual seconds.
+        Returns (row, begin, end, position):
+        row: the number of the recording, `row_of[client]`.
+        begin, end: the virtual seconds at which the current repetition of the recording starts and
+        ends; 0 and infinity if `wrap` is False.
+        position: the index in `bounds` of the first start or end of an interval after `now`.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:

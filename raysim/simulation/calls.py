@@ -96,7 +96,7 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, and the run needs values that only it had"
+                    f"worker {call.worker} is lost, and only it had sums that the run needs"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:
@@ -326,14 +326,16 @@ class WorkerCalls:
         self._release(worker)
         calls = self._unanswered[worker]
         if has_states:
-            needed = "client states that only this node has"
-            raise ProcessLostError(f"{name} {node.reason}, and the run needs {needed}")
+            raise ProcessLostError(
+                f"{name} {node.reason}, and only it had client states that the run needs"
+            )
         if not remaining:
             raise ProcessLostError(f"{name} {node.reason}, and no other worker is left")
         for call in calls:
             if call.method not in REPEATABLE:
-                needed = "sums of updates that only this node has"
-                raise ProcessLostError(f"{name} {node.reason}, and the run needs {needed}")
+                raise ProcessLostError(
+                    f"{name} {node.reason}, and only it had sums of updates that the run needs"
+                )
         if worker in self.active:
             self.active.remove(worker)
             self.deaths += 1

@@ -213,7 +213,12 @@ class Checkpoints:
     def _write_states(
         self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the client states that no file has yet; return checksums by file name."""
+        """Write the client states that no file has yet; return checksums by file name.
+
+        place: the store of the checkpoints.
+        index: the files of the state log; gets the new ones.
+        clients: the client states that have changed, by client.
+        """
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
             name = _states_name(number)
@@ -340,7 +345,12 @@ def _write_tensors(place: Store, name: str, tensors: Arrays) -> str:
 
 
 def _write_json(place: Store, name: str, content: object) -> str:
-    """Write a value as a JSON file; return the file's checksum."""
+    """Write a value as a JSON file; return the file's checksum.
+
+    place: the store of the checkpoints.
+    name: the file's path in the store.
+    content: a value that JSON can represent.
+    """
     return _write_bytes(place, name, json.dumps(content).encode())
 
 
@@ -457,7 +467,11 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return the advice for a damaged checkpoint: use an earlier one, or start again."""
+    """Return the advice for a damaged checkpoint: use an earlier one, or start again.
+
+    where: the folder or URL of the checkpoints.
+    damaged_folder: the checkpoint that cannot be used.
+    """
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):

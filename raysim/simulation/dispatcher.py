@@ -372,7 +372,11 @@ class Dispatcher:
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
     ) -> dict[Group, np.ndarray]:
-        """Train jobs again whose sums were lost; wait, and return the new sums."""
+        """Train jobs again whose sums were lost; wait, and return the new sums.
+
+        calls: the calls that trained these jobs.
+        groups: the job numbers of each lost sum.
+        """
         job_of = {job.number: job for call in calls for job in call.jobs}
         repeated: list[TrainCall] = []
         for group in groups:

@@ -296,6 +296,9 @@ class Evaluator:
         """Draw `evaluate.clients` of these clients; return them ascending.
 
         If there are not more clients, return all.
+        clients: ascending.
+        version: the scored version; each version has a draw of its own.
+        purpose: the name of the random stream.
         """
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):

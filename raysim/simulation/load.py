@@ -102,7 +102,7 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 
 
 class Loads:
-    """A callable that returns the load of a job: samples, and floats received and sent.
+    """A callable that returns the `Load` of a job: samples, and floats received and sent.
 
     A sample that goes through a forward pass only counts as `FORWARD` samples (less than one).
     counts: int64 [clients], the training samples of each client.
@@ -213,10 +213,12 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A callable that returns the load of a job if every client has its own replica.
+    """A callable that returns the `Load` of a job if every client has its own replica.
 
-    Then a client neither receives nor sends the model. Instead, it exchanges models with other
-    clients.
+    The load is the samples that a job trains on and the floats that its client receives and sends.
+    A client of such a run receives no model from a server and sends none. Instead, it exchanges
+    models with other clients.
+    loads: the loads that the jobs would have with a server.
     model: the number of floats of a replica.
     """
 
@@ -234,7 +236,7 @@ class PeerLoads:
 
 
 class ChoiceLoads:
-    """A callable that returns the load of a job if clients choose their replica by its loss.
+    """A callable that returns the `Load` of a job if clients choose their replica by its loss.
 
     A client receives all replicas, computes the loss of each on its training samples, and sends one
     additional number: its choice.

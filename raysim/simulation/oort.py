@@ -49,8 +49,9 @@ class Oort(Selection):
     exploration_min: the smallest value of this share.
     cutoff: if k clients are needed, they are drawn from all clients whose utility is at least this
     share of the k-th largest utility.
-    clip: the quantile at which U is clipped.
-    preferred: the percentile of known durations that is T in the first round; 100 sets no T.
+    clip: the quantile at which statistical utilities (samples times loss) are clipped.
+    preferred: the percentile of the known durations that is the preferred duration in the first
+    round; 100 prefers no duration.
     pacer_step: the rounds in a window of the pacer.
     pacer_delta: the percentage points by which the pacer increases `preferred`.
     penalty: the exponent of the system utility.
@@ -165,8 +166,9 @@ class Oort(Selection):
 
     @staticmethod
     def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
-        """Return the preferred duration T: a percentile of the known durations.
+        """Return the preferred duration in seconds: a percentile of the known durations.
 
+        seconds: the duration of the last job of each client that has reported.
         Return infinity if the percentile is 100 or no duration is known.
         """
         if percentile >= 100 or not len(seconds):
@@ -180,8 +182,8 @@ class Oort(Selection):
         """Draw `count` clients of large utility among those that have reported.
 
         known: the idle clients that have reported.
-        number: the number of the round, R.
-        limit: the preferred duration, T.
+        number: the number of the current round.
+        limit: the preferred duration in seconds.
         """
         if not count:
             return known[:0]
@@ -205,7 +207,7 @@ class Oort(Selection):
         """Draw `count` clients that have not reported; prefer fast ones with many samples.
 
         unknown: the idle clients that have not reported.
-        limit: the preferred duration, T.
+        limit: the preferred duration in seconds.
         """
         if not count:
             return unknown[:0]
@@ -215,10 +217,10 @@ class Oort(Selection):
         return draw_weighted(view.generator, unknown, weights, count)
 
     def _system_factor(self, seconds: np.ndarray, limit: float) -> np.ndarray:
-        """Return (T / D)^penalty for each duration D above T, and 1 for all other durations.
+        """Return the system utility of each client: (limit / duration)^penalty, at most 1.
 
-        seconds: the durations D.
-        limit: T.
+        seconds: the durations of the clients' jobs.
+        limit: the preferred duration in seconds; infinity gives every client 1.
         """
         if limit == math.inf:
             return np.ones(len(seconds))

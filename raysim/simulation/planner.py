@@ -831,7 +831,8 @@ class Planner:
         participations: int32 [clients], the jobs of each client so far.
         accepted: int32 [clients], the aggregated jobs of each client so far.
         selection: what `selection_arrays` returned.
-        received: the stored `received`.
+        received: the base version of each client's last job, which the property `received`
+        returned; None if the server's steps are not compressed.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

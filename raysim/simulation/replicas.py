@@ -321,6 +321,11 @@ class Replicas:
         """Let each replica that has jobs aggregate; return the replicas that have changed.
 
         mixes_first: True if replicas have just exchanged, before this step.
+        aggregation: the planned aggregation.
+        jobs: its jobs.
+        updates: their updates; None for an update that is part of a sum, or failed.
+        sums: the sums of updates that workers have computed.
+        versions: the published versions, which have the base versions of the jobs.
         """
         staleness = aggregation.staleness
         reports: dict[str, list[float]] = {}

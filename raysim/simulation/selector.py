@@ -120,7 +120,8 @@ class Selector:
     rule: the selection rule.
     devices: the simulated devices of the clients.
     counts: int64 [clients], training samples.
-    pools: for each pool (group of clients with similar speed) its clients; empty without pools.
+    pools: for each pool the numbers of its clients. A pool is a tier of `schedule=tiered`, or the
+    clients of one replica. Empty without pools.
     concurrency: the largest number of jobs in flight.
     load: function that returns the work of a client's next job in samples, and the floats that the
     client receives and sends. Its arguments are the client, the version, the number of the client's

@@ -166,6 +166,7 @@ class InitialWeights:
         chosen: by name, the arrays of the file for these tensors.
         is_partial: True if `init.only` names the parts that the file must have. Otherwise it must
         have the whole model, and the whole of each other network of which it has a tensor.
+        targets: the tensors of the run.
         """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
         needed = [name for name in targets.needed if name in used]
@@ -183,7 +184,12 @@ class InitialWeights:
             )
 
     def _check_fits(self, name: str, array: np.ndarray, target: Tensor) -> None:
-        """Raise ValueError if an array of the file cannot be a tensor's value."""
+        """Raise ValueError if an array of the file cannot be a tensor's value.
+
+        name: the tensor's full name, for the error.
+        array: its value in the file.
+        target: the run's tensor.
+        """
         where = f"init.file={self.init.file}: {name}"
         if array.shape != tuple(target.shape):
             raise ValueError(

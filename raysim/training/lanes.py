@@ -109,7 +109,10 @@ class LaneLoop(ABC, Generic[L]):
         """Copy the data of the lane that the job needs for its end."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the approximate order in which jobs will begin, as positions in `numbers`."""
+        """Return the approximate order in which jobs will begin.
+
+        numbers: the numbers of the jobs. The result has positions in this sequence.
+        """
         order: list[int] = []
         for turn in zip_longest(*self._assign(numbers)):
             order += [place for place in turn if place is not None]
@@ -138,8 +141,9 @@ class LaneLoop(ABC, Generic[L]):
             self.trainer.vector.use_storage(lane.home)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return for each of K lanes the positions of its jobs in `numbers`.
+        """Divide jobs among the K lanes; return for each lane the positions in `numbers`.
 
+        numbers: the numbers of the jobs.
         The lane of a job is (number + number // K) % K, which also spreads numbers that are
         multiples of K.
         """

@@ -351,7 +351,8 @@ def declare_as_drawn(spec: RunSpec) -> Declarations:
         declarations = declare(spec.all_methods, task, model, facts)
     _check_loss(task, declarations)
     _check_rates(settings.local, declarations)
-    _check_evaluation(evaluation_of(spec, declarations), task, has_head, declarations.pools)
+    pooling = next((method.name for method in spec.all_methods if method.pools), "")
+    _check_evaluation(evaluation_of(spec, declarations), task, has_head, pooling)
     _check_generation(spec.settings.evaluate.generate, spec.data.open())
     _check_own_training(spec, declarations)
     if spec.weights is not None:
@@ -401,18 +402,18 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
         )
 
 
-def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
+def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pooling: str) -> None:
     """Raise ValueError if settings of the evaluation do not fit data, model or methods.
 
     has_head: True if the model is split into features and a head.
-    pools: True if a method trains one model on the data of all clients.
+    pooling: the method that trains one model on the data of all clients; "" if there is none.
     """
     _ = task.metrics  # raises an error for a metric of another kind of task
-    if pools and evaluation.finetune.epochs:
+    if pooling and evaluation.finetune.epochs:
         raise ValueError(
             f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client its own "
-            "model, but a method trains one model on the data of all clients. Set "
-            "evaluate.finetune.epochs=0, or leave the method out."
+            f"model, but method '{pooling}' trains one model on the data of all clients. Set "
+            f"evaluate.finetune.epochs=0, or remove '{pooling}' from the methods."
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(

@@ -128,9 +128,11 @@ class _StepHooks:
 
 
 class Step:
-    """One training step: the work on one batch, for every method and every stage.
+    """A callable that makes one training step, on one batch and with the hooks of all methods.
 
-    clip: the largest norm of a stage's gradient; 0 allows any norm.
+    A step has one or more stages (`Stage`): each computes a loss and its gradient and makes one
+    optimizer step.
+    clip: the largest norm of the gradient of a stage; 0 allows any norm.
     usual_loss: the task's loss, a mean over the batch, which a method may replace.
     precision: the type of matrix products (autocast); None uses no autocast. Parameters and
     optimizer keep their type.

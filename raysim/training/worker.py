@@ -91,7 +91,7 @@ class Worker(SeparateSums):
         )
 
     def _make_loop(self) -> OneByOne | LaneLoop[Any]:
-        """Return the loop that trains jobs: one by one, in batched lanes, or with recordings."""
+        """Return the loop that trains jobs: one by one, in lanes, or by replaying recordings."""
         if self.spec.graph:
             return RecordedLanes(self.trainer, self.spec.lanes)
         if self.spec.lanes > 1:

@@ -171,9 +171,9 @@ class LocalOptimizer:
         for param, grad, momentum in zip(params, grads, self.first, strict=True):
             if param.ndim < 2:
                 raise ValueError(
-                    "local.optimizer=muon needs matrices, but a method of this run (such as "
-                    "ditto) trains one flat vector. Set another local.optimizer, or leave this "
-                    "method out."
+                    "local.optimizer=muon trains only matrices, but a method of this run trains "
+                    "biases with it, as 'ditto' does. Set local.optimizer=adamw, for example, or "
+                    "remove this method."
                 )
             momentum.lerp_(grad, 1 - MUON_MOMENTUM)
             matrix = grad.lerp(momentum, MUON_MOMENTUM).flatten(1)
@@ -321,7 +321,10 @@ def _decay(params: list[Tensor], rate: float | Tensor, weight_decay: float) -> N
 
 
 def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
-    """Fill the buffers of an optimizer with saved values, or with 0, in place."""
+    """Fill the buffers of an optimizer in place.
+
+    saved: the values by name ("first", "second"); buffers without a value become 0.
+    """
     for name, buffers in (("first", optimizer.first), ("second", optimizer.second)):
         sizes = [buffer.numel() for buffer in buffers]
         pieces = saved[name].split(sizes) if name in saved else [None] * len(buffers)

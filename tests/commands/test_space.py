@@ -59,7 +59,7 @@ def test_grid_refuses_an_interval() -> None:
         grid_points(SPACE)
 
 
-def test_corner_points_have_every_choice_and_both_ends() -> None:
+def test_corner_points_of_space_have_all_choices_and_both_ends() -> None:
     points = corner_points(SPACE)
     assert [point["a"] for point in points] == [1, 2, 3]
     assert {point["b"] for point in points} == {0.5, 2.0}

@@ -63,13 +63,13 @@ def test_domains_keep_pixels_and_labels(root: Path) -> None:
     assert built.labels[built.domains == 0].tolist() == [*range(10), 0, 1, *range(10)]
 
 
-def test_domains_of_every_file_format_have_ten_classes(root: Path) -> None:
+def test_digit_data_sets_all_have_the_same_ten_class_names(root: Path) -> None:
     for name in ("mnist", "mnist_m", "usps", "street", "digits"):
         built = Domains(root=str(root), download=False, domains=[name]).build()
         assert built.class_names == DIGITS and sorted(set(built.labels.tolist())) == list(range(10))
 
 
-def test_fraction_of_domains_keeps_all_test_rows(root: Path) -> None:
+def test_fraction_of_domain_partition_keeps_all_test_samples(root: Path) -> None:
     source = Domains(
         root=str(root), download=False, domains=["digits", "mnist", "usps"], size=8, channels=3
     )

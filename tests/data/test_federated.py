@@ -212,7 +212,7 @@ def test_clients_can_be_tested_on_central_rows_of_their_domain() -> None:
         (Synthetic(rotation=Rotation(per="client")), "data.rotation.per=client"),
     ],
 )
-def test_missing_central_tests_are_rejected(source: Synthetic, key: str) -> None:
+def test_clients_need_central_test_samples_of_their_domain(source: Synthetic, key: str) -> None:
     with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{key}"):
         federate(source, Domain(test_fraction=None), 0)
 

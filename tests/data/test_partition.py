@@ -187,7 +187,9 @@ def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_client_draw_of_one_takes_last_class(shares: list[float], label: int) -> None:
+def test_dirichlet_client_draw_of_1_takes_last_possible_class(
+    shares: list[float], label: int
+) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
     rows = dirichlet_client_split(**arguments, proportions=[shares], uniforms=[1.0])
     assert rows.indices.tolist() == [label]

@@ -422,7 +422,7 @@ def test_label_lists_may_all_be_empty_in_one_file(tmp_path: Path) -> None:
         ]
 
 
-def test_label_lists_have_one_type_in_three_files(tmp_path: Path) -> None:
+def test_label_lists_of_three_files_must_have_one_type(tmp_path: Path) -> None:
     source = write_labels(tmp_path, [[], []], SETS)
     (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
     pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")
@@ -456,7 +456,7 @@ def test_unsigned_and_signed_labels_are_joined(tmp_path: Path) -> None:
         write_labels(tmp_path, SETS, pa.array([[2**63]], pa.list_(pa.uint64()))).build()
 
 
-def test_values_may_be_integers_in_one_file(tmp_path: Path) -> None:
+def test_regression_labels_may_be_integers_in_one_of_two_files(tmp_path: Path) -> None:
     source = replace(write_labels(tmp_path, INTS, FLOATS), kind="regression")
     assert source.build().labels.tolist() == [[0.0], [1.0], [0.0], [1.0]]
     with pytest.raises(ValueError, match=r"text .*data\.kind=regression"):

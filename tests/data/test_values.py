@@ -343,6 +343,6 @@ def test_arrow_struct_is_neither_input_nor_user(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "column", [pa.array([1e300] * 6), pa.array([[1e300]] * 6)], ids=["numbers", "vectors"]
 )
-def test_parquet_beyond_float32_is_rejected(column: pa.Array, tmp_path: Path) -> None:
+def test_parquet_values_beyond_float32_are_rejected(column: pa.Array, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column x .*float32"):
         read_parquet(tmp_path, x=column)

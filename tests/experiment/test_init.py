@@ -235,7 +235,9 @@ def test_method_with_networks_starts_from_fedavg_model(trained: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
 )
-def test_redrawn_parts_equal_those_of_a_run_without_file(words: list[str], trained: Path) -> None:
+def test_redrawn_initial_weights_equal_those_of_run_without_file(
+    words: list[str], trained: Path
+) -> None:
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])
     stored, drawn = load_file(trained / "model.safetensors"), start(build([*MLP, "seed=5"]))
     assert_starts(experiment, {k: t for k, t in stored.items() if k.startswith("model.extractor.")})

@@ -21,7 +21,7 @@ from raysim.primitives.errors import RefusedError, first_line
 from raysim.results.history import Row, score, summarise
 
 
-def test_label_of_a_value_is_short() -> None:
+def test_label_of_a_setting_shortens_its_value() -> None:
     values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 
@@ -86,7 +86,7 @@ def test_last_score_equals_that_of_the_summary(column: str) -> None:
     assert last_score(rows, column) == (score(summarise(rows), column), None)
 
 
-def test_mean_row_has_means_and_deviation_over_seeds() -> None:
+def test_row_over_seeds_has_means_and_deviation_of_the_score() -> None:
     rows = [mean_row([{"round": 1, "x": 1.0, "y": 4}, {"round": 1, "x": 2.0, "y": None}], "x")]
     assert rows == [{"round": 1, "x": 1.5, "y": 4.0, "x_std": pytest.approx(0.5**0.5)}]
     assert last_score([*rows, {"round": 2, "x": None}], "x") == (1.5, rows[0]["x_std"])

@@ -100,7 +100,7 @@ class TestArrays:
         assert data.pipeline.augment == ("flip",)
         assert "rotation=per client" in data.title
 
-    def test_dotted_keyword_argument_sets_a_key_of_arrays(self) -> None:
+    def test_keyword_argument_sets_an_option_of_passed_arrays(self) -> None:
         one = built("data.label_noise=0.5").spec.data.open()
         other = built(**{"data.label_noise": 0.5}).spec.data.open()
         assert np.array_equal(one.labels, other.labels)

@@ -851,8 +851,8 @@ ALTERNATIVES = [
     ),
 ]
 EXCLUDED = {frozenset(pair) for group in ALTERNATIVES for pair in pairs(group)}
-# `test_only_listed_alternatives_exclude_each_other` checks this list. Asking raysim for each pair
-# here would take seconds in every process that collects tests.
+# `test_only_listed_pairs_of_methods_exclude_each_other` checks this list. Asking raysim for each
+# pair here would take seconds in every process that collects tests.
 COMPATIBLE = {frozenset(pair) for pair in pairs(list(TABLE))} - EXCLUDED
 
 
@@ -910,7 +910,7 @@ def test_messages_with_fedbn_contain_no_client_state(names: list[str]) -> None:
     assert all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
-def test_only_listed_alternatives_exclude_each_other() -> None:
+def test_only_listed_pairs_of_methods_exclude_each_other() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
     assert refused == EXCLUDED
 
@@ -923,6 +923,6 @@ def test_three_compatible_methods_train_together() -> None:
     )
 
 
-def test_method_twice_in_a_list_is_refused() -> None:
+def test_same_method_twice_in_a_list_is_refused() -> None:
     with pytest.raises(ValueError, match="method 'fedprox' appears 2 times"):
         check_names([FedProx(), FedProx(0.5)])

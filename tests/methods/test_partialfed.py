@@ -406,7 +406,7 @@ def test_partialfed_relaxed_model_has_gradients_of_statistics() -> None:
     )
 
 
-def test_partialfed_cost_has_policy_batches_from_the_second_job() -> None:
+def test_partialfed_cost_counts_policy_steps_after_first_job() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60

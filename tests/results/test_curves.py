@@ -91,7 +91,7 @@ def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
         ),
     ],
 )
-def test_axis_is_informative_if_the_cost_of_a_round_differs(
+def test_curves_get_an_axis_if_rounds_differ_in_its_cost(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """But wall time, which is a machine's, never does; nor what nobody would see."""

@@ -80,7 +80,9 @@ def test_columns_of_job_files_are_read_as_arrays(tmp_path: Path, part: int) -> N
 
 
 @pytest.mark.parametrize("kept", range(7))
-def test_resumed_run_keeps_jobs_of_its_checkpoint(tmp_path: Path, part: int, kept: int) -> None:
+def test_resumed_job_file_keeps_jobs_up_to_its_checkpoint(
+    tmp_path: Path, part: int, kept: int
+) -> None:
     write(tmp_path, range(1, 7))
     write(tmp_path, range(kept + 1, 9), kept)
     assert written(tmp_path) == all_of(range(1, 9))

@@ -335,7 +335,7 @@ def test_tracker_names_nested_settings_with_dots() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}) == {"a.b.c": 1, "a.d": [2], "e": {}}
 
 
-def test_no_tracker_does_nothing(tmp_path: Path) -> None:
+def test_tracker_of_untracked_run_sends_nothing(tmp_path: Path) -> None:
     none = NoTracker()
     none.start({}, {}, [])
     none.log({"round": 1})
@@ -344,7 +344,7 @@ def test_no_tracker_does_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_importing_the_tracker_does_not_import_mlflow() -> None:
+def test_tracker_import_does_not_import_mlflow() -> None:
     code = "import sys, raysim.results.tracking; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -199,7 +199,7 @@ def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
         build([override, "tracking=none"])
 
 
-def test_trial_has_a_worker_for_each_bundle() -> None:
+def test_trial_has_a_worker_for_each_bundle_of_its_group() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
@@ -289,7 +289,7 @@ def test_history_has_shares_of_busy_workers_and_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_store_bytes_count_a_sum_of_updates_as_one_vector() -> None:
+def test_history_store_bytes_count_a_sum_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows

@@ -496,7 +496,7 @@ def test_run_continues_in_the_next_period_of_a_trace() -> None:
     ]
 
 
-def test_availability_changes_are_complete_for_an_active_client() -> None:
+def test_availability_reports_every_change_of_a_fast_client() -> None:
     """One client has more changes than are sorted at once before the others' next ones."""
     others = 1500
     bounds = np.array(

@@ -130,7 +130,7 @@ def test_best_model_file_is_kept_on_resume(
         assert one == other
 
 
-def test_resuming_keeps_best_weights_equal_to_current_ones() -> None:
+def test_resumed_run_keeps_best_model_that_is_the_current_one() -> None:
     """All clients of a later round fail, so that the best weights are the current ones."""
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))

@@ -144,7 +144,7 @@ def test_personal_batchnorm_continues_from_client_state() -> None:
         assert result.state(client).counters.tolist() == [batches - singles] * 2
 
 
-def test_personal_tensors_are_saved_by_name(tmp_path: Path) -> None:
+def test_checkpoint_saves_personal_tensors_by_name(tmp_path: Path) -> None:
     saved = every_round(tmp_path, FRAug(rounds=ROUNDS), schedule="rounds")[-1]
     tensors = [(name, array) for state in saved.clients.values() for name, array in state.items()]
     names = {name for name, _ in tensors}

@@ -134,7 +134,7 @@ def test_moved_client_keeps_its_state() -> None:
 
 
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
-def test_reads_of_states_are_split_to_fit_a_workers_budget(budget: float) -> None:
+def test_states_are_read_from_disk_in_parts_within_the_budget(budget: float) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
     books.client_states.budget = 2 * budget  # of two workers

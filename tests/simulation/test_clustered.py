@@ -208,12 +208,12 @@ class Pieces(Topology):
         return Network(zeros, shares=np.ones(2), clusters=self.rule)
 
 
-def test_users_cluster_rule_moves_clients_to_a_new_replica() -> None:
+def test_own_cluster_rule_moves_client_to_new_replica() -> None:
     result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
-def test_wrong_result_of_a_users_cluster_rule_is_refused(rule: ClusterRule) -> None:
+def test_wrong_result_of_own_cluster_rule_is_refused(rule: ClusterRule) -> None:
     with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
         run(spec(Pieces(rule)), ALL, rounds=2)

@@ -112,7 +112,7 @@ def test_round_of_equal_clients_is_one_call_to_each_worker() -> None:
     assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 
 
-def test_sums_are_sent_as_one_array_per_group() -> None:
+def test_worker_returns_one_array_for_each_sum_of_updates() -> None:
     """Five updates return two arrays, a sum of four and a single one, and five sets of numbers."""
     answers: list[TrainingResult] = []
 

@@ -184,7 +184,7 @@ def test_finetuning_can_follow_the_last_round_only() -> None:
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_common_score_exists_only_if_clients_have_own_models() -> None:
+def test_common_score_needs_personal_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
     ).rows
@@ -200,7 +200,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
     ]
 
 
-def test_decomposition_adds_up_to_the_loss() -> None:
+def test_loss_decomposition_adds_up_to_the_loss() -> None:
     study = run_spec(data=apart(), local=replace(LOCAL, lr=0.2))
     result = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(result.rows)
@@ -224,7 +224,7 @@ def test_decomposition_adds_up_to_the_loss() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_decomposition_uses_models_before_personalisation() -> None:
+def test_loss_decomposition_uses_models_before_personalisation() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, doubled = (
         decomposed(run(run_spec(*methods, data=apart()), Synchronous(3), **asked).rows)
@@ -233,7 +233,7 @@ def test_decomposition_uses_models_before_personalisation() -> None:
     assert plain == doubled and all(plain)
 
 
-def test_decomposition_of_one_client_has_no_shift() -> None:
+def test_loss_decomposition_of_one_client_has_no_shift() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )

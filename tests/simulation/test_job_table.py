@@ -59,7 +59,7 @@ def watch_states(table: JobTable) -> dict[int, list[JobState]]:
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(0, 99), st.sampled_from([0.0, 0.3]))
-def test_job_states_follow_the_allowed_order(name: str, seed: int, dropout: float) -> None:
+def test_job_states_change_in_the_allowed_order_only(name: str, seed: int, dropout: float) -> None:
     counts = [3 + client for client in range(9)]
     coordinator, _, runtime = untrained_run(
         counts, SCHEDULES[name], Lognormal(dropout=dropout), seed=seed, rounds=6
@@ -106,7 +106,7 @@ def test_workers_get_every_job_once(name: str) -> None:
     assert set(sent) <= set(queued)
 
 
-def test_dispatching_a_job_changes_only_the_given_fields() -> None:
+def test_job_dispatch_sets_only_fields_known_at_dispatch() -> None:
     job = Job(1, 2, 3, 4, 5, 6.0, False, {}, 7, 8.0, 9.0, False, 10.0, 11, 12, 13, 14, (15,))
     extras = {"method.tensor": np.ones(1)}
     expected = job._replace(weight=2.5, probe=True, extras=extras, replica=3, base=4, bases=(4, 5))

@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_rounds(methods: tuple[Method, ...], schedule:
     assert late <= early * 1.02
 
 
-def test_stateless_runs_store_no_client_states() -> None:
+def test_methods_without_client_state_store_none() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.client_states._stored == {} and not set(
@@ -74,7 +74,7 @@ def test_stateless_runs_store_no_client_states() -> None:
     )  # type: ignore[attr-defined]
 
 
-def test_memory_of_unsampled_clients_is_zero() -> None:
+def test_clients_that_never_trained_take_no_memory() -> None:
     data = equal_clients(clients=50, samples=400)
     coordinator = coordinate(
         run_spec(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9)

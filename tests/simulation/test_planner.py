@@ -89,7 +89,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
         reject()
 
 
-def test_view_of_a_schedule_counts_idle_clients() -> None:
+def test_schedule_view_counts_idle_clients() -> None:
     """Of six clients, one has no samples; four are busy, or three after the first arrival."""
     seen = list[tuple[int, int]]()
 
@@ -448,7 +448,7 @@ def test_tiers_without_clients_wait_for_the_first_one() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_view_forgets_short_pools_after_an_aggregation() -> None:
+def test_schedule_view_forgets_exhausted_tiers_after_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):

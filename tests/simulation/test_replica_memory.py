@@ -166,7 +166,7 @@ def test_mapped_file_reuses_space_of_deleted_arrays() -> None:
     assert file._end == end and fourth[-1] == 4 and third[-1] == 3
 
 
-def test_mapped_file_grows_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_file_keeps_arrays_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "SEGMENT_BYTES", 5000)
     file = MappedFile("", "arrays", resident=0)
     arrays = [file.move(np.full(size, size, np.float32)) for size in (300, 700, 900, 9000, 10)]

@@ -110,7 +110,7 @@ def test_schedules_declare_if_updates_can_be_stale() -> None:
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_view_has_no_jobs_by_default() -> None:
+def test_schedule_view_has_no_jobs_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 

@@ -267,7 +267,7 @@ def test_round_robin_chooses_clients_in_turn() -> None:
     assert chosen == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 3, 4, 5, 6]]
 
 
-def test_fewest_jobs_rule_chooses_clients_equally_often() -> None:
+def test_selection_participation_chooses_clients_equally_often() -> None:
     plan = planner(FewestJobs(), Synchronous(5), Lognormal(), counts=[5] * 12)
     for _ in range(9):
         step(plan)
@@ -306,7 +306,7 @@ def test_fedcs_chooses_the_fastest_if_none_meets_the_deadline() -> None:
     assert [job.client for job in step(plan).dispatched] == [0]
 
 
-def test_oort_explores_before_the_first_report() -> None:
+def test_oort_chooses_unexplored_clients_before_first_report() -> None:
     plan = planner(Oort(), Synchronous(4), Lognormal(), counts=[5] * 20)
     first, second = step(plan), step(plan)
     assert len(first.dispatched) == len(second.dispatched) == 4

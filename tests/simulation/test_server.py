@@ -308,7 +308,7 @@ def test_report_of_a_step_has_no_values_of_earlier_steps() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_sample_ends_are_cumulative_shares_of_samples() -> None:
+def test_server_sample_ends_are_cumulative_shares_of_samples() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
@@ -326,7 +326,7 @@ class Halving(Method):
 @pytest.mark.parametrize(
     ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
 )
-def test_divisor_uses_the_final_weights(normalization: Any, scale: float) -> None:
+def test_step_divisor_uses_weights_after_all_methods(normalization: Any, scale: float) -> None:
     (alone, first, last) = (
         step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
         for buffer in [FedBuff(normalization=normalization)]

@@ -101,7 +101,7 @@ class TestMixing:
 class TestHierarchical:
     @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(4, 2)])
     @pytest.mark.parametrize("methods", [(), (Scaffold(), FedBN()), (FedAdam(),)])
-    def test_hierarchy_of_one_edge_equals_a_single_server(
+    def test_hierarchy_of_one_edge_server_equals_a_single_server(
         self, schedule: Schedule, methods: tuple[Method, ...]
     ) -> None:
         star = run_spec(*methods, data=tiny_data(clients=CLIENTS))
@@ -150,7 +150,7 @@ class TestHierarchical:
         for server, expected in zip(coordinator.replicas.servers, models, strict=True):
             np.testing.assert_allclose(server.vector.numpy(), expected, atol=2e-5)
 
-    def test_exchange_takes_the_time_of_the_slowest_link(self) -> None:
+    def test_replica_exchange_takes_the_time_of_the_slowest_link(self) -> None:
         slow = Hierarchical(2, every=1, bandwidth_up=1e3, bandwidth_down=2e3)
         result = run(spec(slow), Synchronous(2), rounds=4)
         size = 4 * result.coordinator.layout.shared
@@ -163,7 +163,7 @@ class TestHierarchical:
             meetings * 4 * size // 4 for meetings in (0, 1, 1, 2)
         ]
 
-    def test_history_of_an_edge_has_its_traffic(self) -> None:
+    def test_history_of_an_edge_server_has_its_traffic(self) -> None:
         result = run(spec(Hierarchical(2, every=2, **FAST)), Synchronous(2), rounds=8)
         size = result.coordinator.layout.shared
         edge_of = result.coordinator.replicas.network.replica_of
@@ -175,7 +175,7 @@ class TestHierarchical:
             assert row["replica_floats_up"] == 2 * rounds[edge] * size
             assert row["replica_floats_down"] == row["replica_floats_up"]
 
-    def test_edges_exchange_at_most_once_per_interval(self) -> None:
+    def test_edge_servers_exchange_at_most_once_per_interval(self) -> None:
         result = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
         meetings = [step.now for step in result.aggregations[:24] if step.meets]
         assert len(meetings) > 2
@@ -189,7 +189,7 @@ class TestHierarchical:
         check_workers(make, schedule)
         check_resumed(make, schedule)
 
-    def test_edges_have_separate_server_state_and_clients(self) -> None:
+    def test_edge_servers_have_separate_server_state_and_clients(self) -> None:
         result = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
         first, second = result.coordinator.replicas.servers
         assert not np.array_equal(first.state["scaffold.control"], second.state["scaffold.control"])
@@ -216,7 +216,7 @@ class TestHierarchical:
         row = run(plain, Synchronous(2), rounds=2, evaluate=Evaluation(every=2)).rows[-1]
         assert row["accuracy"] is None and row["accuracy_replicas"] is not None
 
-    def test_edge_gets_clients_with_similar_classes(self) -> None:
+    def test_edge_server_gets_clients_with_similar_classes(self) -> None:
         counts = np.zeros((CLIENTS, 2), np.int64)
         counts[: CLIENTS // 2, 0] = counts[CLIENTS // 2 :, 1] = 9
         federation = Federation(0, counts.sum(1), "samples", 10, label_counts=lambda: counts)
@@ -224,7 +224,7 @@ class TestHierarchical:
         assert len({*edge_of[: CLIENTS // 2]}) == len({*edge_of[CLIENTS // 2 :]}) == 1
         assert edge_of[0] != edge_of[-1]
 
-    def test_edge_gets_clients_of_neighbouring_regions(self) -> None:
+    def test_edge_server_gets_clients_of_neighbouring_regions(self) -> None:
         regions = np.arange(CLIENTS)[::-1] // 2
         federation = Federation(0, np.full(CLIENTS, 9), "samples", 10, regions=lambda: regions)
         edge_of = Hierarchical(2, assign="region").connect(federation).replica_of
@@ -249,7 +249,7 @@ class TestHierarchical:
         with pytest.raises(ValueError, match="topology: method 'centralized'"):
             coordinate(spec(Hierarchical(2), Centralized()), Synchronous(2))
 
-    def test_edge_without_samples_is_refused(self) -> None:
+    def test_edge_server_without_samples_is_refused(self) -> None:
         federation = Federation(
             0, np.array([5, 0, 5, 0]), "samples", 10, regions=lambda: np.array([0, 1, 0, 1])
         )
@@ -287,7 +287,7 @@ def neighbours(clients: int) -> np.ndarray:
 
 
 class TestGossip:
-    def test_complete_graph_equals_fedavg_with_all_clients(self) -> None:
+    def test_gossip_on_complete_graph_equals_fedavg_of_all_clients(self) -> None:
         star = run_spec(data=tiny_data(clients=CLIENTS))
         settings: dict[str, Any] = {"rounds": 4, "weighting": "uniform"}
         expected = run(star, ALL, **settings).coordinator.server.vector.numpy()
@@ -297,7 +297,7 @@ class TestGossip:
         assert result.rows[-1]["consensus_distance"] == 0
 
     @pytest.mark.parametrize("mix", ["after", "before"])
-    def test_ring_equals_d_psgd(self, mix: str) -> None:
+    def test_gossip_on_a_ring_equals_d_psgd(self, mix: str) -> None:
         """Lian et al. 2017: W X + D with mix=before, W (X + D) with mix=after."""
         spy, result = spied(Gossip("ring", mix=mix), ALL, rounds=4)
         delta_of = {update.job: update.delta for update in spy.updates}
@@ -311,7 +311,7 @@ class TestGossip:
             models = mixing @ trained if mix == "after" else mixing @ models + deltas
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_random_pairs_equal_ad_psgd(self) -> None:
+    def test_gossip_in_random_pairs_equals_ad_psgd(self) -> None:
         """Lian et al. 2018: a client and a random neighbour average, then its step is added."""
         topology = Gossip("ring", exchange="pairwise", mix="before")
         spy, result = spied(topology, Immediate(CLIENTS), rounds=30)
@@ -329,7 +329,7 @@ class TestGossip:
         assert len(met) > 1 and any(row["staleness"] > 0 for row in result.rows)
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_absent_clients_neither_train_nor_exchange(self) -> None:
+    def test_unavailable_gossip_clients_neither_train_nor_exchange(self) -> None:
         result = run(spec(Gossip("complete")), Synchronous(3), rounds=1)
         (aggregation, *_) = result.aggregations
         present = sorted(job.client for job in aggregation.aggregated)
@@ -337,7 +337,7 @@ class TestGossip:
         for client in range(CLIENTS):
             assert np.array_equal(models[client], start) == (client not in present)
 
-    def test_unconnected_components_never_exchange(self) -> None:
+    def test_unconnected_gossip_components_never_exchange(self) -> None:
         """The models of one component do not depend on how the other one is connected."""
         other = [*TWO_PARTS[:3], [4, 6], [5, 7]]
         first, second = (
@@ -384,7 +384,7 @@ class TestGossip:
         with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
             coordinate(spec(Gossip(), method), ALL)
 
-    def test_unconnected_graph_warns_with_components(self) -> None:
+    def test_unconnected_gossip_graph_warns_with_its_components(self) -> None:
         topology = Gossip("edges", edges=TWO_PARTS)
         (warning,) = network(topology, CLIENTS).warnings
         assert "[0, 1, 2, 3], [4, 5, 6, 7]" in warning
@@ -401,7 +401,9 @@ class TestGossip:
             ([[0, 1, -0.1]], r"topology\.edges: .*-0\.1"),
         ],
     )
-    def test_wrong_edges_are_refused(self, edges: list[list[float]], match: str) -> None:
+    def test_wrong_edges_of_a_gossip_graph_are_refused(
+        self, edges: list[list[float]], match: str
+    ) -> None:
         with pytest.raises(ValueError, match=match):
             network(Gossip("edges", edges=edges))
 
@@ -437,7 +439,7 @@ class TestGraphs:
             ("erdos_renyi", set(range(12))),
         ],
     )
-    def test_metropolis_weights_are_symmetric_and_sum_to_one(
+    def test_metropolis_mixing_weights_are_symmetric_and_sum_to_1(
         self, graph: str, degrees: set[int]
     ) -> None:
         matrix = dense(network(Gossip(graph)))
@@ -448,18 +450,18 @@ class TestGraphs:
         for one, other in np.argwhere(np.triu(matrix, 1)).tolist():
             assert matrix[one, other] == pytest.approx(1 / (1 + max(found[one], found[other])))
 
-    def test_uniform_weights_count_own_neighbours(self) -> None:
+    def test_uniform_gossip_weights_count_a_clients_own_model(self) -> None:
         star = Gossip("edges", edges=[[0, 1], [0, 2]], weights="uniform")
         third, half = 1 / 3, 1 / 2
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_own_weight_is_one_minus_weights_of_edges(self) -> None:
+    def test_gossip_client_keeps_one_minus_weights_of_its_edges(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)
 
-    def test_graphs_depend_on_the_seed_only(self) -> None:
+    def test_gossip_graphs_depend_on_the_seed_only(self) -> None:
         for graph in ("erdos_renyi", "expander"):
             one, same = dense(network(Gossip(graph))), dense(network(Gossip(graph)))
             other = Gossip(graph).connect(Federation(1, np.full(12, 5), "samples", 10))

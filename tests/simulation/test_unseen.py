@@ -226,7 +226,7 @@ def test_pooled_data_exclude_unseen_clients() -> None:
 
 
 @pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
-def test_number_of_clients_for_methods_excludes_unseen_ones(method: Any) -> None:
+def test_methods_count_clients_without_the_unseen_ones(method: Any) -> None:
     finished_run = run(study(method()))
     assert finished_run.coordinator.server.population == CLIENTS - 2
     # The same clients without the unseen ones are the same federation.

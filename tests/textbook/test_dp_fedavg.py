@@ -91,8 +91,8 @@ class Sending(Method):
     ("others", "model", "stale", "named"),
     [
         ((), NORMED_MLP, False, "model: "),
-        ((Scaffold(),), MLP, False, "method 'scaffold' uploads"),
-        ((Sending(),), MLP, False, "method 'sending' uploads"),
+        ((Scaffold(),), MLP, False, "'scaffold' .* 'dp_fedavg'"),
+        ((Sending(),), MLP, False, "'sending' .* 'dp_fedavg'"),
         ((), MLP, True, "schedule"),
     ],
 )

@@ -77,7 +77,7 @@ def test_convolutions_of_many_channels_get_channels_last() -> None:
         assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous()
 
 
-def test_tensors_on_a_cpu_are_not_aligned() -> None:
+def test_align_returns_a_cpu_tensor_unchanged() -> None:
     unaligned = torch.zeros(5)[1:]
     assert align(unaligned) is unaligned
 
@@ -112,7 +112,7 @@ def test_graph_branches_on_a_cpu_run_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_garbage_collector_stops_during_capture(on: bool) -> None:
+def test_garbage_collector_stops_during_cuda_graph_capture(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:

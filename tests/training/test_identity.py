@@ -41,7 +41,7 @@ def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
     return Identity(f"worker-{number}", node, facts)
 
 
-def test_two_identities_of_one_process_are_equal() -> None:
+def test_process_identity_is_equal_each_time_it_is_computed() -> None:
     identity = identify("driver", ["torchvision"])
     expected = {
         "CPU capability",
@@ -82,7 +82,7 @@ def test_process_with_other_kernels_has_another_identity(
         Participants(mine).add(other)
 
 
-def test_equal_processes_are_accepted() -> None:
+def test_workers_with_equal_identities_are_accepted() -> None:
     participants = Participants(DRIVER)
     participants.add(worker(0), worker(1, "node-b"))
     participants.add(worker(1, "node-c"))
@@ -94,7 +94,7 @@ def test_equal_processes_are_accepted() -> None:
     ]
 
 
-def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
+def test_error_of_unequal_workers_names_nodes_and_facts() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(

@@ -100,7 +100,7 @@ class Scored(Means):
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_learner_of_bytes_has_the_same_bits_on_two_workers(schedule: Schedule) -> None:
+def test_learner_with_bytes_parameters_has_same_bits_on_workers(schedule: Schedule) -> None:
     others = [FedBuff()] if schedule is BUFFER else []
     spec = run_spec(Means(), *others)
     one = run(spec, schedule, rounds=4)
@@ -111,7 +111,7 @@ def test_learner_of_bytes_has_the_same_bits_on_two_workers(schedule: Schedule) -
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_of_bytes_resumes_and_tolerates_lost_jobs(tmp_path: Path) -> None:
+def test_learner_with_bytes_parameters_resumes_with_lost_jobs(tmp_path: Path) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
     words = words.replace("schedule.cohort=2 ", "") + " schedule.size=2 method=fedbuff"
     learner = Means()
@@ -158,7 +158,7 @@ def _weights(result: FinishedRun) -> list[list[float]]:
     return weights
 
 
-def test_learner_of_bytes_gets_weights_by_samples_and_staleness() -> None:
+def test_learner_with_bytes_parameters_gets_staleness_weights() -> None:
     fresh = _weights(run(run_spec(Weights()), ROUNDS, rounds=2))
     assert sum(weight for weight, _ in fresh) == pytest.approx(2)
     late = _weights(run(run_spec(Weights(), FedBuff()), BUFFER, rounds=6))
@@ -168,7 +168,7 @@ def test_learner_of_bytes_gets_weights_by_samples_and_staleness() -> None:
 
 
 @pytest.mark.parametrize("other", [Krum(), FedAvgM(), DPFedAvg()], ids=lambda other: other.name)
-def test_learner_of_bytes_refuses_rules_for_parameters(other: Method) -> None:
+def test_learner_with_bytes_parameters_refuses_averaging_rules(other: Method) -> None:
     with pytest.raises(ValueError, match=rf"'{other.name}'.*'means'"):
         run(run_spec(Means(), other), rounds=1)
 
@@ -183,12 +183,12 @@ def test_learner_of_bytes_refuses_rules_for_parameters(other: Method) -> None:
         ("attack.kind=sign_flip attack.share=0.5", "attackers"),
     ],
 )
-def test_learner_of_bytes_refuses_settings_for_parameters(words: str, key: str) -> None:
+def test_learner_with_bytes_parameters_refuses_array_settings(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}", learner=Means())
 
 
-def test_learner_of_bytes_needs_a_function_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_with_bytes_parameters_needs_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Means, "aggregate", Learner.aggregate)
     with pytest.raises(RefusedError, match="aggregate"):
         raysim.build(QUICK, learner=Means())
@@ -200,7 +200,7 @@ def test_parameters_of_wrong_type_fail_only_their_client() -> None:
     assert result.rows[0]["failures"] == len(result.failures) > 0
 
 
-def test_result_of_a_learner_of_bytes_has_no_torch_module(tmp_path: Path) -> None:
+def test_result_of_learner_with_bytes_parameters_has_no_module(tmp_path: Path) -> None:
     result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
     with pytest.raises(RefusedError, match="parameters"):
         result.model()
@@ -256,7 +256,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_discarded_bytes_updates_count_with_planned_size() -> None:
+def test_discarded_update_of_bytes_counts_planned_size() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -268,7 +268,7 @@ def test_discarded_bytes_updates_count_with_planned_size() -> None:
 
 
 @pytest.mark.parametrize("check", checks(Means()), ids=str)
-def test_learner_of_bytes_passes_all_checks(check: Check) -> None:
+def test_learner_with_bytes_parameters_passes_all_checks(check: Check) -> None:
     check()
 
 

@@ -25,7 +25,7 @@ PROBABILITIES = np.array(
 # ---------------------------------------------------------------- rows
 
 
-def test_balanced_rows_have_equal_classes_in_ascending_order() -> None:
+def test_probe_samples_have_each_class_equally_often() -> None:
     labels = np.array([5, 0, 5, 0, 5, 5, 0, 2])
     rows = diagnostics.balanced_rows(labels, 2, np.random.default_rng(0))
     assert rows.dtype == np.int64
@@ -33,7 +33,7 @@ def test_balanced_rows_have_equal_classes_in_ascending_order() -> None:
     assert sorted(labels[rows]) == [0, 0, 2, 5, 5]
 
 
-def test_balanced_rows_have_all_rows_of_a_small_class() -> None:
+def test_probe_samples_include_all_samples_of_a_small_class() -> None:
     labels = np.array([1, 0, 0, 1, 1])
     assert diagnostics.balanced_rows(labels, 9, np.random.default_rng(0)).tolist() == [
         0,
@@ -44,7 +44,7 @@ def test_balanced_rows_have_all_rows_of_a_small_class() -> None:
     ]
 
 
-def test_balanced_rows_depend_on_the_generator_only() -> None:
+def test_probe_samples_depend_on_the_random_generator_only() -> None:
     labels = np.repeat(np.arange(4), 50)
     drawn = [
         diagnostics.balanced_rows(labels, 3, np.random.default_rng(seed)).tolist()

@@ -126,17 +126,17 @@ def made(
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_search_finds_layer_that_needs_two_rows(name: str) -> None:
+def test_search_finds_layer_that_needs_two_samples(name: str) -> None:
     model = network(REFUSING[name]())
     assert refusing_layer(model, lambda rows: torch.randn(rows, 4)).startswith("layer '1")
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_layer_that_trains_on_one_row_is_accepted(name: str) -> None:
+def test_layer_that_trains_on_one_sample_is_accepted(name: str) -> None:
     assert refusing_layer(network(FINE[name]()), lambda rows: torch.randn(rows, 4)) == ""
 
 
-def test_convolutions_with_batchnorm_train_on_one_row() -> None:
+def test_convolutions_with_batchnorm_train_on_one_sample() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 2))
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
@@ -180,7 +180,7 @@ def finished(experiment: Experiment, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_plan_reports_left_out_clients_of_one_row(name: str) -> None:
+def test_plan_reports_left_out_clients_of_one_sample(name: str) -> None:
     experiment = made(REFUSING[name])
     (text,) = [text for text in experiment.warnings if "one training sample" in text]
     assert text.startswith("partition: 2 of 7 clients")
@@ -188,7 +188,7 @@ def test_plan_reports_left_out_clients_of_one_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_client_of_one_row_trains_if_the_network_can(name: str) -> None:
+def test_client_of_one_sample_trains_if_the_network_can(name: str) -> None:
     experiment = made(FINE[name])
     assert not [text for text in experiment.warnings if "one training sample" in text]
     assert experiment.spec.data.partition.train.counts.tolist() == SIZES
@@ -196,7 +196,7 @@ def test_client_of_one_row_trains_if_the_network_can(name: str) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_path: Path) -> None:
+def test_schedule_never_draws_a_client_of_one_sample(name: str, lanes: int, tmp_path: Path) -> None:
     # Several clients with BatchNorm are trained at once from recorded steps, which dropout
     # excludes.
     recorded, dropout = (["runtime.graph=true"], 0.0) if lanes > 1 else ([], 0.2)
@@ -207,23 +207,25 @@ def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_pat
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
 @pytest.mark.parametrize("budget", ["local.epochs=2", "local.steps=5"])
-def test_batches_never_have_one_row(name: str, sampling: str, budget: str, tmp_path: Path) -> None:
+def test_batches_never_have_one_sample(
+    name: str, sampling: str, budget: str, tmp_path: Path
+) -> None:
     words = ["rounds=4", "faults.tolerate=0", f"local.sampling={sampling}", budget]
     finished(made(REFUSING[name], *words), tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_batches_of_one_row_are_refused_before_the_start(name: str) -> None:
+def test_batches_of_one_sample_are_refused_before_the_start(name: str) -> None:
     with pytest.raises(RefusedError, match=r"^local\.batch: .*layer '.*1"):
         made(REFUSING[name], "local.batch=1")
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_batches_of_one_row_run_if_the_network_can(name: str, tmp_path: Path) -> None:
+def test_batches_of_one_sample_run_if_the_network_can(name: str, tmp_path: Path) -> None:
     finished(made(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path)
 
 
-def test_run_with_clients_of_one_row_only_is_refused() -> None:
+def test_run_with_clients_of_one_sample_only_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"^partition: "):
         made(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
@@ -235,7 +237,7 @@ def test_more_clients_at_once_than_can_train_are_refused() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_client_of_one_row_is_not_finetuned(head: bool, tmp_path: Path) -> None:
+def test_client_of_one_sample_is_not_finetuned(head: bool, tmp_path: Path) -> None:
     words = ["faults.tolerate=0", "evaluate.finetune.epochs=1", "evaluate.finetune.samples=all"]
     words += [f"evaluate.finetune.head={str(head).lower()}"]
     halves = {"sizes": [12, 3, 12, 12, 3, 12], "test_fraction": 0.34, "fraction": 0.5}
@@ -250,7 +252,7 @@ def test_client_of_one_row_is_not_finetuned(head: bool, tmp_path: Path) -> None:
     finished(experiment, tmp_path)
 
 
-def test_pooled_data_keep_the_rows_of_all_clients(tmp_path: Path) -> None:
+def test_pooled_data_keep_the_samples_of_all_clients(tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], "method=centralized")
     assert experiment.spec.data.partition.train.counts.tolist() == [sum(SIZES)]
     finished(experiment, tmp_path)
@@ -290,7 +292,7 @@ def test_selection_of_one_sample_is_refused(tmp_path: Path) -> None:
         finished(experiment, tmp_path)
 
 
-def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
+def test_fedbr_refuses_pseudo_batches_of_one_sample() -> None:
     def of(layer: Any, rows: int) -> Experiment:
         return made(layer, methods=[FedBR(pseudo_batch=rows)])
 
@@ -302,6 +304,6 @@ def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
 @pytest.mark.parametrize(
     "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
 )
-def test_batches_that_a_method_makes_have_two_rows(name: str, tmp_path: Path) -> None:
+def test_batches_that_a_method_makes_have_two_samples(name: str, tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
     finished(experiment, tmp_path)

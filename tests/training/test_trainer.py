@@ -59,7 +59,9 @@ class GatherLog:
 
 
 class TestChunks:
-    def test_small_jobs_are_prepared_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_batches_of_several_small_jobs_are_gathered_together(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients())
         monkeypatch.setattr(client_data, "CHUNK_FLOATS", 2 * log.samples * ROW)
         prepared = log.trainer.prepared
@@ -100,7 +102,7 @@ class TestChunks:
         assert torch.equal(inputs, pipeline.normalise(augmented))
         assert not torch.equal(inputs, pipeline.normalise(pixels))
 
-    def test_chunk_of_gathered_data_is_a_million_floats(
+    def test_large_job_gathers_batches_in_parts_of_a_million_floats(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients(1, 30_000))
@@ -115,7 +117,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_are_full_and_frequent_remainder() -> None:
+def test_usual_batch_sizes_are_the_full_and_most_frequent_rest() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"

@@ -142,7 +142,7 @@ class TestResidentStates:
         resident.drop(1)
         assert resident.get(1, 1) is None and sorted(resident) == [0, 2]
 
-    def test_device_budget_changes_no_bit(self) -> None:
+    def test_state_budget_on_a_device_changes_no_bit(self) -> None:
         spec = run_spec(Scaffold())
         settings = replace(spec.settings, state=StateBudget(device=1e-9))
         assert run(replace(spec, settings=settings), rounds=3).bits == run(spec, rounds=3).bits

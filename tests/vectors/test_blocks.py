@@ -122,7 +122,7 @@ def test_every_process_compiles_without_a_writable_cache(
     assert [result(compile_function(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 
-def test_compiled_code_is_stored_per_type(tmp_path: Path) -> None:
+def test_compiled_code_is_stored_for_each_array_dtype(tmp_path: Path) -> None:
     made = [compile_function(rule(tmp_path)) for _ in range(2)]
     for kind, each in zip((np.float32, np.float64), made, strict=True):
         each(np.zeros(1, kind), np.ones(1, kind))

@@ -101,7 +101,7 @@ def test_gram_matrix_of_float64_is_exact_at_any_length() -> None:
     assert torch.allclose(gram_matrix(rows.unbind()), rows @ rows.T, rtol=1e-13, atol=1e-10)
 
 
-def test_vectors_without_entries_have_products_of_zero() -> None:
+def test_gram_matrix_of_empty_vectors_is_zero() -> None:
     assert torch.equal(gram_matrix([torch.empty(0)] * 3), torch.zeros(3, 3, dtype=torch.float64))
     assert len(linear_combination([torch.empty(0)] * 3, [1.0] * 3)) == 0
 
@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_recombination_by_identity_equals_weighted_mean() -> None:
+def test_unchanged_coefficients_give_the_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -129,7 +129,7 @@ def test_recombination_by_identity_equals_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_sum_in_blocks_has_the_bits_of_a_whole_sum(
+def test_weighted_sum_in_blocks_has_the_bits_of_a_whole_sum(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
@@ -139,7 +139,7 @@ def test_sum_in_blocks_has_the_bits_of_a_whole_sum(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_recombination_applies_coefficients_to_updates() -> None:
+def test_new_coefficients_weigh_the_updates_of_the_step() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture

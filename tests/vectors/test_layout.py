@@ -120,7 +120,7 @@ def test_entries_are_found_by_network_or_module() -> None:
     assert len(layout.entries_in(["model"])) == 4
 
 
-def test_stretches_end_at_the_last_shared_tensor() -> None:
+def test_contiguous_slices_end_at_the_last_shared_tensor() -> None:
     nets = {
         "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     }  # without buffers both parts touch

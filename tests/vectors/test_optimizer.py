@@ -78,7 +78,7 @@ def test_stacked_rows_step_like_single_clients(settings: OptimizerSettings) -> N
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_recorded_optimizer_steps_like_a_local_optimizer(settings: OptimizerSettings) -> None:
+def test_recorded_optimizer_equals_local_optimizer(settings: OptimizerSettings) -> None:
     row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     recorded = RecordedOptimizer(settings, [row])
     recorded.step([row], [gradient(7)[1]], rate)

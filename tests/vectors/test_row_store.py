@@ -43,7 +43,7 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_growing_cache_preserves_its_rows(place: cache.Place) -> None:
+def test_growing_row_cache_keeps_its_rows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
     rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
@@ -55,12 +55,12 @@ def test_growing_cache_preserves_its_rows(place: cache.Place) -> None:
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 
 
-def test_cache_cannot_grow_beyond_its_reserved_rows() -> None:
+def test_row_cache_cannot_grow_beyond_its_reserved_rows() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         extend_rows(filled("disk"), 6)
 
 
-def test_file_of_a_cache_has_no_name_in_its_folder(folder: Path) -> None:
+def test_row_cache_on_disk_leaves_no_visible_file(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -68,7 +68,7 @@ def test_file_of_a_cache_has_no_name_in_its_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_restored_rows_move_into_newly_reserved_space(place: cache.Place) -> None:
+def test_restored_row_cache_moves_into_newly_reserved_space(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,13 +77,13 @@ def test_restored_rows_move_into_newly_reserved_space(place: cache.Place) -> Non
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_restored_cache_without_free_rows_moves_to_disk() -> None:
+def test_restored_row_cache_without_free_rows_moves_to_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_cache_accepts_empty_rows(place: cache.Place) -> None:
+def test_row_cache_accepts_rows_of_length_zero(place: cache.Place) -> None:
     rows = reserve((5, 2, 0), torch.float32, place)
     assert (
         extend_rows(rows, 4).shape
@@ -92,13 +92,15 @@ def test_cache_accepts_empty_rows(place: cache.Place) -> None:
     )
 
 
-def test_cache_refuses_disk_without_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_cache_refuses_disk_without_space(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     with pytest.raises(ValueError, match="TMPDIR"):
         reserve((2, 2**27), torch.float32, "disk")
 
 
-def test_checkpoint_writes_and_restores_a_cache(tmp_path: Path) -> None:
+def test_checkpoint_writes_and_restores_a_row_cache(tmp_path: Path) -> None:
     rows = extend_rows(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
         generator=torch.manual_seed(0)
     )  # 4 MB

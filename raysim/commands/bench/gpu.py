@@ -295,6 +295,8 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     largest difference and the largest allowed one, both divided by the largest change of a
     parameter in the run. A model that draws random numbers in its steps draws different ones on
     another device, so its reference is computed on the same device.
+    name: the method's name.
+    make: function that makes the method.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -394,7 +396,12 @@ def _data_of(workload: GpuWorkload) -> FederatedData:
 def _spec_of(
     workload: GpuWorkload, data: FederatedData, device: str, methods: Sequence[Method] = ()
 ) -> RunSpec:
-    """Return a run with one local epoch per round, without evaluation."""
+    """Return a run with one local epoch per round, without evaluation.
+
+    workload: the model and the training settings.
+    data: the clients' data.
+    methods: the methods of the run; () is FedAvg.
+    """
     local = Local(lr=workload.lr, batch=workload.batch, epochs=1)
     settings = RunSettings(rounds=NEVER, local=local, evaluate=Evaluation(every=NEVER))
     return RunSpec(workload.model, tuple(methods), data, settings, device)

@@ -178,6 +178,7 @@ def _bare_worker(
     A shared counter gives each process the next client of the cohort.
     index: the number of the process.
     is_tuned: True uses the tuned loop.
+    memory: the memory and the locks that the processes share.
     """
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
@@ -223,7 +224,12 @@ def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def _train_textbook(
     model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float
 ) -> None:
-    """Train one client for one epoch with `torch.optim.SGD`."""
+    """Train one client for one epoch with `torch.optim.SGD`.
+
+    params: the parameters of `model`.
+    batches: the batches (inputs, labels).
+    lr: the learning rate.
+    """
     optimizer = torch.optim.SGD(params, lr=lr)
     model.train()
     for inputs, labels in batches:
@@ -233,7 +239,12 @@ def _train_textbook(
 
 
 def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
-    """Train one client for one epoch with as few operations of PyTorch as possible."""
+    """Train one client for one epoch with as few operations of PyTorch as possible.
+
+    params: the parameters of `model`.
+    batches: the batches (inputs, labels).
+    lr: the learning rate.
+    """
     for inputs, labels in batches:
         gradients = torch.autograd.grad(cross_entropy(model(inputs), labels), params)
         with torch.no_grad():
@@ -316,7 +327,13 @@ def _write_profile(
     folder: Path,
     show: Print,
 ) -> None:
-    """Execute one more block with profiled workers; write the profile and print a summary."""
+    """Execute one more block with profiled workers; write the profile and print a summary.
+
+    name: the workload's name, for the files and their titles.
+    workers: the number of Ray workers.
+    folder: the folder of the files.
+    show: function that prints the summary.
+    """
     from raysim.results import profile
     from raysim.runtime.ray import start_workers
 
@@ -377,6 +394,8 @@ def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]
     limit: the largest allowed ratio of raysim's time to the time of the textbook loop.
     rows: for each block the seconds per round of raysim, of the textbook loop and, if measured, of
     the tuned loop.
+    name: the workload's name.
+    lanes: the number of lanes of raysim's workers.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)
@@ -401,7 +420,10 @@ def main(
     finally:
         cluster.disconnect()
     processes = f"{options.workers} processes of one thread"
-    print(f"seconds per round with {processes}; medians of {blocks} blocks")
+    print(
+        f"seconds per round with {processes}: medians of {blocks} blocks of rounds; raysim and the "
+        "plain loops took turns"
+    )
     print(_table(results, options.floor))
     settings = {
         "torch": torch.__version__,

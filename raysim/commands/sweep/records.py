@@ -228,7 +228,11 @@ class TrialRecords:
         record.error = error
 
     def end(self, number: int) -> None:
-        """Record how a trial ended: it finished, the scheduler stopped it, or time was over."""
+        """Record the end of a trial, and print its line.
+
+        A trial that has neither finished nor failed was stopped by the scheduler. If the sweep's
+        time limit ended it, nothing is recorded.
+        """
         record = self.all[number]
         if number in self._ended_before:
             return

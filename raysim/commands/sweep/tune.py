@@ -425,7 +425,11 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return the parameters that describe a setting to Optuna; see `_distributions`."""
+    """Return the parameters that describe a setting to Optuna; see `_distributions`.
+
+    space: the values of each searched key.
+    point: the value of each key in the setting.
+    """
     params = {}
     for key, values in space.items():
         value = point[key]

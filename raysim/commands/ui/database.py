@@ -160,7 +160,10 @@ class RunDatabase:
                     Mlflow(self.uri).add_model(record, Path(temporary) / MODEL)
         except Exception as error:  # PyTorch cannot trace every model
             if not folder.is_dir():
-                self._say(f"{folder} was removed: MLflow has its numbers, but not its model")
+                self._say(
+                    f"{folder}: the folder was removed before its model was sent to MLflow; MLflow "
+                    "keeps the run without a model"
+                )
                 return
             outcome = save_problem(error)
             self._say(

@@ -412,7 +412,10 @@ class RayRuntime:
             self._recruiter.stop()
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None if a worker's node answers, else a time limit in seconds; see `Runtime`."""
+        """Return None if the worker's node answers.
+
+        Otherwise return after how many seconds without an answer the node counts as lost.
+        """
         if self._watch is None or not self._watch.is_silent(self._node_ids[worker]):
             return None
         return self._watch.timeout_s

@@ -50,8 +50,9 @@ def connect(options: RayOptions) -> bool:
         and not address.startswith("127.")
     ):
         raise ValueError(
-            f"runtime.address={address}: Ray is restricted to this machine by an earlier run of "
-            f"this process or by {RAY_CLUSTERS_VARIABLE}=0. Start a new process."
+            f"runtime.address={address}: {RAY_CLUSTERS_VARIABLE}=0 restricts Ray to this machine. "
+            "Remove this variable from the environment; if an earlier run of this process set it, "
+            "start a new process."
         )
     try:
         host, _, port = address.rpartition(":")

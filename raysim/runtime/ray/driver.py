@@ -90,7 +90,7 @@ def plan_workers(
                     raise
                 if not is_waiting:
                     is_waiting = True
-                    say(f"waiting up to {wait_s:g} s for nodes that start: {error}")
+                    say(f"waiting up to {wait_s:g} s until enough nodes have joined: {error}")
                     per_worker = worker_resources(options, spec.device, spec.threads)
                     request_resources(bundles=[per_worker] * (options.workers or 1))
             time.sleep(NODE_CHECK_S)
@@ -148,6 +148,8 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     """Reduce the number of workers to what fits next to other runs on the cluster.
 
     If none fits, do not reduce the number; the run then waits until all its workers fit.
+    size: the planned number of workers and what each reserves.
+    say: function that tells the user about a smaller number.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
     if free is None:
@@ -172,6 +174,8 @@ def _limit_by_memory(
     """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
     cluster: the resources of each node.
+    size: the planned number of workers and what each reserves.
+    say: function that tells the user about a smaller number.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
@@ -186,7 +190,12 @@ def _limit_by_memory(
 def _measure_remotely(
     options: RayOptions, spec: RunSpec, per_worker: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.MemoryNeed:
-    """Measure the memory of one job, in a process that reserves the resources of a worker."""
+    """Measure the memory of one job, in a process that reserves the resources of a worker.
+
+    per_worker: the resources of a worker.
+    say: function that tells the user how long it waits for resources.
+    measure: function that measures the memory.
+    """
     end_waiting()  # the preflight needs a whole GPU
     with reserve([dict(per_worker)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, per_worker))
@@ -224,6 +233,8 @@ def _choose_gpu_share(
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.
+    per_worker: the resources of a worker.
+    say: function that tells the user about the choice.
     Raises ValueError if no worker fits, or if `runtime.gpus` is too small.
     """
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)

@@ -66,7 +66,7 @@ def test_verdict_on_a_claim_follows_from_the_interval(gains: list[float], verdic
     assert lower.verdict == opposite.get(verdict, verdict)
 
 
-def test_setting_with_little_training_decides_no_claim() -> None:
+def test_run_with_little_training_decides_no_claim_of_a_paper() -> None:
     # 80 % of the printed 69.48 is 55.58.
     for base, is_trained in ((0.55, False), (0.56, True)):
         (finding,) = findings(SKEW_CLAIM, pairs([0.05, 0.06, 0.07], base))
@@ -76,7 +76,7 @@ def test_setting_with_little_training_decides_no_claim() -> None:
     assert "55.0 %" in untrained.to_decide() and "`skew-paper-80`" in untrained.to_decide()
 
 
-def test_claim_is_judged_for_each_setting() -> None:
+def test_paper_claim_is_judged_for_each_setting() -> None:
     runs = pairs([0.05, 0.06, 0.07]) + pairs([-0.05, -0.06, -0.07], setting="skew-fast")
     first, second = findings(SKEW_CLAIM, runs)
     assert (first.setting.name, first.verdict) == ("skew-slow", "supported")

@@ -181,7 +181,7 @@ def test_ablation_differs_from_the_full_method(tmp_path: Path) -> None:
     assert f"{first.folder} belongs to no row of this table" in compare("fedbr/table1", [first])
 
 
-def test_table_names_and_leaves_out_runs_of_other_studies(tmp_path: Path) -> None:
+def test_paper_table_omits_other_runs_and_says_so(tmp_path: Path) -> None:
     run = make(tmp_path / "digits", ["method=[fedprox]"], rows([0.9]))
     text = compare("fedbr/table1", [run])
     assert (
@@ -191,14 +191,14 @@ def test_table_names_and_leaves_out_runs_of_other_studies(tmp_path: Path) -> Non
     assert "ours" not in text
 
 
-def test_fedavgs_own_last_accuracy_is_a_threshold(tmp_path: Path) -> None:
+def test_paper_table_counts_rounds_to_last_accuracy_of_fedavg(tmp_path: Path) -> None:
     plain_run = make(tmp_path / "avg", [*MNIST, "method=[]"], rows([0.5, 0.9, 0.7]))
     moon = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows([0.5, 0.6, 0.75]))
     assert "824 / 6" in line(compare("fedbr/table13", [plain_run, moon], WIDE), "FedProx")
     assert "824 / –" in line(compare("fedbr/table13", [moon], WIDE), "FedProx")
 
 
-def test_worst_domain_and_local_models_have_columns(tmp_path: Path) -> None:
+def test_paper_table_has_worst_domain_and_local_model_columns(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
     assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(

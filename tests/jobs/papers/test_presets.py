@@ -74,7 +74,7 @@ def of(value: Any, dataset: str) -> Any:
 
 # --- every cell -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FEDBR)
-def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
+def test_fedbr_commands_have_settings_of_their_paper_table(name: str) -> None:
     asked = setting(name)
     for cell in covering(FEDBR[name], "fedbr"):
         node = composed(*command(FEDBR[name], cell).arguments())
@@ -138,7 +138,7 @@ FEDBSS = tables("fedbss")
 
 
 @pytest.mark.parametrize("name", FEDBSS)
-def test_fedbss_numbers_have_commands_of_their_table(
+def test_fedbss_commands_have_settings_of_their_paper_table(
     name: str,
 ) -> None:
     asked = setting(name)
@@ -310,7 +310,7 @@ def test_fedbr_on_pacs_uses_the_split_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", ["pacs", "office_home"])
-def test_fraug_preset_has_its_codes_samples_per_domain(name: str) -> None:
+def test_fraug_preset_has_the_released_codes_sample_counts(name: str) -> None:
     parts = split_of(f"experiment=fraug/{name}").partition
     left = 700 - 700 // 10
     assert parts.validation is not None
@@ -410,7 +410,7 @@ FRAUG_CODE = {
 
 
 @pytest.mark.parametrize("name", FRAUG)
-def test_fraug_numbers_have_command_and_column(name: str) -> None:
+def test_fraug_paper_numbers_have_a_command_and_a_column(name: str) -> None:
     composed_cells = covering(FRAUG[name], "fraug")
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).arguments()
@@ -504,7 +504,7 @@ def test_fraug_presets_of_paper_text_and_code_differ_as_listed() -> None:
     }
 
 
-def test_fedbss_pooling_stride_can_be_three() -> None:
+def test_fedbss_preset_accepts_a_pooling_stride_of_three() -> None:
     model = composed("experiment=fedbss/fashion_mnist", "model.stride=3")["model"]
     assert (model["pool"], model["stride"]) == (3, 3)
 
@@ -514,7 +514,7 @@ FEDLD = tables("fedld")
 
 
 @pytest.mark.parametrize("name", FEDLD)
-def test_fedld_numbers_have_commands_of_their_table(
+def test_fedld_commands_have_settings_of_their_paper_table(
     name: str,
 ) -> None:
     asked = setting(name)
