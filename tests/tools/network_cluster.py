@@ -302,7 +302,9 @@ class Machine:
     def start_ray(self, cpus: int, *, is_head: bool = False, **environment: str) -> None:
         """Start Ray. environment: further variables of Ray's processes."""
         head = f"{NETWORK}.1:{PORT}"
-        place = ["--head", f"--port={PORT}"] if is_head else [f"--address={head}"]
+        place = [f"--address={head}"]
+        if is_head:  # its job server also answers the machine without Ray
+            place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"]
         words = ["nice", "-n", str(RAY_NICENESS), "ray", "start", *place]
         words.append(f"--node-ip-address={self.address}")
         words += [f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats"]

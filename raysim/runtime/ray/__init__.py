@@ -21,6 +21,8 @@ import sys
 # The driver's environment is the workers' environment. Ray reads its authentication mode when it is
 # imported. If it were set later, this process and its cluster would disagree.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Ray would hold back repeated messages, and print them when this process leaves the cluster.
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 if "ray" not in sys.modules:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
