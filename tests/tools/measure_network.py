@@ -8,7 +8,7 @@ round on the links and in raysim's columns, megabytes that TCP sent again, secon
 the ratio of the seconds to those of the undisturbed run of the same turn. All runs of a schedule
 must end with the same bits.
 
-    uv run python tests/tools/measure_network.py --nodes 1 2 4 8 --cohorts 3 10 100
+    uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 
 measures how many vectors of the model's size enter the coordinator's node in a synchronous round.
 """
@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument(
         "--links", nargs="*", default=[*KINDS], choices=[*KINDS], help="the kinds of links (all)"
     )
-    parser.add_argument("--nodes", nargs="*", type=int, default=[], help="measure sums on these")
+    parser.add_argument(
+        "--nodes", nargs="*", type=int, default=[], help="measure sums on 2 or more"
+    )
     parser.add_argument("--cohorts", nargs="*", type=int, default=[3, 10, 100])
     parser.add_argument("--out", type=Path, help="file for all numbers")
     arguments = parser.parse_args()
@@ -227,7 +229,9 @@ def main() -> None:
     measurements: list[Measurement] = []
     if arguments.nodes:
         for nodes in arguments.nodes:
-            measurements += measure_sums(nodes, arguments.cohorts, overrides)
+            for entry in measure_sums(nodes, arguments.cohorts, overrides):
+                measurements.append(entry)
+                print(f"{entry.kind} nodes, {entry.schedule} clients: {entry.links}", flush=True)
         print(table_of_sums(measurements, model_bytes(arguments.width)))
         return
     for entry in measure_all(arguments.turns, overrides, arguments.links):
