@@ -21,7 +21,11 @@ def words_of_bits(bits: int) -> int:
 
 
 def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
-    """Write digits of `width` bits one after another into words of 32 bits, lowest bit first."""
+    """Write digits of `width` bits one after another into words of 32 bits, lowest bit first.
+
+    digits: [n], each below 2^width.
+    words: uint32 [ceil(n width / 32)], the array to fill.
+    """
     pending, filled, place = np.uint64(0), 0, 0
     for digit in digits:
         pending |= np.uint64(digit) << np.uint64(filled)
@@ -54,7 +58,12 @@ def _fold(eights: np.ndarray, width: int, parts: np.ndarray) -> None:
 
 
 def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
-    """Fill `digits` with the digits that `_pack` wrote into `words`."""
+    """Fill `digits` with the digits that `_pack` wrote into `words`.
+
+    words: uint32, the packed digits.
+    width: the number of bits of a digit.
+    digits: [n], integers, the array to fill.
+    """
     mask = np.uint64((1 << width) - 1)
     pending, filled, place = np.uint64(0), 0, 0
     for index in range(len(digits)):
@@ -68,7 +77,12 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unfold(parts: np.ndarray, width: int, eights: np.ndarray) -> None:
-    """Fill `eights` with the numbers from which `_fold` made `parts`."""
+    """Fill `eights` with the numbers from which `_fold` made `parts`.
+
+    parts: unsigned integers of `width` bytes, [n].
+    width: the number of bits of a digit: 1, 2 or 4.
+    eights: uint64 [n], the array to fill with numbers of 8 digits, each in a byte.
+    """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
     ones = np.uint64((1 << width) - 1) * np.uint64(0x0101010101010101)
@@ -106,7 +120,11 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
 
 
 def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
-    """Return the digits that `pack` packed, [count], with the type `dtype`."""
+    """Return the digits that `pack` packed, [count], with the type `dtype`.
+
+    width: the number of bits of a digit, as for `pack`.
+    count: the number of digits.
+    """
     if width in WHOLE:
         return words.view(f"u{width // 8}")[:count].astype(dtype)
     if width in FOLDED:
@@ -121,10 +139,10 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return the number of low bits of a position that are stored unchanged; see `pack_places`.
+    """Return how many low bits of a position `pack_places` stores unchanged.
 
     count: the number of positions.
-    length: the length of the vector to which they belong.
+    length: all positions are below this number.
     """
     return max(0, (length // count).bit_length() - 1)
 

@@ -117,7 +117,11 @@ class PowerSGD(Compressor):
         return torch.from_numpy(numbers)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return P and Q of each matrix, and the entries sent unchanged, in the layout's order."""
+        """Return P and Q of each matrix, and the entries sent unchanged, in the layout's order.
+
+        key: not used, because nothing is random.
+        kept: the Q of all matrices from the sender's last message.
+        """
         parts: list[Tensor] = []
         used = 0
         for piece in self._pieces(layout):

@@ -82,7 +82,9 @@ def _restore(
 ) -> None:
     """Fill `out` with (digit - levels) scale / levels for each digit.
 
-    starts, scales: see `_round_randomly`.
+    digits: [entries], the digits that `_round_randomly` wrote.
+    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    scales: float32 [buckets].
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -98,8 +100,9 @@ def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> Non
 
     Four partial sums are computed at the same time, because an addition must wait for the previous
     addition to the same sum.
-    starts: see `_round_randomly`.
-    sums: float64 [buckets, 2], which is filled.
+    values: float32 [entries].
+    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    sums: float64 [buckets, 2], the array to fill.
     """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
@@ -130,6 +133,7 @@ def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> Non
 def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the sum and the sum of squares of each bucket: float64 [buckets, 2].
 
+    values: float32 [entries].
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     """
     sums = np.empty((len(starts) - 1, 2))
@@ -138,7 +142,11 @@ def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 class _Quantizer(Compressor):
-    """A compressor that sends a scale for each bucket of entries and a level for each entry."""
+    """A compressor that sends a scale for each bucket of entries and a level for each entry.
+
+    A bucket is a part of the vector whose entries share a scale.
+    levels: the number of levels above 0; an entry is sent as a level and a sign.
+    """
 
     levels: int
 
@@ -160,7 +168,11 @@ class _Quantizer(Compressor):
         return len(self.starts(layout)) - 1 + words_of_bits(self.width * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message: the scales of all buckets, then the levels of all entries."""
+        """Return the message: the scales of all buckets, then the levels of all entries.
+
+        key: the number from which the random rounding is computed.
+        kept: not used, because a message does not depend on earlier messages.
+        """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
         digits = np.empty(len(array), np.uint16 if self.width > 8 else np.uint8)
@@ -212,10 +224,11 @@ class QSGD(_Quantizer):
         return np.asarray(norms, np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), with omega = min(b / s^2, sqrt(b) / s).
+        """Return 1 / (1 + omega), the factor for decoded values under error feedback.
 
-        Here b is the number of entries in a bucket, and s the number of levels. This is the bound
-        of Lemma 3.1 in the paper.
+        omega = min(b / s^2, sqrt(b) / s) bounds the variance of a decoded vector v, divided by
+        |v|^2 (Lemma 3.1 in the paper). b is the number of entries in a bucket, and s the number of
+        levels.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -223,8 +236,9 @@ class QSGD(_Quantizer):
 
 
 class TernGrad(_Quantizer):
-    """A compressor that rounds entries randomly to -m, 0 or m; see the top of this file.
+    """A compressor that rounds entries randomly to -m, 0 or m.
 
+    m is the largest absolute value in the entry's tensor.
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.
     """
@@ -256,10 +270,11 @@ class TernGrad(_Quantizer):
         return np.asarray(np.minimum(largest, bounds), np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), with 1 + omega = (1 + sqrt(b)) / 2.
+        """Return 1 / (1 + omega), the factor for decoded values under error feedback.
 
-        Here b is the number of entries of the largest tensor. The second moment of C(v) is max|v|
-        sum|v|, which is at most (1 + sqrt(b)) / 2 times |v|^2.
+        omega bounds the variance of a decoded vector v, divided by |v|^2. Here 1 + omega is (1 +
+        sqrt(b)) / 2, where b is the number of entries of the largest tensor: the second moment of
+        C(v) is max|v| sum|v|, which is at most (1 + sqrt(b)) / 2 times |v|^2.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

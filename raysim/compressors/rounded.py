@@ -55,7 +55,10 @@ class Float16(Compressor):
         return words_of_bits(16 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the entries, rounded to 16 bits."""
+        """Return the entries, rounded to 16 bits.
+
+        key, kept: not used, because nothing is random and nothing is remembered.
+        """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
         return _as_words(values.half())
@@ -78,9 +81,10 @@ def _scale_blocks(
     """Divide the values of each block by the block's scale; write scales and quotients.
 
     The scale is the largest absolute value of the block divided by `largest`.
-    bits, scale_bits: the memory of `values` and `scales` as int32. If the sign bit is removed, the
-    largest float has the largest bits, and the maximum of integers takes less time than that of
-    floats.
+    values: float32 [entries].
+    bits, scale_bits: views of `values` and `scales` as int32. Without the sign bit, the largest
+    float is also the largest integer, and the maximum of integers takes less time than the maximum
+    of floats.
     block: the number of entries in a block.
     largest: the largest absolute value after the division.
     scales, out: the arrays to fill; `out` may have integers if the quotients are rounded.
@@ -104,11 +108,13 @@ def _scale_blocks(
 def _restore_blocks(
     codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
-    """Decode each code and multiply the number by its block's scale; write the result into `out`.
+    """Decode each code, multiply it by its block's scale, and write the result into `out`.
 
     codes: uint8 [entries].
     block: the number of entries in a block.
     table: float32 [256], the number of each code.
+    scales: float32 [blocks].
+    out: float32 [entries], the array to fill.
     """
     for place in range(len(scales)):
         part = codes[place * block : (place + 1) * block]
@@ -143,7 +149,10 @@ class Blocks(Compressor):
         return self.blocks(layout) + words_of_bits(8 * layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the scales, then the numbers of 8 bits."""
+        """Return the scales, then the numbers of 8 bits.
+
+        key, kept: not used, because nothing is random and nothing is remembered.
+        """
         scales = np.empty(self.blocks(layout), np.float32)
         numbers = self.to_numbers(values.numpy(), scales)
         return np.concatenate([scales.view(np.uint32), _as_words(numbers)])

@@ -82,7 +82,10 @@ class SignSGD(Compressor):
         return words_of_bits(layout.trained) + (self.size is None)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the mean, if `size` is None, then the signs."""
+        """Return the mean, if `size` is None, then the signs.
+
+        key, kept: not used, because nothing is random and nothing is remembered.
+        """
         signs = np.empty(words_of_bits(len(values)), np.uint32)
         compile_function(_pack_signs)(values.numpy(), signs)
         if self.size is not None:

@@ -35,10 +35,11 @@ GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a l
 
 
 def _collect(groups: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of entries v with |v| >= threshold into `places`; return their number.
+    """Write the positions of entries v with |v| >= threshold; return their number.
 
-    Return len(places) + 1 if there are more of them than `places` has elements.
+    Return len(places) + 1 if there are more such entries than `places` has elements.
     groups: [n, GROUP], the entries, one row after another.
+    places: the array of positions to fill.
     """
     count, room = 0, len(places)
     for group in range(len(groups)):
@@ -131,9 +132,9 @@ class TopK(_Sparse):
         return count + words_of_places(count, layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message: the k entries with the largest absolute values, then their positions.
+        """Return the k entries with the largest absolute values, then their positions.
 
-        `Compressor.encode` explains the arguments; `key` and `kept` have no effect here.
+        key, kept: not used, because nothing is random and nothing is remembered.
         """
         array = values.numpy()
         places = largest_places(array, self.count(layout))
@@ -147,7 +148,12 @@ class TopK(_Sparse):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Set to 0 the entries of `wanted` that the message has: they were decoded exactly."""
+        """Set to 0 the entries of `wanted` that the message has, because they are decoded exactly.
+
+        The rest of `wanted` is the sender's next memory for error feedback ef14.
+        decoded: the decoded message.
+        wanted: the vector that the sender encoded, [layout.trained]; it is changed in place.
+        """
         places = torch.from_numpy(self._places(message, layout)).to(wanted.device)
         wanted[places] = 0
 
@@ -174,7 +180,11 @@ class RandK(_Sparse):
         return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message: the seed of the positions, which is `key`, then the k entries."""
+        """Return the seed, then the k entries.
+
+        key: the number that becomes the seed.
+        kept: not used, because a message does not depend on earlier messages.
+        """
         seed = np.array([key], np.uint64).view(np.uint32)
         entries = values.numpy()[self._places(seed, layout)]
         return np.concatenate([seed, entries.view(np.uint32)])
@@ -187,5 +197,8 @@ class RandK(_Sparse):
         out.numpy()[self._places(message[:2], layout)] = entries
 
     def contraction(self, layout: Layout) -> float:
-        """Return k / d, which cancels the factor d / k of `decode` under error feedback."""
+        """Return k / d, the factor for decoded values under error feedback.
+
+        It cancels the factor d / k by which `decode` multiplies. k of the d entries are sent.
+        """
         return self.count(layout) / layout.trained

@@ -33,6 +33,7 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
+    make: function that returns the run, with new methods in each call.
     runtime: the runtime with several workers; None for two workers in this process.
     """
     single = run(make(), schedule, fleet)
@@ -43,7 +44,12 @@ def check_workers(
 
 
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
-    """Check that a run is bit-identical without checkpoints, with checkpoints and resumed."""
+    """Check that checkpoints and resuming change nothing in a run of five rounds.
+
+    The run is made without checkpoints, with checkpoints, and resumed from the checkpoint of round
+    3; all three must be bit-identical and have the same history.
+    make: function that returns the run, with new methods in each call.
+    """
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
         saved = run(make(), schedule, fleet, rounds=5, checkpoint_every=3, folder=folder)
@@ -65,6 +71,8 @@ def check_recorded(make: Make, **settings: Any) -> None:
     check also works without a GPU: there each replay computes the step again from its inputs, and
     an error is raised if the step reads the value of a tensor. The check passes, too, if raysim
     refuses to record the steps of this run (`LanesError`).
+    make: function that returns the run, with new methods in each call.
+    settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """
     with contextlib.suppress(LanesError):
         loop, other = (

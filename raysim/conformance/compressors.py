@@ -29,7 +29,10 @@ def checks(compressor: Compressor, study: Study) -> Iterator[tuple[str, Callable
 
 
 def _examples(layout: Layout) -> dict[str, Tensor]:
-    """Return example vectors to encode, float32 [trained], by their descriptions."""
+    """Return example vectors to encode, each float32 [layout.trained], by a description.
+
+    The descriptions, such as "zeros", are for errors.
+    """
     numbers = stream(0, "compressor").standard_normal(layout.trained, dtype=np.float32)
     normal = torch.from_numpy(numbers)
     one = torch.zeros_like(normal)
@@ -81,9 +84,10 @@ def check_decoding(compressor: Compressor, layout: Layout) -> None:
 
 
 def check_contraction(compressor: Compressor, layout: Layout) -> None:
-    """Check that |contraction C(v) - v| < |v|, which error feedback needs.
+    """Check that |f C(v) - v| < |v|, which error feedback needs.
 
-    C(v) are the decoded values of a vector v of normal random numbers.
+    f is the result of the compressor's `contraction`. C(v) are the decoded values of a vector v of
+    normal random numbers.
     """
     values = _examples(layout)["normal numbers"]
     out = torch.empty(layout.trained)

@@ -18,7 +18,10 @@ from raysim.training.run_spec import declare_run
 
 
 def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the checks of a learner, each with its name."""
+    """Yield the checks of a learner, each with its name.
+
+    study: the tiny run in which the learner is tried; the learner is added to its methods.
+    """
     study = replace(study, methods=(*study.methods, learner))
     yield (
         "its initial parameters depend on the given generator only",
@@ -32,7 +35,10 @@ def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], o
 
 
 def check_initial(make: Make) -> None:
-    """Check that `initial` does not use the global random generators of Python and NumPy."""
+    """Check that `initial` does not use the global random generators of Python and NumPy.
+
+    make: function that returns the run, with a new learner in each call.
+    """
     one, other = _initial(make, 0), _initial(make, 1)
     for name, array in one.items():
         assert np.array_equal(array, other[name], equal_nan=True), (
@@ -42,7 +48,12 @@ def check_initial(make: Make) -> None:
 
 
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
-    """Return a learner's initial parameters by name, made after seeding all global generators."""
+    """Return a learner's initial parameters by name, made after seeding all global generators.
+
+    A learner whose parameters are not tensors has one array, "bytes".
+    make: function that returns the run, with a new learner in each call.
+    global_seed: the seed of the global generators.
+    """
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002
     network: LearnerNetwork = declare_run(make()).networks["model"].net  # type: ignore[assignment]

@@ -33,7 +33,10 @@ MIN_SECRET_BYTES = 8
 
 
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the checks of a method, each with its name."""
+    """Yield the checks of a method, each with its name.
+
+    study: the tiny run in which the method is tried; the method is added to its methods.
+    """
     for text, check in _checks(method, study):
         yield text, partial(_call_check, check)
 
@@ -72,7 +75,10 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 
 
 def check_arguments(method: Method) -> None:
-    """Check that each argument is an attribute of the method, and that none has a hook's name."""
+    """Check that the method has a name, and that none of its arguments has a hook's name.
+
+    Arguments are those of the constructor. Each must be stored as an attribute of the same name.
+    """
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
     assert not taken, (
@@ -81,9 +87,11 @@ def check_arguments(method: Method) -> None:
 
 
 def check_declarations(make: Make) -> None:
-    """Check that declarations are valid, and that every public function is a hook or is called.
+    """Check that the method's declarations and the names of its functions are valid.
 
-    A public function that is neither is probably a misspelt hook.
+    The method must override a hook. A public function that nothing calls must not have almost the
+    name of a hook, because it is probably a misspelt hook.
+    make: function that returns the run, with new methods in each call.
     """
     spec = make()
     try:
@@ -113,7 +121,9 @@ def check_messages(
 ) -> WatchedRun:
     """Check that messages contain what methods declare and no client state; return the run.
 
-    settings: others of the run of five rounds, see `coordinate`.
+    The run has five rounds.
+    make: function that returns the run, with new methods in each call.
+    settings: further settings to change in the run; `runs.with_settings` lists them.
     """
     seen = _watch(make, schedule, fleet, **settings)
     methods = make().methods
@@ -156,7 +166,8 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    names: the names of the methods; the name of each upload must begin with one of them.
+    Check also that the name of each upload is its method's name, a dot, and more.
+    names: the names of the methods.
     """
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
@@ -187,7 +198,11 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
-    """Return the name of the part of a training result that contains one of the secrets."""
+    """Return the name of the part of a training result that contains one of the secrets.
+
+    secrets: the bytes of client states that must not be sent.
+    Return "a part" if the secret is not in a single part.
+    """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()
         for answer in result.updates
@@ -215,7 +230,8 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
     """Check that the history counts exactly the floats that messages contain.
 
     seen: the run and its recorded messages.
-    pooled: True if the method trains on the data of all clients, so that nothing is sent.
+    pooled: True if a method trains on the data of all clients together. Then nothing is sent, and
+    the history must count no floats.
     """
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
@@ -256,7 +272,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return the messages with the server's compressed steps; None if whole models are sent."""
+    """Return what computes how many floats clients save by receiving compressed steps.
+
+    Return None if the server sends whole models.
+    """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:
         return None

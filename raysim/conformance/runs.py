@@ -75,7 +75,11 @@ def run_spec(
 ) -> RunSpec:
     """Return a tiny run: 3 rounds, without checkpoints.
 
-    others: fields of `RunSpec`. See `with_settings` for a run with other settings.
+    methods: the methods of the run.
+    model, local, data, seed: the model, the settings of local training, the data (None for
+    `tiny_data`) and the seed.
+    others: other fields of `RunSpec`, such as `selection`. Use `with_settings` to change rounds,
+    checkpoints and other fields of `RunSettings`.
     """
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny_data(), settings, **others)
@@ -120,7 +124,14 @@ NODE_BYTES = re.compile(r"node_\d+_(in|out)_bytes")
 
 @dataclass
 class FinishedRun:
-    """A finished run, with its coordinator, events and history."""
+    """A finished run, with its coordinator, events and history.
+
+    finished: the last event, which has the checksums.
+    rows: the rows of the history.
+    failures: the jobs that ended with an error.
+    jobs: the records of all jobs.
+    aggregations: all aggregations, as they were planned.
+    """
 
     coordinator: Coordinator
     finished: Finished
@@ -187,10 +198,13 @@ def coordinate(
     resume: str = "",
     **settings: Any,
 ) -> Coordinator:
-    """Return a coordinator in this process.
+    """Return a coordinator of a run in this process.
 
+    fleet: None for `Lognormal`.
     runtime: None for one worker in this process.
-    settings: see `with_settings`.
+    folder: the folder for checkpoints; "" for a run that writes none.
+    resume: the folder of the checkpoint to continue from; "" for a new run.
+    settings: settings to change in the run; `with_settings` lists them.
     """
     spec = with_settings(spec, **settings)
     return Coordinator(
@@ -219,12 +233,23 @@ def run_to_end(coordinator: Coordinator) -> FinishedRun:
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
 ) -> FinishedRun:
-    """Execute a run in this process to its end; the arguments are those of `coordinate`."""
+    """Execute a run in this process to its end.
+
+    fleet: None for `Lognormal`.
+    settings: further arguments of `coordinate`: runtime, folder, resume, and settings of the run.
+    """
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
 
 class Spy(InProcess):
-    """A runtime that stores all messages between coordinator and worker."""
+    """A runtime that stores all messages between coordinator and worker.
+
+    sent: each dispatched job, with the version from which it starts.
+    trained: the results of training.
+    states: the client states that the worker returned.
+    contributed: the arrays that clients sent before the first round.
+    constants: the arrays that each client receives once, by name.
+    """
 
     def __init__(self, spec: RunSpec):
         super().__init__(Worker(spec))
@@ -235,7 +260,12 @@ class Spy(InProcess):
         self.constants: Mapping[str, np.ndarray] = {}
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a worker as `InProcess` does, and store the messages."""
+        """Call a worker as `InProcess` does, and store the messages.
+
+        method: the name of the worker's function.
+        args: its arguments.
+        returns: the number of its results.
+        """
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
             published = {version.number: version for version in args[3 : 3 + args[2]]}

@@ -29,7 +29,15 @@ LabelLists: TypeAlias = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class StoredArrays:
-    """A source that writes a user's arrays into the cache; test rows come last."""
+    """A user's samples as arrays; training rows come first.
+
+    inputs: [n, ...].
+    labels: an array, a list of labels or a dictionary for each sample, or labels that are ready to
+    be stored (`LabelSet`).
+    users: the user of each sample, integers or text; None if there are no users.
+    is_test: bool [n], True for samples of the central test set.
+    fields: the parts of a row of inputs if samples have several inputs, else ().
+    """
 
     inputs: NDArray[Any]
     labels: NDArray[Any] | LabelLists | LabelSet
@@ -43,9 +51,10 @@ _arrays_by_digest: dict[str, StoredArrays] = {}
 
 @dataclass(frozen=True)
 class Arrays(Source):
-    """A source of arrays that `store_arrays` stored.
+    """A source of arrays that `store_arrays` stored in the cache of this machine.
 
-    digest: their checksum.
+    digest: the checksum of the arrays. `read` finds them only in the process that stored them;
+    other processes need the data set that it wrote into the cache.
     """
 
     digest: str = ""
@@ -206,8 +215,9 @@ def _read_half(
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
     """Return the inputs as one array, and a description of each input if samples have several.
 
-    column: the inputs of all samples.
-    place: the file or the argument that has the data, for errors.
+    column: an array or what `plain_array` reads; or, for several inputs, a dictionary or a tuple of
+    arrays.
+    place: the name of the inputs in errors, such as "data: the inputs for train".
     """
     if isinstance(column, Mapping):
         arrays = {str(key): plain_array(part, f"{place}, {key}") for key, part in column.items()}
@@ -234,7 +244,7 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
     """Return the items (input, label[, user]) of a torch data set as columns.
 
-    name: the argument that has the data set, for errors.
+    name: "train" or "test", for errors.
     """
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
     if items and isinstance(items[0], Mapping):
@@ -251,10 +261,11 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
-    """Return a data set's item, a dictionary, as a tuple (input, label) or (input, label, user).
+    """Return a data set's item, a dictionary, as a tuple (input, label[, user]).
 
-    row: the item's position in the data set, for errors.
-    name: the argument that has the data set, for errors.
+    Several inputs stay a dictionary.
+    row: the number of the item, for errors.
+    name: "train" or "test", for errors.
     """
     names = [str(key) for key in item]
     label = find_label(names, f"data: item {row} of the data set for {name}")
@@ -331,8 +342,8 @@ def _concatenate(
 ) -> NDArray[Any] | LabelLists:
     """Join a column of the training data with the same column of the test data.
 
-    parts: the two columns.
-    name: the column's name, for errors.
+    parts: the column of each half: arrays, or lists of labels.
+    name: the name of the column in errors: "inputs", "labels" or "users".
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:

@@ -145,5 +145,10 @@ def _to_tensor_like(images: Tensor, values: np.ndarray) -> Tensor:
 def _channel_constants(
     values: tuple[float, ...], dtype: torch.dtype, device: str, inner_axes: int
 ) -> Tensor:
-    """Return a tensor with a value for each channel, followed by `inner_axes` axes of length 1."""
+    """Return a tensor [channels, 1, ...] with one value for each channel, on a device.
+
+    values: the value of each channel.
+    inner_axes: the number of axes of length 1, which follow the axis of channels so that the tensor
+    can be combined with a batch.
+    """
     return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *inner_axes * [1])

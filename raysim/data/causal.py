@@ -44,11 +44,11 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: the number of tokens, and the token that fills up rows.
+    tokens: how many different tokens there are, and which token fills up short rows.
     names: the text of each token.
-    end: the token between documents.
-    encode: function from a text to its tokens.
-    decode: the inverse.
+    end: the token that stands between documents.
+    encode: function from a text to its tokens, int64 [tokens].
+    decode: function from tokens to their text.
     """
 
     tokenizer: str
@@ -100,7 +100,10 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
 
 
 def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
-    """Return a vocabulary of the tokens 0 to size - 1; the text of a token is its number."""
+    """Return a vocabulary of the tokens 0 to size - 1; the text of a token is its number.
+
+    end: the token that ends a document; its text is "<end>".
+    """
     names = [str(number) for number in range(size)]
     names[end] = END_NAME
 
@@ -161,6 +164,8 @@ def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
 def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
     """Return the vocabulary of a stored data set.
 
+    tokenizer: the name in the data set: `BYTES`, `CHARACTERS`, `NUMBERS`, or a Hugging Face
+    tokenizer.
     names: the texts of its tokens.
     """
     if tokenizer == BYTES:
@@ -175,8 +180,11 @@ def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
 
 # ---- documents and rows --------------------------------------------------------------------------
 class Document(NamedTuple):
-    """A sequence of tokens.
+    """A sequence of tokens that belong together, such as a text.
 
+    tokens: int64 [tokens].
+    user: the name of the user that the document belongs to; "" if there are no users.
+    is_test: True if the document is for testing.
     prompt: the number of tokens at the beginning whose labels do not count.
     """
 
@@ -189,6 +197,7 @@ class Document(NamedTuple):
 def cut_document(document: Document, test_fraction: float) -> list[Document]:
     """Cut a document in two: its beginning is for training, its end for testing.
 
+    Return only the whole document, for training, if no token would be for testing.
     test_fraction: the share of the tokens that is for testing.
     """
     count = round(test_fraction * len(document.tokens))
@@ -274,12 +283,14 @@ class DocumentSettings:
     columns: `data.columns`, the name of one column of text or token numbers; None if the table has
     only one such column.
     prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
-    count.
-    tokenizer: see `text_vocabulary`.
+    count. None: there are no prompts.
+    tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer; None means
+    bytes for text, and the numbers themselves for token numbers.
     padding: the token that ends a document, if documents are token numbers and there is no
     tokenizer.
     length: tokens in a row.
-    packing: `is_packed` of `pack`; None joins documents unless they have prompts.
+    packing: True joins the documents of a user before they are cut into rows; False begins a new
+    row with each document; None means False if there are prompts, else True.
     """
 
     columns: list[str] | None
@@ -300,10 +311,11 @@ def read_documents(
 ) -> Raw:
     """Return the samples of a table in which each row is a document of text or token numbers.
 
-    user: the name of the column of users.
+    user: the name of the column of users; None if there is none.
     users: the values of this column; None if there are no users.
     is_test: bool [rows of the table], True for rows that are for testing.
     place: the name of the table in errors.
+    Raise ValueError if the documents are not in one column of text or of token numbers.
     """
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     known = (user, settings.prompt, find_column(list(types), LABEL_NAMES))
@@ -339,7 +351,11 @@ def read_documents(
 
 
 def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None) -> None:
-    """Raise ValueError if a setting of documents is given for another kind of data."""
+    """Raise ValueError if a setting of documents is given for data that are not documents.
+
+    kind: `data.kind`; only data.kind=causal has documents.
+    prompt, packing: `data.prompt` and `data.packing`; None if the user did not set them.
+    """
     for key, value in (("prompt", prompt), ("packing", packing)):
         if value is not None and kind != "causal":
             raise ValueError(
@@ -348,7 +364,12 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
-    """Mark a share of the rows of each user, evenly spread, as test rows: bool [count]."""
+    """Mark a share of the rows of each user, evenly spread, as test rows: bool [count].
+
+    users: the user of each row; None if there are none.
+    count: the number of rows.
+    fraction: the share of rows that is for testing.
+    """
     groups = np.zeros(count, np.int64)
     if users is not None:
         _, groups = np.unique(users.astype(np.str_), return_inverse=True)
@@ -364,8 +385,8 @@ def _table_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a table's column of texts, or of lists of token numbers.
 
-    values: the column.
-    place: the file or the argument that has the data, for errors.
+    values: the texts or the token numbers of all documents and prompts.
+    place: the name of the table in errors.
     """
     texts = [value for value in values if isinstance(value, str)]
     if texts:

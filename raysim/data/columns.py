@@ -46,7 +46,11 @@ def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
 
 
 def find_label(names: Sequence[str], place: str) -> str:
-    """Return the column that has a name of `LABEL_NAMES`. Raise ValueError if there is none."""
+    """Return the column with a usual name for labels (`LABEL_NAMES`).
+
+    place: the name of the table in errors.
+    Raise ValueError if there is no such column.
+    """
     label = find_column(names, LABEL_NAMES)
     if label is None:
         raise ValueError(
@@ -57,10 +61,15 @@ def find_label(names: Sequence[str], place: str) -> str:
 
 
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
-    """Return the column of labels.
+    """Return the name of the column of labels.
 
-    The column is `label` (`data.label`) if it is set, else `usual` (`data.label_column`) if it is
-    set, else a column with a usual name.
+    This is `label` if it is set; else `usual` if the user changed it or the table has it; else a
+    column with a usual name (`LABEL_NAMES`).
+    names: the columns of the table.
+    label: `data.label`; None if it is not set.
+    usual: `data.label_column`, which is "label" by default.
+    place: the name of the table in errors.
+    Raise ValueError if there is no such column.
     """
     if label is None and usual == "label" and usual not in names:
         return find_label(names, place)
@@ -87,6 +96,7 @@ def find_inputs(
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     are_separate: True if each column is a separate input.
+    place: the name of the table in errors.
     Raise ValueError if the columns cannot be one input together.
     """
     if columns is not None:
@@ -126,7 +136,13 @@ def describe_origin(
     user: str | None,
     unused: Sequence[str] = (),
 ) -> Origin:
-    """Describe which columns became inputs, labels and users, with their types."""
+    """Return a description of the columns that became inputs, labels and users, with types.
+
+    types: the types of all columns, by name.
+    inputs, labels: the names of the columns.
+    user: the name of the column of users; None if there is none.
+    unused: the columns that were left out.
+    """
     return Origin(
         _list_columns(inputs, types), _list_columns(labels, types), user or "", ", ".join(unused)
     )
@@ -177,6 +193,8 @@ def read_input_rows(
 ) -> InputRows:
     """Return the values of the columns as one input, or as one input for each column.
 
+    settings: how text and token numbers become rows.
+    place: the name of the table in errors.
     are_separate: `data.separate`; True makes each column an input with the column's name.
     """
     if not are_separate:
@@ -193,8 +211,10 @@ def read_inputs(
 
     The second value is the number of tokens with the padding token (`Tokens`), or None if the
     inputs are not tokens. Several columns of numbers become one row. A single column contains
-    numbers, vectors of one length, token numbers (lists of integers) or text. Raise ValueError with
-    the place and the column.
+    numbers, vectors of one length, token numbers (lists of integers) or text.
+    settings: how text and token numbers become rows.
+    place: the name of the table in errors.
+    Raise ValueError, with `place` and the column's name, for other columns and empty values.
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():
@@ -225,8 +245,8 @@ def _read_column(
     """Return a column of texts or lists as an array, and its `Tokens`.
 
     The second value is None if the column has lists of numbers that are not tokens.
-    name: the column's name, for errors.
-    place: the file or the argument that has the data, for errors.
+    name: the name of the column, for errors.
+    place: the name of the table in errors.
     """
     if is_text(column.type):
         return _read_text(column.to_pylist(), settings)
@@ -257,9 +277,10 @@ def _read_column(
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
-    """Return token numbers in rows of equal length, padded at the end.
+    """Return token numbers in rows of equal length, padded at the end, and their `Tokens`.
 
-    Rows are as long as the longest one, but not longer than `length`.
+    Rows are as long as the longest one, but not longer than `length`; further tokens are left out.
+    padding: the number that fills short rows.
     """
     longest = max(map(len, rows), default=1)
     width = max(1, min(length, longest))
@@ -305,6 +326,9 @@ def read_sequences(
 ) -> list[str] | list[NDArray[np.int64]]:
     """Return a column of text, or of lists of token numbers.
 
+    name: the column.
+    key: the setting that names the column, for errors.
+    place: the name of the table in errors.
     Raise ValueError for a column of another type.
     """
     column = _plain_column(table, name, key, place).combine_chunks()
@@ -329,9 +353,15 @@ def read_sequences(
 def read_label_column(
     values: Any, kind: Kind | None, names: list[str] | None, place: str, ignore: int | str
 ) -> LabelSet:
-    """Return labels as `read_labels` does, and dictionaries of arrays as structured targets.
+    """Return labels in the form in which they are stored.
 
+    Dictionaries of arrays become structured targets (`pack_targets`); `read_labels` converts all
+    other labels.
     values: the result of `label_values` or `structure_values`.
+    kind: `data.kind`; None lets the form of the labels decide.
+    names: the names of the outputs; None if the source has none.
+    place: the name of the table in errors.
+    ignore: `data.ignore`, the class that means "no label".
     """
     if isinstance(values, list) and values and isinstance(values[0], Mapping):
         if kind not in (None, "structure"):
@@ -347,6 +377,8 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
     """Return a dictionary for each row: the values of some columns, by the column's name.
 
     columns: the names in `data.targets`.
+    place: the name of the table in errors.
+    Raise ValueError for columns that do not exist or have empty values.
     """
     values = []
     for name in columns:
@@ -365,6 +397,9 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
 
     The result is an array of numbers or text, an array [n, outputs] from lists of a fixed size, or
     a list of lists. A column of structs becomes a list of dictionaries.
+    place: the name of the table in errors.
+    key: the setting that names the column, for errors.
+    Raise ValueError for a column of another type, and for empty values.
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
@@ -402,7 +437,9 @@ def group_values(
 ) -> NDArray[Any]:
     """Return a column of domains or users, integers or text.
 
-    Raise ValueError if it has empty values or another type.
+    place: the name of the table in errors.
+    key: the setting that names the column, for errors.
+    Raise ValueError if the column has empty values or another type.
     """
     column = _plain_column(table, name, key, place)
     if not (is_text(column.type) or pa.types.is_integer(column.type)):
@@ -422,7 +459,9 @@ def group_values(
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
     """Return True if columns of labels of these types can be joined to one column.
 
-    Lists fit lists only, and text fits text only. With `separate_floats`, floats fit floats only.
+    Lists fit lists only, and text fits text only.
+    separate_floats: True if floats fit floats only, because integers are class numbers and floats
+    are values.
     """
     if _is_list(one) != _is_list(other):
         return False
@@ -451,7 +490,10 @@ def assemble(
 
     With partition=natural each user (domain) is a client.
     users: integers or text; None if there are none.
-    domain_order: see `number_domains`.
+    is_test: bool [n], True for samples that are for testing.
+    tokens: the number of different tokens and the padding; None if inputs are not tokens.
+    origin: a description of the columns that were read, for the plan of a run.
+    domain_order: the names of all domains in the order of their numbers; None sorts them.
     fields: the parts of a row of inputs, if samples have several inputs.
     """
     order, train_rows = train_first(is_test)
@@ -478,7 +520,12 @@ def assemble(
 def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
-    """Mark a share of each class of each user as test rows, evenly spread."""
+    """Mark a share of each class of each user as test rows, evenly spread: bool [n].
+
+    Samples without a label are never test rows.
+    users: the user of each sample; None if there are none.
+    fraction: the share of rows that is for testing.
+    """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)
     if labels.kind == "classification":
@@ -492,7 +539,10 @@ def spread_test_rows(
 
 # ---- types of Arrow ------------------------------------------------------------------------------
 def values_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values; if it is dictionary-encoded, of the decoded values."""
+    """Return the type of a column's values.
+
+    For a dictionary-encoded column, this is the type of the decoded values.
+    """
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
@@ -534,9 +584,12 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
-    """Return a column of a table, converted to the plain type of its values; see `_stored_type`.
+    """Return a column of a table, without dictionary encoding and extension types.
 
+    Decimal numbers become float64.
+    name: the column.
     key: the setting that names the column, for errors.
+    place: the name of the table in errors.
     Raise ValueError if the column is missing or cannot be read.
     """
     if name not in table.column_names:

@@ -70,8 +70,9 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     for row, target in enumerate(targets):
         if list(target) != names:
             raise ValueError(
-                f"{place}: the target of row {row} has {', '.join(map(str, target))}, but that of "
-                f"row 0 has {', '.join(names)}. Give all targets the same names in the same order."
+                f"{place}: the target of row {row} has {', '.join(map(str, target))}, but the "
+                f"target of row 0 has {', '.join(names)}. Give all targets the same names in the "
+                "same order."
             )
         for name in names:
             columns[name].append(np.atleast_1d(_target_array(target[name], f"{place}, {name}")))

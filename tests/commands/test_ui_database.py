@@ -148,7 +148,7 @@ def test_model_of_a_damaged_run_is_reported_once(tmp_path: Path) -> None:
     database = RunDatabase(tmp_path, printed.append)
     database.update()
     assert len(list(database.add_models())) == 1
-    assert len(printed) == 1 and "only its weights" in printed[0]
+    assert len(printed) == 1 and "only the weights" in printed[0]
     assert not list(database.add_models()), "it is not tried again"
     assert json.loads((tmp_path / "a" / RECORD).read_text())["model"] not in ("pending", "sent")
 

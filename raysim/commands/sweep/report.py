@@ -47,9 +47,9 @@ STATUS_TEXTS = {"done": "", "running": "unfinished", "stopped": "stopped early"}
 
 
 def write(records: TrialRecords, numbers: Mapping[str, object]) -> list[Path]:
-    """Write all results into the sweep's folder; return their paths.
+    """Write all result files into the sweep's folder; return their paths.
 
-    numbers: additional entries of the summary.
+    numbers: additional entries of the sweep's summary.json, such as "wall_seconds", by name.
     """
     folder = records.folder
     best = records.best()
@@ -120,9 +120,10 @@ def _is_number(value: object) -> bool:
 
 
 def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Column]:
-    """Return the columns of the printed table; a dash marks a value that a setting does not have.
+    """Return the columns of the printed table, which has one row per trial, the best first.
 
-    most: the largest number of trials; None shows all.
+    A dash marks a key that a trial's setting does not have.
+    most: the number of trials in the table; None shows all.
     """
     keys = list(records.plan.space)
     titles = ["trial", *short_names(keys), records.metric, "rounds", "time", ""]
@@ -143,9 +144,10 @@ def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Col
 
 
 def table(records: TrialRecords, width: int = 0) -> str:
-    """Return the best trials as text.
+    """Return a table of the best trials (`MAX_PRINTED_TRIALS` at most) as text.
 
-    width: the length of a line; 0 means no limit.
+    If there are more trials, a last line gives their number and the file that has all.
+    width: the largest number of characters in a line; 0 means no limit.
     """
     text = format_table(_printed_columns(records, MAX_PRINTED_TRIALS), width)
     left_out = len(records.all) - MAX_PRINTED_TRIALS
@@ -192,10 +194,11 @@ def _best_config(records: TrialRecords, best: TrialRecord) -> str:
 
 # --- pictures -----------------------------------------------------------------------------------
 class KeyAxis:
-    """An axis for the values of a searched key.
+    """An axis of a picture, for the values of one searched key.
 
+    key: the searched key.
     name: the label of the axis.
-    values: the values in the search space.
+    values: the list or the interval in which the sweep searches.
     used: the values that trials had.
     """
 
@@ -295,8 +298,8 @@ def _title(records: TrialRecords) -> str:
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
     """Return a colour map for scores, and the scores at its two ends.
 
-    The best score has the colour with the most contrast to the page. Stopped trials do not count,
-    unless there are no other trials.
+    The best score has the colour with the most contrast to the page. The ends do not depend on the
+    scores of stopped trials, unless all trials were stopped.
     dark: True for a picture on a dark page.
     """
     from matplotlib import colormaps
@@ -315,8 +318,8 @@ def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -
     """Draw parallel coordinates: a line for each trial connects its values and its score.
 
     The line of the best trial is thick. Lines of stopped trials are grey.
-    path: the file of the picture, or a buffer in memory.
-    dark: True for a picture on a dark page.
+    path: the file to write, or a buffer that gets the picture.
+    dark: True draws the picture for a dark page.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -383,11 +386,12 @@ def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 
 
 def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw the score against each key, with the deviation over seeds.
+    """Draw a diagram for each searched key: the score of each trial against the key's value.
 
-    The best trial is a star. Open circles are trials that the scheduler stopped.
-    path: the file of the picture, or a buffer in memory.
-    dark: True for a picture on a dark page.
+    Bars show the standard deviation over the seeds. The best trial is a star. Open circles are
+    trials that the scheduler stopped.
+    path: the file to write, or a buffer that gets the picture.
+    dark: True draws the pictures for a dark page.
     """
     axes = _axes(records)
     trials = _scored(records)

@@ -100,8 +100,9 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        The columns are those of the last row of the trial's history, the setting as config/KEY, the
-        error, and the folder.
+        The columns are: trial (its number); the columns of the trial's last round; config/KEY with
+        the trial's value for each searched key; error (why the trial failed, or None); and path
+        (its folder).
         """
         import pandas as pd
 
@@ -114,9 +115,9 @@ class SweepResult:
 
 
 def collect_results(records: TrialRecords, mode: str) -> SweepResult:
-    """Return the recorded trials as a result.
+    """Return the recorded trials as the result that users get.
 
-    mode: "max" or "min".
+    mode: "max" or "min": which end of the compared column is the best.
     """
     trials = [_trial_result(records, records.all[number]) for number in sorted(records.all)]
     return SweepResult(tuple(trials), records.metric, mode)

@@ -94,9 +94,11 @@ def sweep(
 
 # --- before the search --------------------------------------------------------------------------
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
-    """Build a few runs of a sweep (`SweepPlan.samples`), to find impossible values.
+    """Build a few runs of a sweep, so that impossible values are found before the search.
 
-    Raise `RefusedError` for such a value.
+    `SweepPlan.samples` chooses them: together they have each listed value and the ends of each
+    interval.
+    Return the built runs. Raise `RefusedError` if one of them is impossible.
     """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(
@@ -125,7 +127,8 @@ def _trial_capacity(
 ) -> tuple[dict[str, float], int]:
     """Return the resources that a worker reserves, and the number of trials that fit at once.
 
-    With sweep.workers=0, the resources are those of a trial.
+    With sweep.workers=0 a trial has no workers, and the resources are those that a trial reserves.
+    device: the device of the training, "cpu" or "cuda".
     threads: the CPU threads of a worker.
     Raise `ValueError` if the cluster is too small for a single trial.
     """
@@ -143,14 +146,14 @@ def _trial_capacity(
         needs = f"{workers} workers of {needs} each"
         if options.seeds > 1:
             needs += f" ({options.seeds} seeds side by side)"
-        advice = f"set sweep.workers={bundles}"
+        advice = f"Set sweep.workers={bundles}"
     elif "GPU" in resources:
-        advice = "set device=cpu"
+        advice = "Set device=cpu"
     else:
-        advice = "lower runtime.threads or runtime.cpus"
+        advice = "Lower runtime.threads or runtime.cpus"
     available = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
     raise ValueError(
-        f"a trial needs {needs}, but the cluster has {format_resources(available)}: {advice}"
+        f"a trial needs {needs}, but the cluster has {format_resources(available)}. {advice}"
     )
 
 
@@ -183,7 +186,11 @@ def _choose_metric(
 
 
 def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "min"]:
-    """Return "max" if the largest value of a column is the best, else "min"."""
+    """Return "max" if the largest value of a column is the best, else "min".
+
+    column: a column of the history; its name begins with "loss", "train_loss" or a metric's name.
+    metrics: the metrics of the run, which know whether a higher score is better.
+    """
     if column.startswith(("loss", "train_loss")):
         return "min"
     for metric in metrics:
@@ -199,12 +206,11 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "m
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    folder: the folder of the sweep.
-    experiments: a few runs of the sweep, built to find impossible values (`_build_samples`).
-    resources: what a worker reserves; without workers, what a trial reserves.
-    slots: the number of trials that fit at once.
-    console: where lines for the user are printed.
-    quiet: True does not show the state of the sweep while it runs.
+    experiments: a few built runs of the sweep, the results of `_build_samples`.
+    resources: what a worker reserves; with sweep.workers=0, what a trial reserves.
+    slots: the number of trials that fit on the cluster at once.
+    console: where to print.
+    quiet: True prints no line that shows the state of the trials.
     """
 
     plan: SweepPlan
@@ -218,6 +224,7 @@ class SweepSession:
     def run(self, allow: Sequence[str], since: float) -> SweepResult:
         """Run the trials that have not ended, write the results and return them.
 
+        allow: the packages whose classes and options the runs may use.
         since: time.monotonic() at the start of the command.
         Raise `Interrupted` if the user stops the sweep.
         """
@@ -283,7 +290,7 @@ class SweepSession:
         """Print the searched keys, the search algorithm, the resources, and warnings.
 
         records: the trials of the sweep, including those that ended before it was continued.
-        slots: the number of trials at a time.
+        slots: the number of trials that run at once.
         """
         options = self.plan.options
         spec = self.experiments[0].spec
@@ -333,9 +340,10 @@ def _describe(values: ValueRange) -> str:
 
 
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
-    """Return the last printed line: the time, the command for the best setting, and the folder.
+    """Return the last printed line: time, the command for the best setting, and folder.
 
-    numbers: the entries of the sweep's summary.
+    If no trial has a score, return a line that names the file with the reasons.
+    numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()
     if best is None:

@@ -102,8 +102,8 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
     """Return `count` independent random points.
 
-    Two generators of the same seed give the same points: a call with a larger `count` returns those
-    of a smaller one, and then further points.
+    With generators of the same seed, a larger `count` returns the points of a smaller `count`,
+    followed by further points.
     """
     points = []
     for _ in range(count):
@@ -129,7 +129,10 @@ def grid_points(space: Space) -> list[Point]:
 
 
 def corner_points(space: Space) -> list[Point]:
-    """Return a few points that together have each value of lists and both ends of intervals."""
+    """Return a few points that together have all listed values, and both ends of intervals.
+
+    Their number is the length of the longest list, or 2 if no list is longer than that.
+    """
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)
     points = []

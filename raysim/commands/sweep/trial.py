@@ -30,6 +30,7 @@ class Trial:
     """The runs of a setting, one for each seed, which advance together.
 
     The mean of their rows is reported to Ray Tune.
+    runs: the runs, in the order of the seeds.
     metric: the column of the history by which Ray Tune compares trials.
     """
 
@@ -77,7 +78,11 @@ class Trial:
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
-        """Advance the runs until the last reported round's checkpoint is written, if it is due."""
+        """Write the checkpoint of the last reported round, if `checkpoint.every` requests one.
+
+        A run writes a round's checkpoint after it has reported the round, so the runs advance until
+        it is written.
+        """
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 
@@ -97,14 +102,16 @@ def open_trial(
     allow: Sequence[str] = (),
     accepts_changes: bool = False,
 ) -> Trial:
-    """Begin or continue a trial.
+    """Begin or continue a trial; return it.
 
     number: the trial's number.
-    configs: a configuration for each seed.
-    metric: see `Trial`.
+    configs: the complete configuration of the run with each seed.
+    metric: the column of the history by which Ray Tune compares trials.
     start_events: function that starts a run in a folder and yields its events.
     folder: the sweep's folder.
-    accepts_changes: see `SteppedRun`.
+    allow: the packages whose classes and options the configurations may use.
+    accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
+    population-based training.
     Raise `RunFailedError` for a run whose configuration is impossible.
     """
     runs: list[SteppedRun] = []

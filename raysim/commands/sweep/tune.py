@@ -62,13 +62,14 @@ class TrialTask:
     """The settings that all trials of a sweep share.
 
     folder: the sweep's folder.
-    metric: the compared column.
+    metric: the column of the history by which trials are compared.
     device: the device of the workers.
-    resources: what one worker reserves.
-    allow: packages that the configuration may use.
+    resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
+    allow: packages whose classes and options the configurations may use.
     packages: names of packages whose installed files must be the same in all processes.
-    driver: the identity of the process that runs the sweep, on which the bits of results depend.
-    mixed: False refuses trials in processes with another identity.
+    driver: the versions, code and hardware of the process that runs the sweep; results may differ
+    in bits if those of a trial's process differ.
+    mixed: `runtime.mixed`; with False a trial fails in a process that differs from `driver`.
     """
 
     folder: str
@@ -89,7 +90,10 @@ class SweepTrial(tune.Trainable):
     def setup(  # type: ignore[override]  # `with_parameters` adds the others
         self, config: dict[str, Any], plan: SweepPlan, task: TrialTask
     ) -> None:
-        """Store the settings that all trials share; nothing runs before the first step."""
+        """Store the settings that all trials share; nothing runs before the first step.
+
+        config: the dictionary that `_trial_config` made for this trial.
+        """
         self._plan = plan
         self._task = task
         self.reset_config(config)
@@ -97,7 +101,8 @@ class SweepTrial(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Start another trial in this process, in place of the present one.
 
-        new_config: see `_trial_config`. Return True, which tells Tune that this is possible.
+        new_config: the dictionary that `_trial_config` made for the other trial.
+        Return True, which tells Tune that a process can be used again.
         """
         os.chdir(_START_FOLDER)
         self.cleanup()
@@ -108,7 +113,12 @@ class SweepTrial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Advance to the next measurement; return its round, metric, new rows, and seconds."""
+        """Advance to the next measurement; return what Tune and the sweep's process must know.
+
+        These are the round, the metric, the new rows of the history, the seconds, and whether the
+        trial is done. A trial that ended in an earlier session repeats only its rounds and metrics.
+        A failed trial returns the error and the worst possible metric.
+        """
         metric = self._task.metric
         if self._replay:
             number, value = self._replay[self._replayed]
@@ -284,9 +294,11 @@ def _number(tune_trial: Any) -> int:
 def trial_task(
     records: TrialRecords, experiment: Experiment, resources: Resources, allow: Sequence[str]
 ) -> TrialTask:
-    """Return the settings that the process of a trial needs.
+    """Return the settings that the processes of all trials need.
 
-    experiment: one run of the sweep.
+    experiment: a built run of the sweep, which gives the device and the packages.
+    resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
+    allow: packages whose classes and options the configurations may use.
     """
     spec = experiment.spec
     return TrialTask(
@@ -318,6 +330,8 @@ def multiply(resources: Resources, count: int) -> dict[str, float]:
 def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """Return the dictionary that Tune gives to a trial.
 
+    number: the trial's number.
+    point: the values of the searched keys.
     replay: round and metric of each measurement, if the trial ended in an earlier session; else [].
     """
     return {"number": number, "point": point, "replay": list(replay)}
@@ -379,7 +393,11 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
         count = 0
 
         def suggest(self, trial_id: str) -> dict[str, Any] | None:
-            """Return the config of the next trial."""
+            """Return the config of the next trial.
+
+            The first trials are those of earlier sessions, with their numbers.
+            trial_id: Tune's name of the trial.
+            """
             point = _decode(plan.space, super().suggest(trial_id) or {})
             number = earlier[self.count].number if self.count < len(earlier) else self.count
             self.count += 1
@@ -417,7 +435,10 @@ def _distributions(space: Space) -> dict[str, Any]:
 
 
 def _decode(space: Space, params: Mapping[str, Any]) -> Point:
-    """Return the setting that Optuna's parameters describe; see `_distributions`."""
+    """Return the setting that Optuna's parameters describe.
+
+    params: for a key with a list the index of its value, for a key with an interval the number.
+    """
     point: Point = {}
     for key, values in space.items():
         point[key] = values.values[params[key]] if isinstance(values, Choice) else params[key]
@@ -425,10 +446,9 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return the parameters that describe a setting to Optuna; see `_distributions`.
+    """Return the parameters that describe a setting to Optuna.
 
-    space: the values of each searched key.
-    point: the value of each key in the setting.
+    For a key with a list this is the index of its value, for a key with an interval the number.
     """
     params = {}
     for key, values in space.items():
@@ -454,9 +474,12 @@ def search(
 ) -> None:
     """Execute all trials with Tune, and wait for their end.
 
-    points: the settings of a grid or a random search; empty with Optuna.
-    rounds: the rounds of the longest run.
-    ray_messages: the file that gets Ray's messages, if any.
+    records: gets the rows and the ends of the trials.
+    points: the settings of a grid or a random search; empty with Optuna, which finds them itself.
+    rounds: the rounds of the longest run, after which the scheduler ASHA stops a trial in any case.
+    task: the settings that all trials share.
+    status: the line on the terminal that shows the state of the trials.
+    ray_messages: the file that gets Ray's messages, which warnings name; None if there is none.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

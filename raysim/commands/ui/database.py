@@ -42,10 +42,10 @@ WEIGHTS = "model.safetensors"
 
 
 def find_root(place: str) -> Path:
-    """Return the folder whose database holds the runs at a place.
+    """Return the folder that has the MLflow database for the runs in a folder.
 
-    place: a folder that contains runs, the folder of a study, or one run.
-    Raise `RefusedError` if no run was stored there.
+    place: a folder that contains runs, the folder of a study, or the folder of one run.
+    Raise `RefusedError` if the folder has no runs that were stored for MLflow.
     """
     folder = user_path(place).resolve()
     if not folder.is_dir():
@@ -60,13 +60,17 @@ def find_root(place: str) -> Path:
         if (root / DATABASE).is_file() or any(_stored_folders(root)):
             return root
     raise RefusedError(
-        f"{place} has no runs for MLflow (runs with tracking=none or tracking.uri do not count). "
-        "Give the folder that runs are in, or the address of a server"
+        f"{place} has no runs for MLflow. Runs with tracking=none store nothing for MLflow, and "
+        "runs with tracking.uri send their rows to a server. Give the folder that runs are in, or "
+        "the address of a server"
     )
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs and studies whose results the database of `root` has."""
+    """Yield the folders of runs and studies whose results belong into the database of `root`.
+
+    The runs of a study in `root` are left out, because a study has its own database.
+    """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
         for record in sorted(root.glob(f"{pattern}/{RECORD}")):
@@ -80,7 +84,7 @@ class RunDatabase:
     """The MLflow database of a folder, and the stored runs that belong to it.
 
     root: the folder.
-    say: function that prints a line.
+    say: function that prints a line, for problems.
     """
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
@@ -96,7 +100,10 @@ class RunDatabase:
         self._problems: set[str] = set()
 
     def update(self) -> int:
-        """Send new rows and files of all runs, but no models; return how many runs had any."""
+        """Send new rows and files of all runs, but no models.
+
+        Return the number of runs that had something new.
+        """
         count = 0
         for folder in _stored_folders(self.root):
             times = tuple(_changed_at(folder / name) for name in (RECORD, BACKLOG, HISTORY))
@@ -111,7 +118,10 @@ class RunDatabase:
         return count
 
     def _send(self, folder: Path, record: Record) -> bool:
-        """Send new rows and files of a run to the database; return False if that failed."""
+        """Send new rows and files of a run to the database; return False if that failed.
+
+        record: the content of the run's file that says what MLflow already has.
+        """
         try:
             server = self._servers.get(folder)
             is_open = server is not None
@@ -145,7 +155,11 @@ class RunDatabase:
             self._examined[folder] = _changed_at(folder / RECORD)
 
     def _add_model(self, folder: Path, record: Record) -> None:
-        """Build a run, store its final model in the database, and record whether this succeeded."""
+        """Build a run, and store its final model in the database.
+
+        The outcome is written into the run's record: "sent", or why MLflow gets no model.
+        record: the content of the run's file that says what MLflow already has.
+        """
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model
 
@@ -167,8 +181,8 @@ class RunDatabase:
                 return
             outcome = save_problem(error)
             self._say(
-                f"the model of {folder} could not be saved for MLflow, which gets only its "
-                f"weights: {outcome}"
+                f"MLflow gets only the weights of the run in {folder}, because its model could not "
+                f"be saved: {outcome}"
             )
         if folder.is_dir():
             write_json({**record, "model": outcome}, folder / RECORD)

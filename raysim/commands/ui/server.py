@@ -37,9 +37,9 @@ UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
     """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
 
-    place: a folder that contains runs, or a server's address.
-    port: the page's port on this machine.
-    opens_browser: True opens the page in the browser.
+    place: a folder that contains runs, or a server's address (http:// or https://).
+    port: the page's port on this machine; not used for a server's address.
+    opens_browser: True opens the page in the browser; False only prints its address.
     Raise `RefusedError` if there is nothing to show.
     """
     set_mlflow_environment()
@@ -71,7 +71,11 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
 
 
 def update_database(place: str) -> int:
-    """Send the runs in a folder, with their models, to the folder's database; return 0."""
+    """Send the runs in a folder, with their models, to the folder's database; return 0.
+
+    place: a folder that contains runs.
+    Raise `RefusedError` for a server's address, and for a folder without runs for MLflow.
+    """
     if place.startswith(("http://", "https://")):
         raise RefusedError(
             f"--update {place}: a run sends its own rows to a server, so there is nothing to "
