@@ -77,6 +77,8 @@ class VirtualGrid(SimpleGrid):
     replies: the stored replies of this run, if an earlier process has begun it; None starts without
     any.
     on_message: function that gets the record of each delivered reply.
+    fatal_error: an error after which the run cannot continue, because a thread of Flower may hide
+    it; None if there is none.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class VirtualGrid(SimpleGrid):
         self._batch_end: float | None = None  # latest arrival in an open batch
         # By node id: time of its last reply, and its client.
         self._batch_times: dict[int, tuple[float, int]] = {}
-        self.replay_error: ReplayError | None = None
+        self.fatal_error: ReplayError | WorkerDiedError | None = None
         self._last_group: tuple[float, str] = (0.0, "")  # virtual time and type of messages
         self._structures: dict[int, frozenset[Entry]] = {}  # of its replies, by client
 
@@ -247,14 +249,15 @@ class VirtualGrid(SimpleGrid):
         """End a batch: advance the clock to the last arrival in it.
 
         Return for each node id when the node's last reply arrived, and the number of its client.
-        Raises ReplayError if a message of the batch differed from the stored run.
+        Raises ReplayError if a message of the batch differed from the stored run, and
+        WorkerDiedError if a worker died repeatedly.
         """
         with self._lock:
             if self._batch_end is not None:
                 self.clock.now = max(self.clock.now, self._batch_end)
                 self._batch_end = None
-            if self.replay_error is not None:
-                raise self.replay_error
+            if self.fatal_error is not None:
+                raise self.fatal_error
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
@@ -269,6 +272,9 @@ class VirtualGrid(SimpleGrid):
             worker = self._take_worker()
             try:
                 (answer,) = self._call(worker, [pending.request])
+            except WorkerDiedError as error:
+                self.fatal_error = error
+                raise
             finally:
                 self._return_worker(worker)
             with self._lock:
@@ -308,7 +314,7 @@ class VirtualGrid(SimpleGrid):
             try:
                 stored = self.replies.find(one.request)
             except ReplayError as error:
-                self.replay_error = error
+                self.fatal_error = error
                 raise
             if stored is None:
                 unanswered.append(one)
@@ -357,7 +363,7 @@ class VirtualGrid(SimpleGrid):
             except WorkerDiedError:
                 attempts[number] += 1
                 if attempts[number] == MAX_ATTEMPTS:
-                    raise
+                    raise _describe_deaths(one.request for one in chunk) from None
                 self.runtime.revive(worker)
                 waiting.insert(0, number)
                 continue
@@ -379,7 +385,7 @@ class VirtualGrid(SimpleGrid):
                 return answers
             except WorkerDiedError:
                 if attempt == MAX_ATTEMPTS - 1:
-                    raise
+                    raise _describe_deaths(requests) from None
                 self.runtime.revive(worker)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -469,6 +475,15 @@ class VirtualGrid(SimpleGrid):
                 numbers,
             )
         )
+
+
+def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
+    """Return the error of messages with which worker after worker died."""
+    clients = ", ".join(str(request.client) for request in requests)
+    return WorkerDiedError(
+        f"{MAX_ATTEMPTS} workers died while they answered messages (clients: {clients}). "
+        "Check whether the app ends its process, or needs more memory than is available."
+    )
 
 
 def _list_entries(entries: Iterable[Entry]) -> str:

@@ -36,7 +36,7 @@ from raysim.primitives.users_lines import users_line
 from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet, Ideal
-from raysim.simulation.runtime import Runtime
+from raysim.simulation.runtime import Runtime, WorkerDiedError
 from raysim.training.determinism import make_deterministic
 from raysim.training.own_training import seeded_generators
 
@@ -174,8 +174,11 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
     except (ReplayError, RefusedError):
         raise
     except Exception as error:
-        if grid.replay_error is not None:
-            raise grid.replay_error from error
+        cause = grid.fatal_error or error
+        if isinstance(cause, ReplayError):
+            raise cause from error
+        if isinstance(cause, WorkerDiedError):
+            raise RunStoppedError(str(cause)) from error
         place = users_line(error, run.folder)
         text = f"the ServerApp raised {type(error).__name__}: {error}{place}"
         odd_reply = grid.describe_odd_reply()
@@ -188,14 +191,17 @@ def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
     """Yield the workers: one in this process, or actors on Ray.
 
     say: function that prints a text for the user.
+    Raises `RefusedError` if the app cannot be imported.
     """
+    spec = run.spec()
     if run.runtime.name == "inprocess":
-        yield InProcess(AppWorker(run.spec()))
+        yield InProcess(AppWorker(spec))
         return
     from raysim.runtime.ray import object_workers
 
+    spec.runner()  # import the app here, too: Ray would start failing workers again and again
     with object_workers(
-        AppWorker, run.spec(), run.runtime, run.device, run.runtime.threads, run.clients, say
+        AppWorker, spec, run.runtime, run.device, run.runtime.threads, run.clients, say
     ) as runtime:
         yield runtime
 

@@ -1,3 +1,4 @@
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Lognormal
+from raysim.simulation.runtime import WorkerDiedError
 
 
 def no_text(text):
@@ -50,8 +52,6 @@ def numpy_run(run, strategy, rounds=2):
 
 
 def use_workers(monkeypatch, count):
-    import contextlib
-
     @contextlib.contextmanager
     def workers(run, say):
         yield InProcess(*(AppWorker(run.spec()) for _ in range(count)))
@@ -194,6 +194,49 @@ def test_error_of_failing_server_app_names_its_line(run):
     app = newer_app(lambda grid: 1 / 0)
     with pytest.raises(RunStoppedError, match=r"ZeroDivisionError.*test_flower_session"):
         run_app(replace(run, server_app=app, folder=run.folder.parent), no_text)
+
+
+class DyingWorker(AppWorker):
+    """A worker that dies whenever client 1 gets a message."""
+
+    def answer(self, requests):
+        if any(request.client == 1 for request in requests):
+            raise WorkerDiedError("the process ended")
+        return super().answer(requests)
+
+
+class Revived(InProcess):
+    """The runtime of workers that start again after their death; `get` makes them work."""
+
+    def call(self, worker, method, *args, returns=1):
+        return [lambda: getattr(self.members[worker], method)(*args)]
+
+    def get(self, ref):
+        return ref()
+
+    def revive(self, worker):
+        pass
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_app_that_ends_its_worker_stops_the_run(run, monkeypatch, is_older):
+    @contextlib.contextmanager
+    def workers(run, say):
+        yield Revived(DyingWorker(run.spec()))
+
+    monkeypatch.setattr(session, "_workers", workers)
+    if is_older:
+        run = numpy_run(run, first_strategy)
+    with pytest.raises(RunStoppedError, match=r"3 workers died.*clients: .*1"):
+        run_app(replace(run, fleet=Lognormal()), no_text)
+
+
+@pytest.mark.parametrize("runtime", ["inprocess", "local"])
+def test_app_that_cannot_be_imported_is_refused(run, runtime):
+    options = RuntimeOptions(name=runtime, workers=2)
+    broken = replace(run, client_app="tiny_flower_app.missing_package:app", runtime=options)
+    with pytest.raises(RefusedError, match=r"clientapp=tiny_flower_app.*missing_package.py, line"):
+        run_app(broken, no_text)
 
 
 @pytest.mark.parametrize(
