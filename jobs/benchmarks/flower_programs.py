@@ -12,10 +12,10 @@ import ctypes
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from raysim.results.tables import format_table, text_columns
 PROCESSES = 2
 TIMEOUT_S = 1800
 END_TIMEOUT_S = 60.0  # for the processes that a program has started, after its own end
+CPU_INTERVAL_S = 0.2  # between two readings of CPU times
 ADOPT_ORPHANS = 36  # Linux: PR_SET_CHILD_SUBREAPER
 LAST_ROUNDS = 5  # the accuracy of a run is the mean over so many
 SMALL_ROWS = 1000  # a table with fewer rows is copied whole
@@ -261,10 +262,64 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
 
 
-def children_cpu_seconds() -> float:
-    """Return the user and system time of all children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+@dataclass(frozen=True)
+class Process:
+    """A process of this machine.
+
+    started: its start, in ticks of the system's clock.
+    cpu_seconds: user and system time, without its children.
+    """
+
+    parent: int
+    started: int
+    cpu_seconds: float
+
+
+def read_processes() -> dict[int, Process]:
+    """Return all processes of this machine by number (only on Linux)."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    processes = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "stat").read_text(errors="replace")
+        except OSError:  # the process has ended
+            continue
+        values = text.rpartition(")")[2].split()  # from the process's state on
+        cpu_seconds = (int(values[11]) + int(values[12])) / ticks
+        processes[int(folder.name)] = Process(int(values[1]), int(values[19]), cpu_seconds)
+    return processes
+
+
+class CpuClock(threading.Thread):
+    """A thread that adds up the CPU time of all descendants of this process.
+
+    It reads the times again and again, because the system does not pass on the time of a process
+    that Ray's raylet has started and ended. `stop` returns the sum in seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._seconds: dict[tuple[int, int], float] = {}  # by number and start of a process
+        self._is_stopped = threading.Event()
+
+    def run(self) -> None:
+        """Read the times until `stop` is called."""
+        while not self._is_stopped.wait(CPU_INTERVAL_S):
+            self._read()
+
+    def _read(self) -> None:
+        processes = read_processes()
+        families = {os.getpid()}
+        for pid in sorted(processes, key=lambda pid: (processes[pid].started, pid)):
+            if processes[pid].parent in families:
+                families.add(pid)
+                self._seconds[pid, processes[pid].started] = processes[pid].cpu_seconds
+
+    def stop(self) -> float:
+        """Stop reading; return the user and system time of all descendants in seconds."""
+        self._is_stopped.set()
+        self.join()
+        return sum(self._seconds.values())
 
 
 def wait_for_children() -> None:
@@ -298,7 +353,8 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
     }
     limited = ["timeout", str(TIMEOUT_S), *command]
     adopt_orphans()
-    cpu_start = children_cpu_seconds()
+    clock = CpuClock()
+    clock.start()
     start = time.monotonic()
     ended = subprocess.run(
         limited,
@@ -311,7 +367,7 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
     )
     seconds = time.monotonic() - start
     wait_for_children()
-    cpu_seconds = children_cpu_seconds() - cpu_start
+    cpu_seconds = clock.stop()
     try:
         if ended.returncode != 0:
             raise RefusedError(

@@ -1,6 +1,8 @@
 """Tests of the comparison with Flower's engine: its data, its commands and how it reads a log."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from jobs.benchmarks.flower_programs import (
     PROGRAMS,
+    CpuClock,
     Measured,
     Program,
     app_commands,
@@ -83,6 +86,20 @@ def test_flower_and_raysim_run_an_app_with_equal_settings():
 def test_flower_and_raysim_run_an_older_program_with_one_seed():
     commands = older_commands(PROGRAMS["fedpara"], "python", 2)
     assert all("seed=2" in command for command in commands.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_cpu_clock_counts_processes_that_nobody_waits_for():
+    burn = "import time\nwhile time.process_time() < 0.6: pass"
+    parent = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"  # as Ray's raylet does
+        f"subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()"
+    )
+    clock = CpuClock()
+    clock.start()
+    subprocess.run([sys.executable, "-c", parent], check=True)
+    assert clock.stop() > 0.3
 
 
 def test_table_has_medians_of_ratios():
