@@ -335,7 +335,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         override = _override_for_flag(arguments, argv, flags[0])
         question = f"did you mean {override}? " if override else ""
         parser.exit(2, f"raysim: there is no flag {flag}: {question}see {command} -h\n")
-    for name in ("overrides", "runs"):  # argparse stops collecting them at the first flag
+    for name in ("overrides", "runs", "words"):  # argparse stops collecting them at the first flag
         if unknown and hasattr(arguments, name):
             getattr(arguments, name).extend(unknown)
             unknown = []

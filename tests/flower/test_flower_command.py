@@ -24,6 +24,11 @@ def test_flower_command_prints_rounds(app, capsys):
     assert "virtual time" in lines[-1]
 
 
+def test_flower_command_takes_overrides_after_run_config(app, capsys):
+    assert call(["flower", "run", app, "--run-config", "num-server-rounds=1", *QUICK]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5  # a row for training, one for evaluation
+
+
 def test_flower_command_continues_a_run(app, tmp_path, capsys):
     out = f"out={tmp_path / 'run'}"
     run_flower([app, *QUICK, out], [])
