@@ -76,7 +76,7 @@ def format_watt_hours(
 def format_grams(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return a mass in grams with its unit: 1234 becomes "1.23 kg".
+    """Return a mass in grams, such as emitted CO2, with its unit: 1234 becomes "1.23 kg".
 
     like: the mean, if `value` is its deviation, which gets the same unit and decimals.
     unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
@@ -132,19 +132,25 @@ def format_seconds(
 
 
 def format_amount(number: int, thing: str) -> str:
-    """Return "1 round", or "20 rounds"."""
+    """Return a number with a noun, such as "1 round" or "20 rounds".
+
+    thing: the noun in its singular; it gets an "s" unless `number` is 1.
+    """
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _first(*numbers: float | None) -> float:
-    """Return the first number that is not None."""
+    """Return the first number that is not None; at least one must not be None."""
     return next(number for number in numbers if number is not None)
 
 
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
-    """Return a function like `show` that gives all numbers of a column the unit of the smallest.
+    """Return a function that formats all numbers of a column with the same unit.
 
-    If the numbers differ by more than a factor of `MAX_UNIT_RATIO`, or have no unit, it is `show`.
+    It formats like `show`, and the unit is the one that suits the number of smallest magnitude.
+    `show` itself is returned, so that each number gets its own unit, if the largest magnitude is
+    more than `MAX_UNIT_RATIO` times the smallest. It is also returned if it writes no unit.
+    values: the numbers of the column; None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]
     if show not in FORMATS_WITH_UNIT or not sizes or max(sizes) > MAX_UNIT_RATIO * min(sizes):

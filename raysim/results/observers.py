@@ -93,10 +93,11 @@ class CurrentRun:
     facts: the entries of the summary that do not come from the history.
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, a row per round, with the earlier rounds of a resumed run.
-    finished: the last event of the run; None before the end.
-    profile: how the time was spent; set just before the end if the run has `profile=true`.
-    pictures: the pictures that were drawn at the end.
-    config: the settings.
+    finished: the event `Finished`, the last one of the run; None before the end.
+    profile: how the wall time was spent. It is set just before the end if the run has
+    `profile=true`; otherwise it stays None.
+    pictures: the paths of the pictures that were drawn at the end.
+    config: the configuration of the run, by key.
     url: where the folder is sent, without a password; "" if it stays on this machine.
     """
 
@@ -171,7 +172,8 @@ class ProgressLine(Observer):
     A log gets a line every few seconds.
     console: the terminal or the log.
     quiet: True shows neither the bar nor lines.
-    data: the clients' data, with the users' names if there are any.
+    data: the clients' data. If it has a user's name for each client, texts show this name next to
+    the client's number.
     """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
@@ -220,7 +222,10 @@ class ProgressLine(Observer):
 
 
 class WorkerDeaths(Observer):
-    """An observer that prints a line for each round in which a worker process was lost."""
+    """An observer that prints a line for each round in which a worker process was lost.
+
+    note: function that prints a line.
+    """
 
     def __init__(self, note: PrintLine):
         self._note = note
@@ -240,7 +245,10 @@ class WorkerDeaths(Observer):
 
 
 class RemovalFailures(Observer):
-    """An observer that prints why old checkpoints could not be removed, each reason once."""
+    """An observer that prints why old checkpoints could not be removed, each reason once.
+
+    note: function that prints a line.
+    """
 
     def __init__(self, note: PrintLine):
         self._note = note
@@ -259,7 +267,10 @@ class RemovalFailures(Observer):
 
 
 class MethodWarnings(Observer):
-    """An observer that prints the warnings of methods during a run, each once."""
+    """An observer that prints the warnings of methods during a run, each once.
+
+    note: function that prints a line.
+    """
 
     def __init__(self, warnings: Sequence[RoundWarning], note: PrintLine):
         self._pending = list(warnings)
@@ -278,7 +289,10 @@ class MethodWarnings(Observer):
 
 
 class UndefinedMetrics(Observer):
-    """An observer that prints a line when a metric is nan for the first time."""
+    """An observer that prints a line when a metric is nan for the first time.
+
+    note: function that prints a line.
+    """
 
     def __init__(self, note: PrintLine):
         self._note = note
@@ -308,8 +322,8 @@ def _is_nan(value: float | None) -> bool:
 class AbsentClients(Observer):
     """An observer that warns at the end about clients that were never available in the run.
 
-    find_presence: function that returns an object with the times at which clients are available; it
-    returns None if clients are always available.
+    find_presence: function that returns the run's `Availability` (the times at which each client is
+    available), or None if clients are always available.
     clients: the numbers of the clients that have training samples.
     note: function that prints a line.
     """
@@ -443,7 +457,11 @@ class JobFiles(Observer):
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """Keep the stored jobs of the rounds in the checkpoint; later rounds are trained again."""
+        """Open jobs.parquet.
+
+        If the run is resumed, keep only the jobs of rounds up to the checkpoint, because later
+        rounds are trained again.
+        """
         self._writer = JobWriter.open(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -473,8 +491,10 @@ class JobFiles(Observer):
 class ClientFiles(Observer):
     """An observer that writes each client's samples, last scores, and scores of all rounds.
 
-    The files are split.parquet, clients.parquet and client_scores.parquet.
-    network: the topology of the run: which replica serves each client.
+    The samples are in split.parquet, the scores of the last evaluation in clients.parquet, and the
+    scores of all rounds in client_scores.parquet.
+    data: the clients' data.
+    network: the replicas of the run. It says which replica serves each client.
     """
 
     def __init__(self, data: FederatedData, network: Network):
@@ -484,7 +504,8 @@ class ClientFiles(Observer):
     def on_start(self, run: CurrentRun) -> None:
         """Write the split, which does not change in a run.
 
-        A resumed run keeps the scores up to the round of its checkpoint.
+        If the run is resumed, keep only the stored scores of rounds up to the checkpoint, because
+        later rounds are trained again.
         """
         write_split(client_labels(self._data), run.folder)
         self._writer = ScoreWriter(run.folder, len(run.rows))
@@ -516,7 +537,8 @@ class FailureFile(Observer):
     """An observer that writes failures.jsonl: a line for each client that failed in a round.
 
     note: function that prints a line.
-    data: the clients' data, with the users' names if there are any.
+    data: the clients' data. If it has a user's name for each client, texts show this name next to
+    the client's number.
     """
 
     def __init__(self, note: PrintLine, data: FederatedData):
@@ -524,7 +546,10 @@ class FailureFile(Observer):
         self._data = data
 
     def on_start(self, run: CurrentRun) -> None:
-        """Keep the failures of the rounds in the checkpoint; later rounds are trained again."""
+        """Remove the failures of rounds after the checkpoint from the file of a resumed run.
+
+        These rounds are trained again.
+        """
         path = run.folder / FAILURES
         if path.exists():
             lines = path.read_text().splitlines()
@@ -586,9 +611,11 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """An observer that draws the history, the jobs, the reports of methods and the probes.
 
-    network: the topology of the run; a picture shows it if there are several replicas.
-    only_rounds: True draws the history against the rounds alone. A run of a study uses this,
-    because the study's report has all axes.
+    activity: function that shows a text while pictures are drawn.
+    network: the replicas of the run; if there are several, a picture shows them and their links.
+    only_rounds: True draws the history only with the number of the round as the x axis; False also
+    draws it with other x axes, such as virtual time. A run of a study uses True, because the
+    study's report has all axes.
     """
 
     def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
@@ -621,7 +648,8 @@ class Pictures(Observer):
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
         """Draw the probes; return the paths of the pictures.
 
-        Their numbers are drawn over all rounds, features and outputs of the last round with probes.
+        bias.png has the numbers that rows of the history take from probes, over all rounds; it is
+        left out if no row has them. features.png and outputs.png show the last round with probes.
         """
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:
@@ -670,10 +698,15 @@ class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
     If all clients share one model, the observer also saves the model in MLflow's format.
+    tracker: the object that sends the run or, with `tracking=none`, does nothing.
+    config: the configuration of the run, by key; MLflow shows it as parameters.
     tags: the tags that MLflow shows for the run.
+    spec: the run, from which the model is built.
+    note: function that prints a line.
+    activity: function that shows a text while the model is saved.
     study: the folder of the study or sweep to which the run belongs; None if there is none.
-    leaves_model: True saves no model, because `raysim ui` builds it from the run's folder when it
-    sends the run.
+    leaves_model: False saves the model at the end of the run. True leaves this to `raysim ui`,
+    which builds the model from the run's folder when it sends the run.
     """
 
     FILES = (
@@ -747,9 +780,10 @@ class TrackingObserver(Observer):
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the summary's entries that MLflow does not get in another way.
+    """Return the entries of the summary that MLflow does not already show for the run.
 
-    It gets rows as metrics, the configuration as parameters, and the tags of the run.
+    MLflow gets the rows of the history as metrics, the configuration as parameters, and the run's
+    tags. The entries of the summary that repeat them are left out.
     """
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}

@@ -106,9 +106,15 @@ class ReportSection:
 class PagePart:
     """The content of the page below one heading.
 
+    All entries are values for the page's template.
+    title: the heading.
+    text: a paragraph below the heading; "" for none.
+    tables: tables, made by `_table`.
+    pictures: PNGs.
     plots: rows of SVGs, each with a heading.
-    folded: more rows of SVGs, by the title of a fold that the reader opens. They show the curves of
-    `plots` against other x axes.
+    folded: more rows of SVGs, which the page hides until the reader clicks on a title. The keys are
+    these titles. They show the curves of `plots` with other x axes.
+    notes: sentences at the end of the part.
     texts: configurations as text, shown unchanged.
     """
 
@@ -132,8 +138,9 @@ def write_report(
 ) -> Path:
     """Write `report.html` and one PNG for each metric; return the path of the page.
 
-    groups: the settings; each has one row and one curve.
+    groups: one group of runs for each setting. A group has one row of the table and one curve.
     out_folder: the folder of the page and the pictures.
+    title: the heading of the page; "" uses the name of the only run, or the number of runs.
     sections: additional sections after the results.
     results: a table with one row for each group, in place of the usual table; None for the usual
     one.
@@ -211,8 +218,9 @@ def _swatch(index: int, label: str) -> Shown:
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
-    """Return a table as a value for the page's template.
+    """Return a table as the value that the page's template, report.html, turns into HTML.
 
+    columns: the columns, all with the same number of rows.
     has_swatches: True puts the colour of each group's curve in front of its row.
     """
     rows = []
@@ -250,7 +258,7 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Return plots as a value for the page's template.
+    """Return plots as the value that the page's template, report.html, turns into a row.
 
     layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
     svgs: the plots.
@@ -283,7 +291,10 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Return the page's part about the rounds, bytes and times that settings need for a score."""
+    """Return the page's part about the rounds, bytes and times that settings need for a score.
+
+    Return None if no run reached any score.
+    """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
         return None
@@ -377,7 +388,7 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    The runs of all seeds are pooled.
+    The clients of all seeds of a setting form one curve.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -454,9 +465,11 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a table of the users with the lowest scores, from the first seed of each setting.
+    """Return a table of the clients with the lowest scores and the names of their users.
 
-    factor: 100 for scores in percent, else 1. Returns [] if no run stores names of users.
+    It has some clients of the first seed of each setting. If no run stores the names of users (the
+    persons whose data the clients have), there is no table: return [].
+    factor: scores are multiplied by this: 100 for scores in percent, else 1.
     """
     labels: list[str] = []
     clients: list[str] = []
@@ -489,7 +502,11 @@ def _scores(run: Run) -> np.ndarray:
 
 
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Return the sorted scores of all scored clients, and the median number of test samples."""
+    """Return the ascending scores of all scored clients, and the median number of test samples.
+
+    Clients that were never trained are left out. The median is over the scored clients of all
+    seeds; None if no client was scored.
+    """
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]
     for run in group.runs:
@@ -591,7 +608,7 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Draw each client's share of each class: the larger the share, the deeper the colour.
+    """Return an SVG of each client's share of each class: a large share has a deep colour.
 
     The depth is the square root of the share, because small shares would be invisible.
     """
@@ -646,7 +663,10 @@ def _shades(shares: np.ndarray) -> np.ndarray:
 
 
 def _draw_sizes(split: ClientLabels) -> list[str]:
-    """Draw a histogram of the clients' sizes; return [] if all clients have equal sizes."""
+    """Return a list with an SVG: a histogram of the clients' numbers of training samples.
+
+    Return [] if all clients have the same number.
+    """
     if len(set(split.sizes.tolist())) == 1:
         return []
 
@@ -756,7 +776,10 @@ def _column_sum(group: RunGroup, key: str) -> float | None:
 
 
 def _read_errors(path: Path) -> list[str]:
-    """Return the errors of a run's clients; a line that cannot be read counts as an error."""
+    """Return the errors of a run's clients; a line that cannot be read counts as an error.
+
+    path: the run's file failures.jsonl; without this file, there are no errors.
+    """
     if not path.is_file():
         return []
     errors = []
@@ -808,7 +831,11 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _format_checksum(value: object) -> str:
-    """Return a checksum as text; a dash if it is missing, or the checksum of no data."""
+    """Return a checksum as text; a dash if there is none.
+
+    The SHA-256 of zero bytes also becomes a dash: the run has nothing of this kind, such as client
+    states.
+    """
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)
 

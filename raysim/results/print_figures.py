@@ -42,9 +42,12 @@ UNDATED: dict[str, Mapping[str, None]] = {
 def draw_figure(
     curves: Sequence[Curve], axis: Axis, ylabel: str, width: float = COLUMN_WIDTH_IN
 ) -> Figure:
-    """Return a figure of curves against one axis.
+    """Return a figure of curves.
 
-    width: in inches.
+    curves: the curves, which are labelled if there are several.
+    axis: the quantity on the x axis.
+    ylabel: the label of the y axis.
+    width: the width of the figure in inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -107,7 +110,10 @@ def _label_ends(figure: Figure, ax: Axes) -> bool:
 
 
 def _add_legend(figure: Figure, ax: Axes) -> Legend:
-    """Add a legend above the axes, with as many columns as fit; a high legend makes room."""
+    """Add a legend above the axes, with as many columns as fit.
+
+    If the legend is higher than usual, the figure becomes higher, and the axes keep their size.
+    """
     handles, labels = ax.get_legend_handles_labels()
     width = figure.get_figwidth()
     texts = [textwrap.fill(label, int(CHARACTERS_PER_IN * width)) for label in labels]
@@ -126,7 +132,9 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Move positions apart, as little as needed, so that neighbours differ by at least `gap`.
 
-    places: ascending positions. Positions that are too close form a block around their mean.
+    Return the new positions.
+    places: ascending positions. Positions that are too close to each other are placed `gap` apart,
+    so that their mean stays the same.
     """
     blocks: list[list[float]] = []
     for place in places:

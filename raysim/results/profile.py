@@ -34,7 +34,7 @@ def shares(profile: Profiled) -> dict[str, dict[str, float]]:
 def table(profile: Profiled) -> str:
     """Return the shares of wall time as text, a column for each process.
 
-    If there are many workers, one column has their mean.
+    If there are many workers, one column has the mean over workers.
     """
     by_process = shares(profile)
     if len(by_process) > _MAX_COLUMNS:

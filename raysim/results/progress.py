@@ -76,7 +76,11 @@ def activity_line(console: Console, text: str) -> Iterator[None]:
 class Progress:
     """The progress of a run: round, scores, seconds per round, time left and failures.
 
-    done: the number of rounds that were finished before the run was resumed.
+    total: the planned number of rounds.
+    done: the number of rounds that were finished before the run was resumed; 0 for a new run.
+    quiet: True shows no progress bar.
+    console: the terminal or the log; None makes one for the standard output.
+    clock: function that returns a time in seconds; tests replace it.
     """
 
     def __init__(
@@ -178,8 +182,14 @@ class Progress:
     ) -> None:
         """Show which worker the run waits for, and for how long.
 
-        clients: the clients that the worker trains.
-        node, replaced_after, node_timeout: see `Waiting`.
+        worker: the number of the worker.
+        clients: the names of the clients that the worker trains.
+        seconds: the time since the worker's last answer.
+        node: name and address of the worker's node; "" if unknown.
+        replaced_after: the seconds without an answer after which another worker replaces this one;
+        infinite if the run waits forever.
+        node_timeout: None if the node answers; otherwise the seconds without an answer after which
+        the node counts as lost.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
         ray_messages: the file for Ray's own messages; "" without one.
         """
@@ -205,7 +215,7 @@ class Progress:
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:
-        """Update the progress bar; without a terminal, print a line if one is due."""
+        """Update the progress bar; without a terminal, print a line if `is_line_due` is True."""
         if self._is_live:
             self._bar.update(self._task, completed=self.round, description=self.line())
         elif is_line_due:

@@ -101,16 +101,18 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
     unsuitable = {metric_of(run.rows) for run in runs} - SHARES
     if unsuitable:
         raise ValueError(
-            f"--percent: {', '.join(sorted(unsuitable))} is not a share between 0 and 1. Leave "
-            "--percent out."
+            f"--percent: {', '.join(sorted(unsuitable))} cannot be shown in percent; only scores "
+            "between 0 and 1 can. Leave --percent out."
         )
     return 100.0
 
 
 def _rank(runs: Sequence[Run]) -> float:
-    """Return the mean score of the best five rounds, negated if a higher score is better.
+    """Return a number by which settings are sorted: the best setting has the smallest one.
 
-    So the best runs come first if runs are sorted by this number; inf if they have no score.
+    It is the mean score of the best five rounds, averaged over the runs. The mean is negated if a
+    higher score is better. Infinity if the runs have no score.
+    runs: the runs of one setting, which differ in their seeds.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
     if not scores:
@@ -143,7 +145,10 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
 
 
 def _score_name(name: str, percent: bool) -> str:
-    """Return a threshold for the reader: as it is given ("0.8"), or in percent ("80 %")."""
+    """Return the text of a threshold: unchanged ("0.8"), or in percent ("80 %").
+
+    name: the threshold as the summary writes it.
+    """
     return f"{100 * float(name):g} %" if percent else name
 
 
@@ -153,7 +158,8 @@ def _threshold_columns(
     """Return columns with the first round in which each run reached a threshold.
 
     There is a column for each of the `limit` highest thresholds that any run reached.
-    better: +1 or -1, see `Column`.
+    better: -1 marks the smallest number of rounds as the best; 0 marks none.
+    percent: True writes the thresholds in percent in the titles.
     """
     rounds_by_run = [as_mapping(run.summary.get("rounds_to")) for run in runs]
     reached = set()
@@ -174,7 +180,8 @@ def _threshold_columns(
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
     """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the number of threshold columns, unless the view chooses columns.
+    limit: the largest number of threshold columns (the first round that reaches a score). It has no
+    effect if `view.columns` names the columns.
     Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
@@ -323,7 +330,10 @@ ENERGY_COLUMNS: tuple[tuple[str, str, FormatNumber], ...] = (
 
 
 def _data_settings(run: Run) -> dict[str, str]:
-    """Return the settings that decide which samples the clients have, and which clients train."""
+    """Return the settings that decide which samples the clients have, and which clients train.
+
+    These are the values of `data`, `partition` and `evaluate.unseen`, as text, by dotted key.
+    """
     config = {key: run.config.get(key) for key in ("data", "partition")}
     # Older runs have no such key.
     config["unseen"] = as_mapping(run.config.get("evaluate")).get("unseen") or 0
@@ -331,9 +341,10 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Return the kinds of the runs' main scores, such as "accuracy on the clients' test sets".
+    """Return the kinds of the runs' main scores as keys of a dictionary.
 
-    The value is True if a run with this kind of score also has scores on the central test set.
+    A kind is a text such as "accuracy on the clients' test sets". Its value is True if at least one
+    run with this kind has scores on the clients' test sets and also on the central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -368,7 +379,10 @@ def comparison_table(
 
     The table has a row for each run, or for each setting if some runs differ only in their seeds.
     Options that all runs share are above the table; the meaning of stars and deviations is below.
-    width: see `format_table`.
+    groups: one group of runs for each setting.
+    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
+    a block below.
+    view: the choice of columns and units.
     """
     runs = [run for group in groups for run in group.runs]
     has_seeds = len(groups) < len(runs)
@@ -412,7 +426,11 @@ def comparison_table(
 # --- runs of several seeds ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs that differ only in their seeds: one setting of a study."""
+    """Runs that differ only in their seeds: one setting of a study.
+
+    label: the name of the setting in tables and figures.
+    runs: the runs, at least one.
+    """
 
     label: str
     runs: Sequence[Run]
@@ -527,9 +545,10 @@ def result_columns(
 ) -> list[Column]:
     """Return columns with a row for each group: mean ± sample deviation over its seeds.
 
-    The deviation has the divisor n-1. Groups with the same data are tested against the first of
-    these groups, over the seeds that both have.
-    limit: the number of threshold columns.
+    The deviation has the divisor n-1. Each group is compared with the first group that has the same
+    data, by a paired t-test over the seeds that both groups have.
+    limit: the largest number of threshold columns (the first round that reaches a score).
+    view: the choice of columns and units.
     """
     runs = [run for group in groups for run in group.runs]
     columns = [Column("", [group.label for group in groups], key="setting")]
@@ -590,10 +609,10 @@ def _compare_with_first(
 ) -> list[Difference | None]:
     """Compare each row with the first row of its block, over the seeds that both rows have.
 
-    by_seed: the scores of each row, by seed.
-    blocks: the block of each row.
-
-    Holm's correction covers all rows. The result is None for the first row of a block.
+    The result has an entry for each row: None for the first row of a block, and for a row that has
+    no seed in common with it. Holm's correction covers the comparisons of all blocks together.
+    by_seed: for each row, its scores by seed.
+    blocks: for each row, a value that is equal for the rows of the same block.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -741,7 +760,8 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 def _first_row(run: Run, threshold: float) -> Row | None:
     """Return the first row of the history whose score reaches a threshold, or None.
 
-    The score is that of the clients' test sets; without these, of the central test set.
+    If the run has scores on the clients' test sets, these are compared with the threshold.
+    Otherwise the scores on the central test set are.
     """
     metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))
@@ -791,8 +811,10 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the numbers of a summary, by keys with dots, except those that describe the run.
+    """Return the numbers of a summary, by keys with dots.
 
+    The entries "identity" (facts that identify the run) and "choices" (its options) are left out,
+    because they are no results.
     prefix: the beginning of all keys.
     """
     flat: dict[str, object] = {}

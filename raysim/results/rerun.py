@@ -23,7 +23,10 @@ def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
 
 
 def _packages(node: object) -> Iterator[str]:
-    """Yield the top-level package of every class in a configuration."""
+    """Yield the top-level package of every class in a configuration.
+
+    node: the configuration, or a part of it. A class is named by the key `_target_`.
+    """
     if isinstance(node, dict):
         target = node.get(TARGET)
         if isinstance(target, str):

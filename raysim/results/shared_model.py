@@ -13,9 +13,11 @@ from raysim.training.run_spec import RunSpec, declare_run
 
 
 class SharedModel(nn.Module):
-    """A model that maps raw inputs [B, ...] to scores [B, outputs].
+    """A model that maps raw inputs [B, ...] to outputs [B, outputs], such as logits of classes.
 
     It normalises the inputs first, as clients do.
+    model: the network, whose inputs are normalised.
+    pipeline: the object that normalises inputs.
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
@@ -24,7 +26,7 @@ class SharedModel(nn.Module):
         self._pipeline = pipeline
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the scores by which predictions are evaluated, [B, outputs]."""
+        """Return the model's outputs, [B, outputs], such as a logit for each class."""
         scores: Tensor = self.model(self._pipeline.normalise(inputs))
         return scores
 
@@ -32,8 +34,11 @@ class SharedModel(nn.Module):
 def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
     """Load weights on the CPU; return the model in eval mode and an example of its inputs.
 
-    The example has two inputs of zeros. Returns None if clients keep parts of the model, or if the
-    file does not hold the whole model.
+    The example has two inputs of zeros, from which MLflow learns the shape and dtype of inputs.
+    Return None if a part of the model is personal (stays with each client), or if a method trains
+    something else than parameters of a model.
+    spec: the run, which has the networks and the data set.
+    weights: the run's file of weights, such as model.safetensors.
     """
     declarations = declare_run(spec)
     if not all(method.has_parameters for method in declarations.methods):

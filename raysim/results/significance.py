@@ -22,7 +22,14 @@ ROUNDING = 1e-9  # a deviation below this share of the values comes from roundin
 class Difference:
     """The mean of paired differences, left - right, with an interval and tests.
 
-    `low` to `high` is the 95 % interval. A number is None if there were too few pairs for it.
+    A number is None if there were too few pairs for it.
+    pairs: the number of pairs.
+    deviation: the standard deviation of the differences, with the divisor n-1.
+    low, high: the ends of the 95 % confidence interval of the mean.
+    p: the two-sided p-value of the paired t-test.
+    holm: this p-value after Holm's correction for the number of comparisons.
+    wilcoxon: the two-sided p-value of Wilcoxon's signed-rank test.
+    note: why there is no test; "" if there is one.
     """
 
     pairs: int
@@ -39,7 +46,7 @@ class Difference:
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return mean and standard deviation (divisor n-1).
 
-    Each is None if there are too few values.
+    The mean is None without values; the deviation is None for fewer than two values.
     """
     mean = float(np.mean(values)) if values else None
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None

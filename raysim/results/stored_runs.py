@@ -26,7 +26,10 @@ OMITTED_KEYS = ("_target_", "out", "resume", "choices", "tracking", "hydra")
 class Run:
     """A run as its folder describes it.
 
-    rows: the history.
+    name: the name of the folder.
+    config: the configuration, by key.
+    rows: the history, a row per round.
+    summary: the content of summary.json; for an unfinished run it is computed from the history.
     folder: the folder on this machine.
     finished: False if the run has not ended.
     url: where the folder was fetched from; "" if the folder was not fetched.
@@ -48,7 +51,10 @@ class Run:
 
 # --- reading --------------------------------------------------------------------------------------
 def is_result_file(name: str) -> bool:
-    """Return True for a file that is no checkpoint, lock or draft.
+    """Return True for a file that belongs to a run's results.
+
+    Files of checkpoints do not. Nor do files and folders whose name starts with a dot, which are
+    locks and files that are still being written.
 
     name: the file's path inside a folder of runs.
     """
@@ -67,7 +73,7 @@ def is_report_file(name: str) -> bool:
 def load_run(folder: Path, url: str = "") -> Run:
     """Read a run's folder; the summary of an unfinished run is computed from its history.
 
-    url: see `Run`.
+    url: where the folder was fetched from; "" if it was not fetched.
     Raises `ValueError` if the folder is no run or one of its files is broken.
     """
     folder = Path(folder)
@@ -171,9 +177,11 @@ def as_mapping(value: object) -> Mapping[str, object]:
 
 # --- names ----------------------------------------------------------------------------------------
 def chosen_option(config: Mapping[str, object], group: str) -> str:
-    """Return the option of a group in a run's configuration.
+    """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    It is read from `choices`; in older configurations, from the group's own node.
+    The configuration names it below the key `choices`. In an older configuration without this key,
+    it follows from the group's settings: the name or the class, or the keys joined by " + ".
+    group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
     if value is None:
@@ -207,8 +215,9 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 
 
 def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the options that distinguish settings, by group.
+    """Return the options of the groups in `GROUPS`, by group.
 
+    config: the configuration of a run.
     The loss is included unless it is the usual one, because a loss may have no keys that show it.
     """
     has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
@@ -232,10 +241,12 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the differing settings, and the number of differing keys that were left out.
+    """Return the settings that differ between runs, and how many of them were left out.
 
-    A key is left out if it belongs to an option that only some of the runs have, and if all these
-    runs have its default value; the option itself is listed. Keys of methods are always listed.
+    The settings are the values of all runs, by key. A key is left out if it belongs to an option
+    that only some of the runs have (such as `partition.alpha` of `partition=dirichlet`), and if
+    all these runs use the default value of the key. The option is listed in any case. Keys of
+    methods are never left out.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -298,10 +309,10 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Leave out the settings that the methods imply.
+    """Return settings without those whose value follows from the methods.
 
-    A setting is implied if all runs of the same methods have the same value.
-    settings: by key, the value of each run.
+    A value follows from the methods if all runs of the same methods have the same value.
+    settings: the values of all runs, by key; the key "method" has the methods of each run.
     """
     methods = settings.get("method")
     if methods is None:

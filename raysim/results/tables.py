@@ -44,13 +44,15 @@ class Column:
 
     scores: the numbers; empty for a column of texts.
     better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
-    deviations: the deviations of the scores; `BEST_RULE` uses them.
+    deviations: the deviations of the scores. With the rule "clear" (see `bold`) they decide whether
+    the highest score is marked as the best.
     groups: the group of each row; only rows of the same group are compared. None compares all rows.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
-    bold: a name in `BOLD_RULES`.
+    bold: the rule by which a score is marked as the best: "best" marks it in any case, "clear" only
+    if its lead is larger than the deviations of both scores.
     incomplete: the rows whose mean lacks a seed; they are never marked as the best.
     """
 
@@ -67,7 +69,10 @@ class Column:
     incomplete: Collection[int] = ()
 
     def mark(self, row: int) -> str:
-        """Return the mark of a row that differs significantly from its reference row, else ""."""
+        """Return "†" for a row that is significantly better than its reference, "‡" if worse.
+
+        Return "" if the difference is not significant or was not tested.
+        """
         test = self.tests[row] if self.tests else None
         if test is None or test.mean is None or test.holm is None or not self.better:
             return ""

@@ -68,6 +68,10 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
     """Return a text for each prompt.
 
     Equal models, settings and seeds give equal texts.
+    spec: the run, which has the vocabulary, the seed and the number of threads.
+    model: function from tokens [B, T] to logits of the next tokens [B, C, T].
+    generate: the prompts (without any, one empty prompt), the number of new tokens, and the
+    temperature.
     """
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)

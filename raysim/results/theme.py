@@ -126,7 +126,8 @@ def draw_svg(
 ) -> str:
     """Return a drawing as an SVG for a page.
 
-    Text stays text, and the colours of `LIGHT` and `INK` become variables that the page sets.
+    Text stays text. The colours of curves (`LIGHT`) and of text (`INK`) become CSS variables, so
+    that the page can set other colours in its dark mode.
 
     draw: function that draws on given axes.
     about: a description for readers who cannot see the drawing.

@@ -37,9 +37,14 @@ _UNUSED = {
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write timeline.png; return False, and write nothing, if it would show nothing.
+    """Write the picture of a run's timeline; return False, and write nothing, if it is dull.
 
-    `has_events` decides this.
+    It is dull if all rounds look alike: no job was stale, lost, discarded or failed, and clients
+    did not wait long for each other (`has_events`).
+    jobs: the jobs of the run.
+    rows: the history.
+    path: the file to write.
+    title: the title of the picture.
     """
     is_drawn = has_events(jobs)
     if is_drawn:
@@ -48,7 +53,11 @@ def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bo
 
 
 def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = False) -> bytes:
-    """Return a PNG with jobs of some clients, active clients, busy workers and staleness."""
+    """Return a PNG with jobs of some clients, active clients, busy workers and staleness.
+
+    rows: the history.
+    dark: True uses colours for a dark page.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -95,7 +104,9 @@ def fill_figure(
 ) -> None:
     """Draw all panels into a figure.
 
-    colours: the colours of the curves.
+    jobs: the jobs of the run.
+    rows: the history.
+    colours: the colours of the curves; the curves of a panel take them in this order.
     """
     ends = np.array([row.get("virtual_seconds") or 0.0 for row in rows], np.float64)
     end = float(ends.max(initial=0.0)) or float(jobs.finish.max())
@@ -183,7 +194,7 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
     A job that starts to the right of a number starts from this version or a later one.
     ends: the times of all aggregations in virtual seconds.
     low, high: the shown period in virtual seconds.
-    size: seconds in the unit of the axis.
+    size: how many seconds the unit of the axis has, such as 60 if the axis shows minutes.
     """
     step = (high - low) / 12
     places = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))
@@ -205,7 +216,11 @@ def _text_colour() -> str:
 
 
 def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Write the numbers of the clients and the names of their kinds, with lines between kinds."""
+    """Write the numbers of the clients and the names of their kinds, with lines between kinds.
+
+    kinds: pairs of a name, such as "fastest", and the clients of this kind. The name "" is not
+    written.
+    """
     shown = np.concatenate([clients for _, clients in kinds]).tolist()
     ax.set_yticks(range(len(shown)), [str(client) for client in shown], fontsize=8)
     ax.set_ylabel("" if kinds[0][0] else "client, the fastest first")
@@ -232,8 +247,8 @@ def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, hig
     """Draw a bar for each job.
 
     An aggregated job has the colour of its staleness. Any other job is empty and has a marker.
-    y: the height at which each job is drawn.
-    size: seconds in the unit of the axis.
+    y: for each job, the position of its client on the vertical axis.
+    size: how many seconds the unit of the axis has, such as 60 if the axis shows minutes.
     low, high: the shown period in virtual seconds.
     """
     from matplotlib.collections import PolyCollection
@@ -308,6 +323,7 @@ def _whole_numbers(count: int) -> Locator:
 def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
     """Return the mean number of active clients between neighbouring times in `edges`.
 
+    A client is active while it has a job in flight.
     edges: ascending times in virtual seconds. The result has one value less.
     """
     seconds = _summed_time_since(jobs.start, edges) - _summed_time_since(jobs.finish, edges)

@@ -145,7 +145,7 @@ def _draw_servers(
     """Draw each replica's links to clients, its name, and its traffic in megabytes.
 
     replicas, positions: the positions of the replicas and of the clients, [..., 2].
-    network: the replicas, with the clients of each.
+    network: the replicas, and which of them serves each client.
     rows: the history, from which the traffic is read.
     """
     from matplotlib.collections import LineCollection

@@ -1,7 +1,8 @@
-"""Read what a run's folder holds for MLflow.
+"""Read the files in a run's folder from which the run is sent to MLflow.
 
-The record (`tracking.json`) says which MLflow run belongs to the folder, and holds all values of
-the run besides its rows. The backlog holds the rows that were not sent yet.
+The record (`tracking.json`) says which MLflow run belongs to the folder. It also has the
+configuration, the tags and, at the end of the run, the summary. The backlog
+(`tracking_backlog.jsonl`) has the rows of the history that were not sent yet.
 """
 
 from __future__ import annotations

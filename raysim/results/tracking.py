@@ -82,10 +82,12 @@ class NoTracker:
 class StoredTracker:
     """A tracker that keeps a run in its folder, from which `raysim ui` sends it to MLflow.
 
-    This class does not import MLflow. Rows are kept in the backlog file until history.parquet has
-    them.
+    This class does not import MLflow. Rows of the history are kept in the backlog file until they
+    are in history.parquet.
 
     folder: the run's folder.
+    experiment: the name of the experiment in MLflow to which the run belongs.
+    name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence.
     """
 
@@ -119,6 +121,8 @@ class StoredTracker:
     ) -> None:
         """Begin a run, or continue the run that the folder's record describes.
 
+        config: the configuration of the run, by key; MLflow shows it as parameters.
+        tags: the tags that MLflow shows.
         rows: the earlier history of a resumed run.
         parent: the folder of the tracked study or sweep to which this run belongs; None without
         one.
@@ -164,7 +168,11 @@ class StoredTracker:
         self._last_round = round_of(self._unsent[-1]) if self._unsent else 0
 
     def wait_until_known(self) -> None:
-        """Do nothing: `raysim ui` sends a parent before its runs."""
+        """Do nothing.
+
+        In a `Tracker`, a study waits here until the server has it, before its runs are sent. In
+        this class `raysim ui` sends the study first.
+        """
 
     def log(self, row: Row) -> None:
         """Add a row of the history; skip a round that was added before the run was resumed."""
@@ -192,8 +200,8 @@ class StoredTracker:
 
         artifacts: the files to upload.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` makes the sender look for a shared model in the folder and save it for
-        MLflow.
+        model: `PENDING` if the model is not saved in MLflow's format yet; `raysim ui` then builds
+        it from the folder. None if it is already saved in the folder, or if there is no model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -207,7 +215,11 @@ class StoredTracker:
     ) -> None:
         """Store the remaining rows, the summary and the names of the files, without waiting.
 
-        `finish` calls `end`, then `wait`. For the arguments see `finish`.
+        `finish` calls `end`, then `wait`.
+        artifacts: the files to upload.
+        status: a status of MLflow: FINISHED, FAILED or KILLED.
+        model: `PENDING` if the model is not saved in MLflow's format yet; None if it is, or if
+        there is no model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -226,7 +238,10 @@ class StoredTracker:
         write_json(self._record, self._folder / RECORD)
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait until everything is sent. This class sends nothing, so it does not wait."""
+        """Do not wait, because this class sends nothing.
+
+        patience: has no effect in this class.
+        """
 
     def _append(self, rows: Sequence[Row], replace: bool = False) -> None:
         """Write rows to the backlog file.
@@ -252,9 +267,14 @@ class StoredTracker:
 class Tracker(StoredTracker):
     """A tracker that sends a run to MLflow from another thread.
 
-    At the end of the run it waits at most `patience` seconds for MLflow.
     folder: the run's folder.
+    uri: the address of MLflow's server or database; "" uses the SQLite file next to the folder.
+    experiment: the name of the experiment in MLflow to which the run belongs.
+    name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence. It is called from another thread.
+    patience: the most seconds to wait for MLflow at the end of the run.
+    command: the command of the run, which a message repeats as the way to send unsent rows.
+    connect: function that returns a connected server, given its address.
 
     No method raises an error because of MLflow, its server or its database.
     """
@@ -332,7 +352,8 @@ class Tracker(StoredTracker):
     def wait(self, patience: float | None = None) -> None:
         """Wait until everything is sent.
 
-        After `patience` seconds the unsent rows stay on disk, and a printed sentence says so.
+        After `patience` seconds the unsent rows stay on disk, and a printed sentence says so. None
+        uses the number of seconds that the tracker was made with.
         """
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
@@ -395,7 +416,10 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Append the rows that are not sent to the backlog file; print the run's first problem."""
+        """Append the rows that are not sent to the backlog file.
+
+        problem: why they were not sent. It is printed if it is the first problem of the run.
+        """
         with self._wake:
             if self._is_abandoned:
                 return
@@ -421,7 +445,11 @@ def make_tracker(
 ) -> StoredTracker:
     """Return a tracker that sends a run to an address, or one that only stores the run.
 
-    uri: the address; None or "" stores the run.
+    folder: the run's folder.
+    uri: the address of MLflow's server or database; None or "" only stores the run.
+    name: the name of the run in MLflow; "" uses the name of the folder.
+    say: function that prints one sentence.
+    command: the command of the run, which a message repeats as the way to send unsent rows.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)
@@ -477,7 +505,10 @@ def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: b
     """Send the new rows of a stored run, and its end if the run has ended.
 
     The files of a run in progress are only read, because the run's process writes them.
-    is_open: True if the server has opened the run before. Any error of the server may be raised.
+    folder: the run's folder.
+    record: the content of the folder's record.
+    is_open: True if `server.open` was already called for this run.
+    Raises whatever error the server raises.
     """
     run_id = record.get("run_id") if is_open else server.open(record, folder)
     if not is_open:
