@@ -28,7 +28,7 @@ import pytest
 import yaml
 
 from raysim import cli
-from raysim.commands.submit import fetch, job_server
+from raysim.commands.submit import fetch, job_server, package
 from raysim.commands.submit.package import (
     JobCommand,
     check_command,
@@ -161,6 +161,20 @@ class TestCommand:
             assert "runtime=cluster" not in other.entrypoint
         continued = job_command("run", "out=/s/a", "resume=latest")
         assert shlex.split(continued.entrypoint) == [*start, *continued.words[1:]]
+
+    def test_submit_prints_no_password_of_a_url(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        connection = SimpleNamespace(follow=lambda: None)
+        monkeypatch.setattr(job_server, "connect", lambda url: None)
+        monkeypatch.setattr(job_server, "submit", lambda *arguments: "raysubmit_1")
+        monkeypatch.setattr(job_server, "ConnectionToJob", lambda *arguments: connection)
+        monkeypatch.setattr(job_server, "wait_for_end", lambda connection: (0, ""))
+        command = job_command("run", "out=ftp://me:secret@host/run")
+        assert package.submit(command, "http://127.0.0.1:8265") == 0
+        output = capsys.readouterr().out
+        assert "secret" not in output
+        assert output.count("ftp://host/run") == 2
 
     @pytest.mark.parametrize(
         "words",

@@ -28,7 +28,7 @@ from raysim.experiment.many_runs import local_folder
 from raysim.experiment.plugins import conf_folders_of, installed_packages
 from raysim.primitives.commit import SOURCE, source_commit
 from raysim.primitives.errors import RefusedError, errors_as_refusals
-from raysim.primitives.files import conf_folder, user_path
+from raysim.primitives.files import conf_folder, user_path, without_password
 
 COMMANDS = ("run", "study", "sweep")
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")  # needed to build the package
@@ -354,7 +354,7 @@ def submit(
         pack(files, Path(folder))
         runtime_env["working_dir"] = folder
         job = job_server.submit(client, command.entrypoint, runtime_env)
-    _print(f"job {job} at {url}: {command.entrypoint}")
+    _print(without_password(f"job {job} at {url}: {command.entrypoint}"))
     if not wait:
         _print(job_server.describe_commands(url, job))
         return 0
@@ -368,10 +368,8 @@ def submit(
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
     if "out" in command.settings:
-        _print(
-            f"bring {command.settings['out']} to this machine with: "
-            f"raysim fetch {job} --address {url}"
-        )
+        folder = without_password(command.settings["out"])
+        _print(f"bring {folder} to this machine with: raysim fetch {job} --address {url}")
     return status
 
 
