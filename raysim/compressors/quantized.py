@@ -155,7 +155,11 @@ class _Quantizer(Compressor):
         raise NotImplementedError
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the scale of each bucket: float32 [buckets]."""
+        """Return the scale of each bucket: float32 [buckets].
+
+        values: float32 [layout.trained], the vector to send.
+        starts: the result of `starts`.
+        """
         raise NotImplementedError
 
     @property
@@ -219,7 +223,11 @@ class QSGD(_Quantizer):
         return np.append(np.arange(0, layout.trained, size), layout.trained)
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the norm of each bucket."""
+        """Return the norm of each bucket: float32 [buckets].
+
+        values: float32 [layout.trained], the vector to send.
+        starts: the result of `starts`.
+        """
         norms = np.sqrt(sum_powers(values, starts)[:, 1])
         return np.asarray(norms, np.float32)
 
@@ -257,7 +265,11 @@ class TernGrad(_Quantizer):
         return np.array([*entries, layout.trained], np.int64)
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the largest absolute value of each tensor, after clipping."""
+        """Return the largest absolute value of each tensor, after clipping: float32 [tensors].
+
+        values: float32 [layout.trained], the vector to send.
+        starts: the result of `starts`.
+        """
         pieces = np.split(values, starts[1:-1])
         largest = [max(piece.max(initial=0), -piece.min(initial=0)) for piece in pieces]
         totals, squares = sum_powers(values, starts).T

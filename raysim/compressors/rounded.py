@@ -40,7 +40,10 @@ def _as_words(values: Tensor) -> np.ndarray:
 
 
 def _from_words(words: np.ndarray, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` numbers of a tensor that `_as_words` has turned into words."""
+    """Return the first `count` numbers of a tensor that `_as_words` has turned into words.
+
+    dtype: the type of the tensor's numbers.
+    """
     raw = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
     return raw[: count * dtype.itemsize].view(dtype)
 

@@ -33,7 +33,11 @@ __all__ = ["Check", "Study", "checks"]
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a part; calling it raises AssertionError if the part fails."""
+    """One check of a part; calling it raises AssertionError if the part fails.
+
+    name: the part, and what the check tests.
+    run: function that makes the check.
+    """
 
     name: str
     run: Callable[[], object]

@@ -91,7 +91,11 @@ def check_recorded(make: Make, **settings: Any) -> None:
 
 
 def _check_close(row: Row, expected: Row) -> None:
-    """Check that two rows of a history have the same numbers, except for rounding errors."""
+    """Check that two rows of a history have the same numbers, except for rounding errors.
+
+    row: a row of the run with recorded steps.
+    expected: the row of the run without recorded steps.
+    """
     assert row.keys() == expected.keys(), "other columns from recorded steps than in the loop"
     for key, value in expected.items():
         if key.split(".")[-1] not in COUNTS:

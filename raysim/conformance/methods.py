@@ -283,9 +283,10 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: WatchedRun, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return how many floats of the model a job does not receive (down), or does not send (up).
+    """Return how many floats of the model a job does not receive or does not send.
 
     seen: the run and its recorded messages.
+    direction: "down" for what the job does not receive, "up" for what it does not send.
     """
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec

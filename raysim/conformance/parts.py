@@ -34,7 +34,10 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:
-    """Yield the checks of a run: equal bits on two workers, and after resuming."""
+    """Yield the checks of a run: equal bits on two workers, and after resuming.
+
+    study: the tiny run; the checks are made under each of its schedules.
+    """
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
@@ -49,7 +52,10 @@ def _runs(study: Study) -> Checks:
 
 # --- models ------------------------------------------------------------------------------------
 def of_model(model: ModelRecipe, study: Study) -> Checks:
-    """Yield the checks of a recipe for networks."""
+    """Yield the checks of a recipe for networks.
+
+    study: a tiny run, which the checks make with this model instead of its own.
+    """
     study = replace(study, model=model)
     yield "a seed gives the same values, another one others", partial(_check_seeds, study)
     yield "features and a head make the outputs", partial(_check_head, study)
@@ -104,7 +110,10 @@ def _check_head(study: Study) -> None:
 
 # --- data --------------------------------------------------------------------------------------
 def of_data(data: Source, study: Study) -> Checks:
-    """Yield the checks of a source of samples."""
+    """Yield the checks of a source of samples.
+
+    study: a tiny run, which the checks make with these data instead of its own.
+    """
     yield "it reads the same samples twice", partial(_check_read_twice, data)
     yield "labels and domains name what there is", partial(_check_labels, data)
     yield from _runs(replace(study, data=data))
@@ -139,7 +148,10 @@ def _check_labels(data: Source) -> None:
 
 # --- partitions --------------------------------------------------------------------------------
 def of_partition(partition: Partitioner, study: Study) -> Checks:
-    """Yield the checks of a partition."""
+    """Yield the checks of a partition.
+
+    study: a tiny run, which the checks make with this partition instead of its own.
+    """
     yield "a seed gives the same split", partial(_check_split_seeds, partition, study)
     yield (
         "no sample belongs to two clients, or to training and test",
@@ -195,7 +207,10 @@ def _check_rows(part: CSR, name: str, rows: int) -> None:
 
 # --- schedules ---------------------------------------------------------------------------------
 def of_schedule(schedule: Schedule, study: Study) -> Checks:
-    """Yield the checks of a schedule."""
+    """Yield the checks of a schedule.
+
+    study: a tiny run, which the checks make under this schedule only.
+    """
     study = replace(study, schedules=(schedule,))
     yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)
     yield from _runs(study)
@@ -223,7 +238,10 @@ def _check_promises(schedule: Schedule, study: Study) -> None:
 
 # --- selections --------------------------------------------------------------------------------
 def of_selection(selection: Selection, study: Study) -> Checks:
-    """Yield the checks of a selection rule."""
+    """Yield the checks of a selection rule.
+
+    study: a tiny run, which the checks make with this selection instead of its own.
+    """
     study = replace(study, selection=selection)
     yield "it keeps no state in itself", partial(_check_memory, selection, study)
     yield from _runs(study)
@@ -287,7 +305,10 @@ def _check_topology_memory(topology: Topology, study: Study) -> None:
 
 # --- fleets ------------------------------------------------------------------------------------
 def of_fleet(fleet: Fleet, study: Study) -> Checks:
-    """Yield the checks of a fleet."""
+    """Yield the checks of a fleet.
+
+    study: a tiny run, which the checks make with this fleet instead of its own.
+    """
     study = replace(study, fleet=fleet)
     yield (
         "a seed gives the same devices, and no job takes negative time",
@@ -316,7 +337,10 @@ def _check_devices(fleet: Fleet, study: Study) -> None:
 
 # --- observers ---------------------------------------------------------------------------------
 def of_observer(observer: Observer, study: Study) -> Checks:
-    """Yield the checks of an observer."""
+    """Yield the checks of an observer.
+
+    study: a tiny run, which the checks make with and without the observer.
+    """
     yield (
         "it follows a run to its end and changes nothing",
         partial(_check_follows, observer, study),

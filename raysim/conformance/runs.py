@@ -34,7 +34,11 @@ from raysim.training.worker import Worker
 
 @dataclass(frozen=True)
 class NormedMlp(ModelRecipe):
-    """The smallest network with BatchNorm."""
+    """The smallest network with BatchNorm: one hidden layer.
+
+    width: the number of units in the hidden layer.
+    lora: the settings of adapters; by default there are none.
+    """
 
     width: int = 12
     lora: Lora = field(default_factory=Lora)

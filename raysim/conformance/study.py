@@ -51,7 +51,10 @@ class Study:
         return federate(self.data, self.partition, SEED)
 
     def spec(self, dtype: torch.dtype = torch.float32) -> RunSpec:
-        """Return a run of three rounds, with copies of the methods."""
+        """Return a run of three rounds, with copies of the methods.
+
+        dtype: the type of the parameters and of the computation.
+        """
         methods = copy.deepcopy(self.methods)
         return run_spec(
             *methods,

@@ -288,11 +288,12 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels as lists if each sample has a list of labels or a dictionary, else None.
+    """Return the labels as lists if each sample has a list or a dictionary, else None.
 
     None means that the labels are an array: also if they are lists of one item each, or lists of
     integers of equal length, or any lists while `kind` is "positions". But if `kind` is
     "multilabel", lists of integers that are not all 0 or 1 are always lists of labels.
+    column: the user's labels.
     kind: `data.kind`.
     """
     if kind == "positions":

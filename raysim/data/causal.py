@@ -78,6 +78,7 @@ def byte_vocabulary() -> Vocabulary:
 def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Vocabulary:
     """Return a vocabulary of characters: the first is token 1, and 0 ends a document.
 
+    letters: the characters, in the order of their tokens.
     has_other: True adds a last token for all other characters; with False, `encode` raises
     ValueError for other characters.
     """
@@ -224,6 +225,7 @@ def pack(
     are left out.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
+    vocabulary: gives the tokens between documents and at the end of short rows.
     Raise ValueError if all documents are for testing.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}

@@ -15,12 +15,20 @@ LUMA = (19595, 38470, 7471)
 
 
 def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply every level by the image's factor."""
+    """Multiply every level by the image's factor.
+
+    images: uint8 [B, 1 or 3, h, w].
+    factors: float32 [B].
+    """
     return _to_levels(images * _per_image(factors))
 
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply differences from the image's mean brightness by the image's factor."""
+    """Multiply differences from the image's mean brightness by the image's factor.
+
+    images: uint8 [B, 1 or 3, h, w].
+    factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
+    """
     # a sum of integers does not depend on their order
     total = luma(images).sum(dim=(1, 2, 3), dtype=torch.int64)
     mean = _per_image(total / (images.shape[2] * images.shape[3]))
@@ -28,13 +36,21 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each channel's difference from the pixel's brightness by the image's factor."""
+    """Multiply each channel's difference from the pixel's brightness by the image's factor.
+
+    images: uint8 [B, 1 or 3, h, w].
+    factors: float32 [B]; 0 makes an image grey, 1 changes nothing.
+    """
     grey = luma(images)
     return _to_levels(grey + _per_image(factors) * (images.to(torch.int32) - grey))
 
 
 def shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift every pixel's hue by a share of the colour circle; keep saturation and value."""
+    """Shift every pixel's hue by a share of the colour circle; keep saturation and value.
+
+    images: uint8 [B, 1 or 3, h, w].
+    shifts: float32 [B], the share for each image, from -1 to 1.
+    """
     if images.shape[1] == 1:
         return images
     hue, saturation, value = to_hsv(images.float() / 255)

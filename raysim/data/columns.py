@@ -149,7 +149,11 @@ def describe_origin(
 
 
 def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
-    """Describe columns with their types in one line; of more than four columns only some."""
+    """Describe columns with their types in one line; of more than four columns only some.
+
+    names: the columns to describe.
+    types: the types of all columns, by name.
+    """
     shown = [f"{name} ({_stored_type(types[name])})" for name in names]
     if len(shown) > MAX_COLUMNS_IN_MESSAGE:
         shown = [f"{len(names)} columns: {shown[0]}", shown[1], "...", shown[-1]]

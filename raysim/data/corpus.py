@@ -19,6 +19,7 @@ class _NamedText(NamedTuple):
     """A text with its user.
 
     is_test: True for text of a test file.
+    user: the name of the client that has the text, with partition=natural.
     """
 
     user: str
@@ -31,10 +32,11 @@ class _Corpus(Source):
     """The settings of sources that read text.
 
     length: tokens in a row.
-    tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer; see
-    `text_vocabulary`.
-    packing: True joins the documents of a user before they are cut into rows; see `pack`.
-    test_fraction: the share at the end of each document that is for testing.
+    tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
+    packing: True joins the documents of a user before they are cut into rows; with False each
+    document begins a new row.
+    test_fraction: the share at the end of each document that is for testing, if there are no test
+    files.
     """
 
     length: int = 128
@@ -60,7 +62,10 @@ class _Corpus(Source):
 
 
 def _describe_empty(names: Sequence[str]) -> str:
-    """Describe the files that have no text, for a warning; "" if there are none."""
+    """Describe the files that have no text, for a warning; "" if there are none.
+
+    names: the names of these files; only the first ones are described.
+    """
     if not names:
         return ""
     shown = ", ".join(names[:MAX_NAMED_FILES])
@@ -70,11 +75,12 @@ def _describe_empty(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Text(_Corpus):
-    """A source that reads files of text: one file, or all *.txt in a folder and its subfolders.
+    """A source that reads files of text: one file, or all *.txt in a folder and below it.
 
     Files called test.txt, and files in a folder called test, are the central test set. If there are
     none, the last `test_fraction` of each document is the central test set.
 
+    root: the file or the folder.
     separator: the text between two documents of a file, where \\n stands for a new line; None: a
     file is one document.
     user: with partition=natural, each "file" or each "document" is a client.

@@ -29,9 +29,12 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
     """Return the data set with the source's corruptions; the clean one if there are none.
 
-    The labels of training rows get noise, then images are rotated and pooled. Rows that belong to
-    no client stay unchanged. If images are rotated and the source has one domain, the angle becomes
-    the domain.
+    The labels of training rows get noise, then images are rotated, and blocks of pixels are
+    replaced by their mean (`data.pool`). Rows that belong to no client stay unchanged. If images
+    are rotated and the source has one domain, the angle becomes the domain.
+    clean: the data set without corruptions.
+    partition: the rows of each client, because noise and angles are drawn by client.
+    seed: the seed of the run.
     """
     is_rotated = source.rotation.per != "none"
     if not source.label_noise and not is_rotated and source.pool <= 1:
@@ -100,11 +103,12 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
 def _draw_angles(
     source: Source, clean: Dataset, partition: Partition, seed: int
 ) -> tuple[Ints, Ints]:
-    """Draw an angle for each image; return the images' rows in the clean data, and the angles.
+    """Draw an angle for each image; return the images' rows in the clean data, and angles.
 
-    An angle is its index in `rotation.angles`, or `NO_ANGLE`.
+    An angle is its index in `rotation.angles`, or `NO_ANGLE` for an image that no client has. A row
+    occurs several times if the central test set is repeated at every angle.
     clean: the data without rotation.
-    partition: the clients' samples; a client can decide the angle.
+    partition: the rows of each client; the angle of an image depends on its client.
     seed: the seed of the run.
     """
     rotation, rng = source.rotation, stream(seed, "rotation")

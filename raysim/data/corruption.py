@@ -29,7 +29,9 @@ class Rotation:
 
     per: "client" turns all images of client k by angle number k mod A; with "image" each client
     draws a distribution q ~ Dir(concentration, ...) over the angles, and each of its images draws
-    an angle from q.
+    an angle from q; "none" rotates nothing.
+    interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
+    the four nearest pixels.
     test: "all" repeats the central test set at every angle; "spread" turns its image j by angle
     number j mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
     """
@@ -54,10 +56,12 @@ class Rotation:
 def symmetric_label_noise(
     *, labels: ArrayLike, ratio: float, num_classes: int, order: ArrayLike, shifts: ArrayLike
 ) -> Ints:
-    """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C (classes).
+    """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C.
 
-    The labels of the first rows in `order` change.
-    shifts: the shift of each label, from 1 to C-1.
+    labels: [n], class numbers.
+    num_classes: the number C of classes.
+    order: a permutation of the rows; the labels of the first rows in it change.
+    shifts: [n], the shift of each label, from 1 to C-1.
     """
     noisy = np.array(labels, dtype=np.int64)
     changed = np.asarray(order)[: fraction_count(total=len(noisy), fraction=ratio)]
@@ -113,9 +117,12 @@ def rotate_images(
     angles: ArrayLike,
     interpolation: Literal["bilinear", "nearest"] = "bilinear",
 ) -> NDArray[np.generic]:
-    """Turn each image of [n, c, h, w] by its angle in degrees.
+    """Turn each image of [n, c, h, w] by its angle; return images of the same type.
 
-    The dtype stays the same; integers are rounded half up.
+    Integers are rounded half up.
+    angles: [n], in degrees.
+    interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
+    the four nearest pixels.
     """
     source, angles = np.asarray(images), np.asarray(angles, dtype=np.float64)
     rotate = _rotate_nearest if interpolation == "nearest" else _rotate_bilinear

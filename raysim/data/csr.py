@@ -54,7 +54,12 @@ class CSR:
 
     @classmethod
     def from_owners(cls, indices: Ints, owners: Ints, clients: int) -> CSR:
-        """Group row numbers by the client that owns them; the rows of a client keep their order."""
+        """Group row numbers by the client that owns them; the rows of a client keep their order.
+
+        indices: [n], row numbers.
+        owners: [n], the client of each row.
+        clients: the number of clients.
+        """
         counts = np.bincount(owners, minlength=clients)
         return cls.from_counts(indices[np.argsort(owners, kind="stable")], counts)
 
@@ -88,7 +93,11 @@ class Partition:
         return self.train if self.with_unseen is None else self.with_unseen
 
     def parts_of_clients(self) -> list[CSR]:
-        """Return the parts with clients' rows: all training rows, test rows, validation rows."""
+        """Return the assignments of rows to clients, for loops over all clients' rows.
+
+        These are all training rows (also of unseen clients), test rows and, if there are any,
+        validation rows.
+        """
         parts = (self.all_train, self.test, self.validation)
         return [part for part in parts if part is not None]
 

@@ -43,8 +43,13 @@ class Samples:
     """A whole data set in memory: training rows first, then the central test rows.
 
     inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width).
+    labels: class numbers [n], or [n, ...] with a class for each position; or floats [n, outputs].
+    domains: [n], the number of each row's domain.
+    train_rows: the number of training rows.
     class_names: the names of the model's outputs.
-    tokens: None if inputs are not token sequences.
+    domain_names: the names of the domains, in the order of their numbers.
+    kind: the kind of the task, such as "regression".
+    tokens: the number of different tokens and the padding; None if inputs are not token sequences.
     columns: a text that says which columns are inputs, labels and users, for the plan of a run.
     fields: the parts of a row of inputs, if samples have several inputs.
     targets: the parts of a row of labels, if they are structures.
@@ -141,7 +146,11 @@ class Dataset:
 
 
 def cache_folder(cache: str | None) -> Path:
-    """Return the folder `data.cache` if it is set, else $RAYSIM_CACHE, else ~/.cache/raysim."""
+    """Return the folder for stored data sets.
+
+    It is `cache` if it is set, else the environment variable RAYSIM_CACHE, else ~/.cache/raysim.
+    cache: `data.cache`; None if the user did not set it.
+    """
     return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
@@ -150,7 +159,9 @@ def open_or_build(
 ) -> Dataset:
     """Open a stored data set; build and write it first if it is not in the cache.
 
-    content: the settings that determine the data set; the name of its file has their checksum.
+    cache: `data.cache`, the folder of stored data sets; None for the usual folder.
+    name: the beginning of the file's name, such as "digits".
+    content: the settings that determine the data set; the file's name also has their checksum.
     build: a function that returns the data set.
 
     If several processes need the same data set at the same time, one builds it and the others wait.
@@ -228,7 +239,11 @@ def _binary_column(values: NDArray[Any]) -> pa.Array:
 
 
 def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Return a column that `_binary_column` made as an array, without copying it."""
+    """Return the array from which `_binary_column` made a column, without copying it.
+
+    dtype: the type of the array.
+    shape: its shape.
+    """
     values = np.frombuffer(column.buffers()[1], dtype=dtype, count=math.prod(shape))
     return values.reshape(shape)
 
@@ -282,10 +297,10 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_mark(path: Path) -> tuple[Path, str]:
-    """Return the path and the text of the mark that says: this machine has verified this file.
+    """Return the path and the content of the file that marks a data set as verified.
 
-    The mark is a small file next to the data file, in `.verified/HOST/`. Its text has the data
-    file's inode, size and time of its last change, so that a changed data file is verified again.
+    Each machine has a file of its own. The content changes when the data set's file changes.
+    path: the file of the data set.
     """
     stat = path.stat()
     mark = path.parent / ".verified" / socket.gethostname() / path.name
@@ -298,7 +313,11 @@ def _is_verified(path: Path) -> bool:
 
 
 def _mark_verified(path: Path) -> None:
-    """Mark a data set as verified; in a read-only folder each process verifies it again."""
+    """Mark a data set as verified on this machine.
+
+    In a read-only folder nothing is marked, and each process verifies the data set again.
+    path: the file of the data set.
+    """
     mark, content = _verification_mark(path)
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)

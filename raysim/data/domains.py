@@ -71,7 +71,10 @@ class Domains(Source):
         return Raw(images, labels, train_rows, class_names, domains, list(self.domains))
 
     def _check_classes(self, parts: list[Raw]) -> list[str]:
-        """Return the class names, which all domains must share; raise ValueError otherwise."""
+        """Return the class names, which all domains must share; raise ValueError otherwise.
+
+        parts: the samples of each domain.
+        """
         for name, part in zip(self.domains, parts, strict=True):
             if part.kind != "classification":
                 raise ValueError(
@@ -129,6 +132,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
     """Return for each domain the rows that its samples get in the joined data set.
 
     The training rows of all domains come first, then the test rows.
+    parts: the samples of each domain.
     """
     train_sizes = [part.train_rows for part in parts]
     test_sizes = [len(part.labels) - part.train_rows for part in parts]

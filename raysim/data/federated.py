@@ -34,7 +34,10 @@ class FederatedData:
     """The data that a run trains and evaluates on.
 
     Pickling stores a path and a few integer arrays.
+    dataset_path: the file of the data set.
+    partition: the rows of each client.
     central: the rows of the central test set.
+    pipeline: the normalisation and augmentation of inputs.
     title: the names of the data set and of the partitioner, for plots.
     users: the name of each client's user, as text; None if clients are not users.
     """
@@ -77,6 +80,8 @@ def _open_dataset(path: Path) -> Dataset:
 def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedData:
     """Split the source's training rows over clients, then corrupt them.
 
+    partitioner: the rule of the split.
+    seed: the seed of the run.
     Raise ValueError with the key to change if the settings do not fit the data.
     """
     column = getattr(partitioner, "column", None)
@@ -108,7 +113,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
 
 def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
-    """Return those rows whose sample has a label."""
+    """Return the rows of `rows` whose sample has a label."""
     if not dataset.has_unlabelled:
         return rows
     labelled: Ints = rows[dataset.labels[rows] != IGNORED]
@@ -259,9 +264,10 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Take clients with exactly one training row out of training by removing that row.
+    """Remove the training row of each client that has exactly one, so that it is not trained.
 
-    The rows that are held out for tests and validation stay.
+    A network with BatchNorm cannot train on one row. The client's rows for tests and validation
+    stay.
     """
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
@@ -326,7 +332,11 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
 
 
 def _remove_rows(part: CSR, clients: Ints) -> CSR:
-    """Return the rows of all clients, after removing all rows of the clients in `clients`."""
+    """Return the rows of all clients, without the rows of some clients.
+
+    part: the rows of each client.
+    clients: the numbers of the clients that have no rows in the result.
+    """
     counts = part.counts
     counts[clients] = 0
     is_kept = ~np.isin(part.owners, clients)

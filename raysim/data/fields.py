@@ -24,6 +24,7 @@ def pack_fields(
     columns: the arrays [n, ...] by the name of the model's argument, or in the order of its
     arguments. uint8 becomes floats from 0 to 1, floats stay unchanged, and other integers are token
     numbers.
+    place: the name of the data in errors.
     Raise ValueError for arrays of different lengths, negative or too large tokens, and other types.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
@@ -63,6 +64,7 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     targets: for each sample a dictionary of arrays. All samples have the same names, and the shapes
     of an array may differ in the first axis only, such as boxes [k, 4]. Each part of a row starts
     with the length of the first axis and is filled up with zeros.
+    place: the name of the data in errors.
     Raise ValueError if targets differ in another way.
     """
     names = list(targets[0])
@@ -95,9 +97,9 @@ def _pack_column(
 ) -> tuple[TargetField, NDArray[np.float32]]:
     """Return all values of a target as rows of one array, and the field that describes them.
 
-    name: the target's name.
-    arrays: the value of each sample.
-    place: the file or the argument that has the data, for errors.
+    name: the name of the target.
+    arrays: the array of each sample.
+    place: the name of the target in errors.
     """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]

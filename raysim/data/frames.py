@@ -65,7 +65,10 @@ def _is_one_table(table: object) -> bool:
 
 
 def _as_parquet(table: Any, place: str) -> bytes:
-    """Return a table as the content of a Parquet file."""
+    """Return a table as the content of a Parquet file.
+
+    place: the name of the table in errors.
+    """
     buffer = io.BytesIO()
     try:
         if _package(table) == "datasets":
@@ -85,7 +88,10 @@ def _as_parquet(table: Any, place: str) -> bytes:
 
 
 def _write_dataset(dataset: Any, buffer: io.BytesIO) -> None:
-    """Write a data set of the package `datasets` as Parquet, with class names and pictures."""
+    """Write a data set of the package `datasets` as Parquet, with class names and pictures.
+
+    buffer: gets the content of the Parquet file.
+    """
     import datasets
 
     was_disabled = datasets.are_progress_bars_disabled()

@@ -18,11 +18,12 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 
 
 def heterogeneity(counts: Ints) -> dict[str, float]:
-    """Return the measures of `SCALES`, as means over the clients that have samples.
+    """Return measures of how much clients differ in labels and sizes, by name.
 
-    counts: [N, C], training samples of each of N clients in each of C classes. The divergence is 0
-    if all clients have the same shares of the classes, and close to 1 if no two clients share a
-    class. It compares only labels, not inputs.
+    Most are means over the clients that have samples; `SCALES` says what each one measures. The
+    divergence is 0 if all clients have the same shares of the classes, and close to 1 if no two
+    clients share a class. It compares only labels, not inputs.
+    counts: [N, C], training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]

@@ -46,15 +46,22 @@ class HuggingFace(Source):
 
     root: a folder that `save_to_disk` wrote.
     name, config: instead of `root`, the names of a data set on the hub, which `datasets` downloads.
-    columns: the input columns, one column of images or columns that `read_inputs` reads; None takes
-    all columns but the label and the user.
-    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
-    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    columns: the input columns: one column of images, text, token numbers or vectors, or several
+    columns of numbers. None takes all columns but the label and the user.
+    label_column, domain_column: the columns of labels and of users; each user is a domain.
+    label, user: the same settings under the names that data=csv uses. If none of the four is set,
+    columns with usual names are taken (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
-    separate: True makes each input column an input of its own, see `TextTable`.
-    length, padding, tokenizer: see `TokenSettings`.
-    kind="causal": each row is a document for a language model (causal.py), and needs no label.
-    prompt, packing: see `DocumentSettings`.
+    separate: True makes each input column a separate input, which the network gets as the argument
+    with the column's name.
+    length: the largest number of tokens of a row; further tokens are left out.
+    padding: the number that fills short rows of tokens.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
+    kind="causal": each row is a document for a language model, and needs no label.
+    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
+    learnt; None: there are no prompts.
+    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
+    None means True if there are no prompts.
     """
 
     root: str | None = None
@@ -130,6 +137,7 @@ class HuggingFace(Source):
         """Return the samples of a table in which each row is a document.
 
         is_test: None if there is no split `test`.
+        place: the name of the data set in errors.
         """
         user = self._find_user(table.column_names, place)
         users = None if user is None else group_values(table, user, place)
@@ -146,7 +154,12 @@ class HuggingFace(Source):
         return read_documents(table, user, users, is_test, settings, place)
 
     def _find_user(self, names: list[str], place: str) -> str | None:
-        """Return the name of the column that has the users, or None if there is none."""
+        """Return the name of the column that has the users, or None if there is none.
+
+        names: the columns of the data set.
+        place: the name of the data set in errors.
+        Raise ValueError if the settings name a column that does not exist.
+        """
         user = self.user or self.domain_column
         if user in names:
             return user
@@ -192,7 +205,10 @@ class HuggingFace(Source):
 
 
 def _class_names(feature: Any) -> list[str] | None:
-    """Return the class names of a column of labels, or of lists of labels; None without names."""
+    """Return the class names of a column of labels, or of lists of labels; None without names.
+
+    feature: the type of the column, as the package `datasets` describes it.
+    """
     names: list[str] | None = getattr(feature, "names", None)
     if names:
         return names

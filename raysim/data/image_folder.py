@@ -23,6 +23,8 @@ class PictureFile(NamedTuple):
     """A picture file.
 
     path: relative to the root.
+    domain: the name of its domain: the outer folder of domain/class/, else the name of the root.
+    class_name: the name of its class, which is the folder that contains it.
     split: "train", "test", or "" if unknown.
     """
 
@@ -136,7 +138,11 @@ def _search(root: Path) -> list[PictureFile]:
 
 
 def _search_split(root: Path, folder: Path, split: str) -> list[PictureFile]:
-    """Return the pictures of one split, which are in class/ or domain/class/ below `folder`."""
+    """Return the pictures of one split, which are in class/ or domain/class/ below `folder`.
+
+    root: the folder to which the paths of the pictures are relative.
+    split: "train", "test", or "" if unknown.
+    """
     pictures = []
     depths = set()
     for path in folder.glob("*/**/*"):

@@ -19,7 +19,13 @@ EXACT_FLOATS = 2.0**53  # float64 can store every whole number below it
 
 
 class LabelSet(NamedTuple):
-    """Labels as they are stored, the names of the model's outputs, and the kind of the task."""
+    """Labels as they are stored, the names of the model's outputs, and the kind of the task.
+
+    values: class numbers [n] or [n, ...], or floats [n, outputs].
+    names: the names of the classes, labels or values.
+    kind: the kind of the task.
+    targets: for kind="structure", the parts of a row of `values`; else ().
+    """
 
     values: NDArray[Any]
     names: list[str]
@@ -74,7 +80,10 @@ def read_labels(
 
 
 def streams_error(place: str) -> ValueError:
-    """Return the error for data.kind=causal with a source that cannot read text."""
+    """Return the error for data.kind=causal with a source that cannot read text.
+
+    place: the name of the source.
+    """
     return ValueError(
         f"data.kind=causal: {place} cannot be read as text for a language model. Set data=text, "
         "csv, jsonl, parquet, huggingface, leaf or markov."
@@ -104,7 +113,11 @@ def infer_kind(values: Any) -> Kind:
 
 
 def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
-    """Return lists as an array. Raise ValueError if their lengths differ."""
+    """Return lists of equal length as an array; raise ValueError if their lengths differ.
+
+    rows: the list of each sample.
+    place: the name of the lists in errors.
+    """
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise ValueError(
@@ -187,6 +200,7 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
 
     rows: the list of each sample.
     place: the file or the argument that has the data, for errors.
+    ignore: `data.ignore`, the label that means "no label".
     """
     width = max(map(len, rows), default=0)
     has_text = any(isinstance(label, str) for row in rows for label in row)
@@ -202,10 +216,13 @@ def _pad_lists(rows: Sequence[Sequence[Any]], place: str, ignore: int | str) -> 
 def _number_with_ignored(
     classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each label's class as a number (`IGNORED` for ignored labels), and the class names.
+    """Return each label's class as a number, and the class names.
 
+    Ignored labels get the number `IGNORED`.
     classes: the class of each label.
+    names: the names of the classes; None if the data has none.
     place: the file or the argument that has the data, for errors.
+    ignore: `data.ignore`, the label that means "no label".
     """
     if classes.dtype.kind == "V":  # records cannot be labels; `number_labels` raises that error
         return number_labels(classes, names, place)
@@ -276,7 +293,12 @@ def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.floa
 def _to_indicators(
     rows: Sequence[Sequence[Any]], names: list[str] | None, place: str
 ) -> tuple[NDArray[np.float32], list[str]]:
-    """Return an array [n, labels], 1 where a row has the label and 0 elsewhere, and the names."""
+    """Return an array [n, labels], 1 where a row has the label and 0 elsewhere, and the names.
+
+    rows: the list of labels of each sample.
+    names: the names of all labels; None takes the labels that occur.
+    place: the name of the source in errors.
+    """
     flat: list[Any] = []
     for row in rows:
         flat += row

@@ -32,6 +32,7 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the training rows that the file gives to each client.
 
+        draws: gives the number of training rows; nothing is drawn.
         Raise ValueError for a file without lists, and for rows that do not exist or occur twice.
         """
         content = self._read_file()

@@ -80,6 +80,8 @@ def _strip_files(folder: Path, split: str) -> list[Path]:
     """Return the picture files of a split in the order of their numbers.
 
     If there are none, return the path of the first file, which is missing.
+    folder: the folder of the files.
+    split: "train" or "test".
     """
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
@@ -106,7 +108,12 @@ def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
 
 
 def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uint8], Ints]:
-    """Return all images of a split, uint8 [n, c, h, w], and their labels."""
+    """Return all images of a split, uint8 [n, c, h, w], and their labels.
+
+    folder: the folder of the files.
+    split: "train" or "test".
+    height: the height of an image in pixels; None for square images.
+    """
     label_file = _label_file(folder, split)
     try:
         with label_file.open("rb") as content:

@@ -50,8 +50,11 @@ ROWS_AT_ONCE = 256  # rows of pictures that are read from a file at once
 class ParquetColumns(NamedTuple):
     """The columns of Parquet files that are the input, the label and the user.
 
+    inputs: the columns of the input.
+    label: the column of labels.
     user: the column of users, which may be missing in the files.
     unused: columns that are left out.
+    has_pictures: True if the input is the column of pictures.
     """
 
     inputs: list[str]
@@ -71,17 +74,23 @@ class Parquet(Source):
     are domains with the names of the folders.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them.
-    columns: the input columns, for data without an image column; None takes all columns but the
-    label and the user.
-    label, user: the same settings as `label_column` and `domain_column`, under the names that
-    data=csv uses; each user is a domain. If none of the four is set, columns with usual names are
-    taken (`LABEL_NAMES`, `USER_NAMES`).
+    columns: the input columns, for data without an image column: one column of text, token numbers
+    or vectors, or several columns of numbers. None takes all columns but the label and the user.
+    label_column, domain_column: the columns of labels and of users; each user is a domain.
+    label, user: the same settings under the names that data=csv uses. If none of the four is set,
+    columns with usual names are taken (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
-    separate: True makes each input column a separate input of the network, see `TextTable`.
-    length, padding, tokenizer: see `TokenSettings`.
-    kind="causal": each row is a document for a language model (causal.py), and needs no label.
-    prompt, packing: see `DocumentSettings`.
+    separate: True makes each input column a separate input, which the network gets as the argument
+    with the column's name.
+    length: the largest number of tokens of a row; further tokens are left out.
+    padding: the number that fills short rows of tokens.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
+    kind="causal": each row is a document for a language model, and needs no label.
+    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
+    learnt; None: there are no prompts.
+    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
+    None means True if there are no prompts.
     """
 
     root: str | list[str] | None = None
@@ -276,6 +285,7 @@ class Parquet(Source):
 
         If there is no column of domains, the domain is the folder's name. Raise ValueError if a
         column in the settings is missing.
+        columns: the columns that were chosen for all files.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -315,6 +325,7 @@ class Parquet(Source):
     ) -> Iterator[Picture]:
         """Yield the pictures of all training rows, then the pictures of all test rows.
 
+        paths: the files.
         is_test: the mask of test rows, over the rows of all files.
         sizes: the number of rows of each file.
         """
@@ -404,6 +415,7 @@ def _prefix_folders(
     in a file without the column of users, where the domain is the folder's name already. The order
     is None if some domains are text.
     parts: the domain of each row, by file.
+    paths: the files, in the same order.
     user: the column of users.
     """
     names = []
@@ -425,6 +437,8 @@ def _prefix_folders(
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
     """Raise ValueError if the label column is text, numbers or lists in some files only.
 
+    paths: the files.
+    name: the column of labels.
     kind: `data.kind`. With None and "classification" a file with integers cannot be combined with a
     file with floats either, because class numbers would silently become regression values.
     """
@@ -449,8 +463,8 @@ def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
 
     The form is an array of numbers or text, a list for each row, or rows of a fixed length.
     paths: the files, for errors.
-    parts: the labels of each file.
-    name: the column's name, for errors.
+    parts: the labels of each file, as `label_values` returned them.
+    name: the column of labels, for errors.
     """
     if isinstance(parts[0], list):
         rows: list[Any] = []
@@ -475,6 +489,9 @@ def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
 def _read_class_names(paths: list[Path], label: str) -> list[str] | None:
     """Return the class names in the files' metadata, which raysim or Hugging Face wrote.
 
+    Return None if no file has class names.
+    paths: the files.
+    label: the column of labels.
     Raise ValueError if two files have different class names.
     """
     class_names: list[str] | None = None

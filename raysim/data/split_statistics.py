@@ -22,10 +22,13 @@ def class_counts(data: FederatedData) -> Ints:
 
 
 def statistics(data: FederatedData) -> dict[str, object]:
-    """Return numbers that describe the split, and `class_counts` as "counts".
+    """Return numbers that describe the split, by name.
 
-    Means over clients leave out clients without samples. "pooled_entropy" is the entropy of all
-    clients' labels together, in nats.
+    "counts" has the result of `class_counts`. "sizes", "test_sizes" and "classes_per_client" each
+    have the smallest, median and largest number over the clients. "unused" is the number of
+    training rows that no client has. "heterogeneity" has the measures of `heterogeneity`.
+    "pooled_entropy" is the entropy of all clients' labels together, in nats. Means over clients
+    leave out clients without samples.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)

@@ -26,7 +26,10 @@ class Choice:
     values: tuple[object, ...]
 
     def draw(self, generator: np.random.Generator) -> object:
-        """Return a random value of the list; all are equally likely."""
+        """Return a random value of the list; all are equally likely.
+
+        generator: the generator of random numbers.
+        """
         return self.values[int(generator.integers(len(self.values)))]
 
     def corners(self) -> list[object]:
@@ -52,7 +55,10 @@ class Interval:
     whole: bool = False
 
     def draw(self, generator: np.random.Generator) -> int | float:
-        """Return a random number, rounded to four digits so that a user can retype it."""
+        """Return a random number, rounded to four digits so that a user can retype it.
+
+        generator: the generator of random numbers.
+        """
         low, high = self.low, self.high
         if self.whole:  # both ends must be as likely as the other integers
             low, high = low - 0.5, high + 0.5
@@ -153,5 +159,8 @@ def clip_point(space: Space, point: Mapping[str, object]) -> Point:
 
 
 def distinct_points(points: Sequence[Point]) -> list[Point]:
-    """Return each point once, in the order of first appearance."""
+    """Return each point once, in the order of first appearance.
+
+    points: settings, each with the values of keys; two points are equal if all values are equal.
+    """
     return list({json.dumps(point, sort_keys=True): point for point in points}.values())

@@ -195,7 +195,10 @@ class SweepTrial(tune.Trainable):
         return int(Path(self.logdir).name)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the state, so that another trial can take it over."""
+        """Save the state, so that another trial can take it over.
+
+        checkpoint_dir: the empty folder that Tune provides for the state.
+        """
         if self._trial is not None:
             self._trial.write_due_checkpoint()
         folder = Path(checkpoint_dir)
@@ -207,7 +210,9 @@ class SweepTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Take over the state of another trial.
 
-        Do nothing if the saved state is this trial's own.
+        Do nothing if the saved state is this trial's own, because its runs continue from their
+        folders.
+        checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()
         folder = Path(str(checkpoint_dir))
@@ -240,7 +245,13 @@ def _ignore(text: str) -> None:
 
 # --- the search as Tune describes it ------------------------------------------------------------
 class Listener(tune.Callback):
-    """A Tune callback that passes Tune's reports on trials to the records."""
+    """A Tune callback that passes Tune's reports on trials to the records.
+
+    Tune calls its functions with the trial, and with further arguments that are not used.
+    status: the line on the terminal that shows the state of the trials.
+    ray_messages: the file that gets Ray's messages, named when a process is lost; None if there is
+    none.
+    """
 
     def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):
         self._records = records
@@ -259,7 +270,10 @@ class Listener(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Record a measurement or a failure; a repeated report is already recorded."""
+        """Record a measurement or a failure; a repeated report is already recorded.
+
+        result: the dictionary that `SweepTrial.step` returned.
+        """
         number = _number(trial)
         if "error" in result:
             self._records.fail(number, result["error"])
@@ -314,7 +328,10 @@ def trial_task(
 
 
 def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
-    """Return Tune's class for trials, with the resources of a trial and of each of its workers."""
+    """Return Tune's class for trials, with the resources of a trial and of its workers.
+
+    task: the settings that all trials share.
+    """
     workers = plan.options.workers
     trial_bundle = {"memory": TRIAL_PROCESS_BYTES} if workers else dict(task.resources)
     worker_bundles = [multiply(task.resources, plan.options.seeds)] * workers

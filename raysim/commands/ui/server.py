@@ -124,6 +124,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
     """Wait until the server answers; raise `RefusedError` if the server ends first.
 
     log: the file with the server's output, for the error.
+    port: the port at which the server answers.
     """
     _print("starting MLflow")
     deadline = time.monotonic() + START_TIMEOUT_S
