@@ -42,14 +42,20 @@ class InProcess:
         return value
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of a worker now; return a list of the values that it returns."""
+        """Call a method of a worker now; return a list of the values that it returns.
+
+        args: the arguments of the method, or references to them.
+        returns: the number of values that the method returns.
+        """
         result = getattr(self.members[worker], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Return the total of several sums of updates.
 
-        parts: for each sum, its positions in the summation tree.
+        node: has no effect, because all workers are on one node.
+        parts: for each sum, the positions of its updates in the aggregation. They are one part of
+        the tree in which updates are added up (`tree_sum`).
         refs: the sums, in the same order; in this process they are the values themselves.
         """
         return add_up(parts, *refs)
@@ -66,7 +72,7 @@ class InProcess:
         """Do nothing, because a worker in this process ends only with the process."""
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None, because all workers are in this process."""
+        """Return None: the only node is this one, and it is never silent."""
         return None
 
     def stacks(self, worker: int) -> str:
@@ -111,7 +117,8 @@ def run(
     """Run in this process; yield the events of the run.
 
     Afterwards the settings of torch and NumPy are as before.
-    folder, resume: see `Coordinator`.
+    folder: where the model and the checkpoints are written; "" writes none.
+    resume: the address of the checkpoint to continue from; "" starts a new run.
     """
     with preserve_torch_settings():
         spec = share_frozen_weights(spec)

@@ -93,6 +93,7 @@ def listen_on_loopback(options: RayOptions) -> None:
 
     This works by an environment variable that Ray reads when it is imported. If this process has
     imported Ray already, the cluster listens on all interfaces.
+    options: the settings `runtime.*`. Nothing changes if `address` names an existing cluster.
     """
     if options.address in (None, "local") and "ray" not in sys.modules:
         os.environ.setdefault(RAY_CLUSTERS_VARIABLE, "0")
@@ -176,7 +177,7 @@ def worker_capacity(
 
     nodes: the resources of each node.
     per_worker: the resources that a worker reserves.
-    strategy: see `RayOptions`.
+    strategy: with STRICT_PACK all workers must fit on one node; PACK and SPREAD use all nodes.
     """
     if not per_worker:
         return None
@@ -191,8 +192,9 @@ def choose_size(
 ) -> Size:
     """Return the number of workers and their resources.
 
-    The number is `runtime.workers`. If that is not set, it is the number of workers that fit and
-    can have work.
+    The number is `runtime.workers`. If that is not set, it is the number of workers that fit on the
+    nodes, but at most `most`, because other workers would never have work.
+    options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.
     most: the number of clients in flight at once.
@@ -215,8 +217,10 @@ def limit_by_memory(
     """Reduce the number of workers to what the nodes' memory allows, but at least one.
 
     A node that declares no memory does not limit the number.
+    size: the planned number of workers and the resources that each of them reserves.
+    options: the settings `runtime.*`; with the strategy STRICT_PACK all workers are on one node.
     nodes: the resources of each node.
-    worker_bytes: the memory of a worker.
+    worker_bytes: the memory of a worker in bytes.
     """
     known = [{"memory": float(sys.maxsize), **node} for node in nodes]
     capacity = worker_capacity(known, {**size.per_worker, "memory": worker_bytes}, options.strategy)
@@ -281,6 +285,7 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
 
     bundles: the bundles of the trial's placement group. The first bundle is for the trial itself,
     all other bundles are for workers.
+    device: the device of the workers; with "cuda", each worker's bundle must have a GPU.
     Raises ValueError if there are fewer or smaller bundles than the options request.
     """
     worker_bundles, workers = bundles[1:], options.workers or 1

@@ -60,7 +60,9 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
     """Train and score the largest client in this process; return the memory that this needs.
 
     With several lanes, that many clients of this size are trained at the same time.
-    read: function that returns the used and the available memory; see `memory_use`.
+    spec: the run, of which only a round or two are made.
+    read: function that returns this process's peak memory and the memory that workers can use, both
+    in bytes, given the device.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
@@ -87,7 +89,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """Return data in which only these clients have samples.
 
-    Each of them has the samples that the first one has in `data`.
+    clients: the clients. Each of them gets the samples that the first of them has in `data`.
     central: the number of rows of the central test set that are kept.
     """
     train = _repeat_samples(data.partition.train, clients)

@@ -95,7 +95,8 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
     """Return the run with the path of a data set that this node can read.
 
     If the file is missing on this node, the first process writes it, and the others map it.
-    content: what `store_dataset` returned.
+    content: a list with a reference to the content of the file, as `store_dataset` returned it; []
+    if all processes of the run are on one node.
     """
     path = spec.data.dataset_path
     if not content or path.exists():
@@ -105,7 +106,13 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
 
 
 class RayWorker(Worker):
-    """A worker in a Ray actor."""
+    """A worker in a Ray actor.
+
+    spec: the run.
+    name: the name of the worker in messages, such as "worker-3".
+    content: a list with a reference to the content of the data set's file, for a node that does not
+    have this file; [] if all processes of the run are on one node.
+    """
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
         super().__init__(with_local_dataset(spec, content), name)
@@ -154,9 +161,10 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Let other processes read the stacks of this actor's process; return where to read them.
+        """Let processes on this node read which code the threads of this process execute.
 
-        Return None if the system cannot do that.
+        Return the description of the process that the function `read_stacks` needs; None if the
+        operating system does not allow it.
         """
         return open_stack_source()
 
@@ -177,7 +185,9 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums; None if all sums are None.
 
-        parts: for each sum, its positions in the summation tree.
+        parts: for each sum, the positions of its updates in the aggregation. They are one part of
+        the tree in which updates are added up (`tree_sum`).
+        sums: the sums in the same order; None for a part whose jobs all failed.
         """
         return add_up(parts, *sums)
 
@@ -186,6 +196,14 @@ class RayCoordinator:
     """The actor that runs a `Coordinator`.
 
     It calls the workers, so that Ray regards it as the owner of their results.
+    spec: the run.
+    schedule: when clients are dispatched and their updates are aggregated.
+    fleet: the rule that draws the clients' devices.
+    runtime: the workers.
+    folder: where the model and the checkpoints are written; "" writes none.
+    resume: the address of the checkpoint to continue from; "" starts a new run.
+    content: a list with a reference to the content of the data set's file; [] if all processes of
+    the run are on one node.
     """
 
     def __init__(
@@ -266,12 +284,16 @@ class RayRuntime:
     start: function that starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has number 0.
-    combine_from: see `Runtime`.
+    combine_from: the number of floats of the smallest model for which each node adds up the sums of
+    its workers; infinity means that nodes never do.
     actors: the actors of the workers; without any, `start` starts them.
-    participants: compares each worker that is ready with the driver; None compares nothing.
-    identify: function that starts a task at the place of a dead worker, given its number. The task
-    returns the identity of a process there.
-    growth: how workers are started during the run; None starts none.
+    participants: the processes of the run. Each worker that becomes ready is added to them, which
+    raises an error if its results would not be bit-identical to the driver's. None compares
+    nothing.
+    identify: function that starts a Ray task in the bundle of a dead worker, given the worker's
+    number. The task returns the identity of its process, because a worker with other versions of
+    libraries may die before it reports its own identity.
+    growth: the facts that decide which workers are started during the run; None starts none.
     """
 
     is_in_process = False
@@ -342,7 +364,8 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        parts: for each sum, its positions in the summation tree.
+        parts: for each sum, the positions of its updates in the aggregation. They are one part of
+        the tree in which updates are added up (`tree_sum`).
         refs: references to the sums.
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -398,8 +421,10 @@ class RayRuntime:
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
         """Start to notice lost nodes, and to start workers on nodes that join.
 
-        timeout_s: see `NodeWatch`.
-        worker_bytes, dataset_path: see `Recruiter`.
+        timeout_s: the seconds without an answer after which a node counts as lost; infinity means
+        never.
+        worker_bytes: the memory that a worker needs, in bytes.
+        dataset_path: the data set's file on this node; a node that joins may not have this file.
         """
         if self._growth is not None:
             self._watch = NodeWatch(timeout_s)
@@ -494,6 +519,8 @@ class RayRuntime:
         """Start a worker at a place of the cluster.
 
         number: the number of the lost worker that it replaces, or -1 for a new worker.
+        place: the node and the bundle in which the worker starts.
+        recruiter: the object that starts the actor, and later reports that it is ready.
         """
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
@@ -530,7 +557,7 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Forget what belongs to the previous process of a worker."""
+        """Forget the methods and the stacks of the process that a worker had before."""
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
         self._stacks.pop(worker, None)
@@ -551,20 +578,23 @@ class RayRuntime:
         if not self._wait_in_place(worker, ready):
             raise ProcessLostError(
                 f"worker {worker} died, and no other worker started in its place. Its node may be "
-                "lost; look at the output of ray status."
+                "lost; look at the output of ray status"
             )
         self._meet_replacement(worker, ready)
 
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
-        """Wait for a result from a process in a worker's bundle; return False if none comes.
+        """Wait until a process in a worker's bundle has made a result.
 
+        Return False if it does not exist after `REPLACEMENT_TIMEOUT_S` seconds, or as soon as a
+        bundle of this run is on a lost node.
+        ref: a reference to the result.
         Raises WorkerDiedError if the worker's node is lost.
         """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
             if ray.wait([ref], timeout=1)[0]:
                 return True
             if worker in self.find_lost_workers():
-                raise WorkerDiedError("the node of the worker is lost")
+                raise WorkerDiedError(f"the node of worker {worker} is lost")
             if second % ROOM_CHECK_S == 0 and _has_lost_bundle():
                 break
         return False
@@ -586,7 +616,7 @@ class RayRuntime:
             names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
             raise ProcessLostError(
                 f"{names} did not start within {timeout_s:g} s. "
-                "See Ray's logs (/tmp/ray/session_latest/logs on each node)."
+                "See Ray's logs (/tmp/ray/session_latest/logs on each node)"
             )
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         known = [identity for identity in identities if identity is not None]
@@ -604,7 +634,7 @@ class RayRuntime:
         identity = self._identity(worker, answer)
         if identity is None:
             if worker in self.find_lost_workers():
-                raise WorkerDiedError("the node of the worker is lost")
+                raise WorkerDiedError(f"the node of worker {worker} is lost")
             return
         try:
             self.participants.add(identity)
@@ -662,6 +692,7 @@ def start_workers(
 ) -> RayRuntime:
     """Start workers outside any placement group, all at the same time.
 
+    spec: the run.
     workers: the number of workers.
     kind: the class of the workers.
     actors: running actors that become the workers; without any, new actors are started.
@@ -688,13 +719,20 @@ def start_workers_in(
 ) -> RayRuntime:
     """Start workers in the bundles of a placement group, all at the same time.
 
+    group: the placement group. Its first bundle is the coordinator's; worker number i gets the
+    bundle i + 1.
+    size: the number of workers and the resources that each of them reserves.
     name: the beginning of the actors' names in Ray.
+    options: the settings `runtime.*`.
     kind: the class of the workers.
     spec: the run. It stays in the object store, for workers that replace dead ones.
-    content: what `store_dataset` returned.
+    content: a list with a reference to the content of the data set's file; [] if all processes of
+    the run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: see `RayRuntime`.
-    packages, device: see `identify_process`.
+    participants: the processes of the run, with which each worker is compared; None compares
+    nothing.
+    packages: the packages whose versions are compared.
+    device: the device of the workers, which is compared; "" means none.
     most: the most workers that the run may have after nodes join; 0 never starts more.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)

@@ -164,6 +164,8 @@ def reserve(
     Ray calls such a reservation a placement group. Inside a trial of a sweep, the placement group
     of the trial is used, and not removed. Ray also removes the group if this process dies.
     bundles: the resources to reserve.
+    name: the name of the placement group in Ray.
+    options: the settings `runtime.*`, such as the strategy and how long to wait.
     say: function that gets a text about what the run waits for.
     Raises ValueError if other runs still use the resources after `options.wait` seconds.
     Raises NoRoomError if the cluster becomes too small meanwhile.
@@ -190,8 +192,12 @@ def _wait_for(
 ) -> None:
     """Wait until Ray has reserved the resources of a placement group.
 
-    It waits in steps of a second or two, so that Ctrl-C can interrupt it. Arguments and errors: see
-    `reserve`.
+    It waits in steps of a second or two, so that Ctrl-C can interrupt it.
+    bundles: the resources that the group reserves.
+    options: the settings `runtime.*`, such as how long to wait.
+    say: function that gets a text about what the run waits for.
+    Raises ValueError if other runs still use the resources after `options.wait` seconds.
+    Raises NoRoomError if the cluster becomes too small meanwhile.
     """
     since, has_said = time.monotonic(), False
     while not group.wait(1 if has_said else QUICK_PLACEMENT_S):
@@ -216,7 +222,11 @@ def _wait_for(
 
 
 def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions) -> None:
-    """Raise NoRoomError if the cluster has become too small for the workers."""
+    """Raise NoRoomError if the cluster has become too small for the workers.
+
+    bundles: the bundles of the run; the last one is a worker's.
+    options: the settings `runtime.*`.
+    """
     worker = bundles[-1]
     workers = bundles.count(worker)
     capacity = worker_capacity(node_resources(), worker, options.strategy)

@@ -68,13 +68,16 @@ def plan_workers(
     say: Say = print,
     measure: Measure = preflight.measure,
 ) -> Size:
-    """Choose the number of workers and their resources; see `plan_now`.
+    """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    If there are too few nodes, wait up to `runtime.wait` seconds for nodes that are starting.
-    Without this setting do not wait. While it waits, an autoscaler is told which resources are
-    missing.
+    Wait up to `runtime.wait` seconds for nodes that are starting; without this setting do not wait.
+    Meanwhile Ray's autoscaler, which starts nodes on demand, is told which resources are missing.
+    `plan_now` chooses the number.
+    options: the settings `runtime.*`.
+    spec: the run.
     concurrency: the number of clients in flight.
     say: function that gets texts for the user.
+    measure: function that measures the memory of a job.
     """
     wait_s = options.wait or 0.0
     if options.address in (None, "local"):
@@ -107,9 +110,11 @@ def plan_now(
     If `runtime.workers` is set, it is that number. Otherwise it is the largest number that the
     CPUs, GPUs and memory of the nodes allow and that can have work. Inside a placement group (a
     trial of a sweep) the bundles of the group decide.
+    options: the settings `runtime.*`.
+    spec: the run.
     concurrency: the number of clients in flight.
     say: function that gets texts for the user.
-    measure: function that measures the memory of a job; see `preflight.measure`.
+    measure: function that trains one job and returns the memory that it needs.
     Raises ValueError, which says how many workers would fit, if the cluster is too small.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
@@ -176,6 +181,8 @@ def _limit_by_memory(
     cluster: the resources of each node.
     size: the planned number of workers and what each reserves.
     say: function that tells the user about a smaller number.
+    options: the settings `runtime.*`.
+    spec: the run; the size of its model decides how much memory a worker needs.
     """
     need = worker_bytes(build_networks(spec)[1].total, spec.dtype.itemsize)
     limited = limit_by_memory(size, options, cluster, need)
@@ -193,8 +200,8 @@ def _measure_remotely(
     """Measure the memory of one job, in a process that reserves the resources of a worker.
 
     per_worker: the resources of a worker.
-    say: function that tells the user how long it waits for resources.
-    measure: function that measures the memory.
+    say: function that gets a text about what the measurement waits for.
+    measure: function that trains one job and returns the memory that it needs.
     """
     end_waiting()  # the preflight needs a whole GPU
     with reserve([dict(per_worker)], "raysim-preflight", options, say) as group:
@@ -280,9 +287,14 @@ def run(
 ) -> Iterator[Event]:
     """Run on the connected cluster, in a placement group of the run; yield the run's events.
 
+    spec: the run.
+    schedule: when clients are dispatched and their updates are aggregated.
+    fleet: the rule that draws the clients' devices.
     size: the number of workers and their resources.
+    options: the settings `runtime.*`; None uses their defaults.
     say: function that gets texts for the user.
-    folder, resume: see `Coordinator`.
+    folder: where the model and the checkpoints are written; "" writes none.
+    resume: the address of the checkpoint to continue from; "" starts a new run.
 
     Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
     """
@@ -387,7 +399,7 @@ def _receive(
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, which "
         "include the time to start or replace a worker. Its process may be stopped or overloaded; "
-        "if it is only slow, increase faults.timeout."
+        "if it is only slow, increase faults.timeout"
     )
 
 

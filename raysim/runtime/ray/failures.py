@@ -29,6 +29,8 @@ class _Cause:
     """A reason why Ray cannot start, and what the user can do.
 
     words: texts that show this cause, in messages of Ray or of the operating system.
+    meaning: the text that describes the problem to the user.
+    advice: the text that tells the user what to do.
     """
 
     words: tuple[str, ...]

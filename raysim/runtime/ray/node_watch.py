@@ -35,6 +35,7 @@ def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) ->
     """Return True if a node's raylet (Ray's process on the node) answers.
 
     node: an entry of `ray.nodes()`.
+    timeout_s: the most seconds to wait for the answer.
     """
     address = (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
     try:
@@ -51,7 +52,9 @@ def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) ->
 def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> list[bool]:
     """Return a bool for each node: True if it answers. All nodes are asked at the same time.
 
+    This has nothing to do with probes of clients' models (`evaluate.probe`).
     nodes: entries of `ray.nodes()`.
+    timeout_s: the most seconds to wait for an answer.
     """
     if not nodes:
         return []

@@ -29,6 +29,7 @@ def object_workers(
 
     kind: a class with a method `ready`.
     spec: the argument of the class.
+    options: the settings `runtime.*`.
     device: the device of each worker, for example "cuda".
     threads: the threads of each worker.
     most: the largest number of workers that can have work.

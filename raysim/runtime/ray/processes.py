@@ -38,6 +38,9 @@ class RunProcesses:
     """The processes of a run, with their placement group.
 
     request: the bundles and the strategy with which the resources were requested.
+    group: the placement group that reserves the resources.
+    workers: the actors of the workers.
+    coordinator: the actor of the coordinator.
     end: function that ends the processes.
     """
 
@@ -79,6 +82,8 @@ class _WaitingProcesses:
         """Return the waiting processes if they fit a request; otherwise end them and return None.
 
         The returned processes wait no longer.
+        request: the bundles and the strategy that the next run needs. The waiting processes fit if
+        they were started with an equal request.
         """
         if self.processes is not None and (self.processes.request != request or is_inside_trial()):
             self.end()
@@ -132,7 +137,7 @@ def waiting_workers(per_worker: Resources) -> int:
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
-    They are kept if the run has succeeded and `keep_processes` is active.
+    They are kept if the run has succeeded and the context `keep_processes` is active.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:

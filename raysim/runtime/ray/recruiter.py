@@ -65,6 +65,9 @@ class Growth:
 class _Recruit:
     """A worker that was started and is not ready yet.
 
+    worker: the number of the worker.
+    place: where the worker was started.
+    actor: the actor of the worker.
     answer: a reference to the worker's identity, which exists when the worker is ready.
     since: when the worker was started, in seconds of `time.monotonic`.
     """
@@ -79,8 +82,9 @@ class _Recruit:
 class Recruiter:
     """The object that starts workers during a run.
 
+    growth: the facts of the run that decide how many workers start, and how.
     watch: the object that knows which nodes are usable.
-    worker_bytes: the memory that a worker needs.
+    worker_bytes: the memory that a worker needs, in bytes.
     dataset_path: the data set's file on this node; a node that joins may not have this file.
     """
 
