@@ -75,7 +75,6 @@ class APFL(Method):
 
     def setup(self, run: Setup) -> None:
         """Add the client's own model, a private network that is trained before the shared model."""
-        run.needs("gradients")
         run.excludes("local", "it mixes with a shared model, but local training has none")
         run.network("model", copy.deepcopy(run.model), private=True)
         run.client_state("alpha", lambda samples: self.alpha)
