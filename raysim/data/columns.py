@@ -572,12 +572,19 @@ def _is_picture(kind: pa.DataType) -> bool:
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the items of a column of lists."""
+    """Return the type of the items of a column of lists.
+
+    kind: the type of the column.
+    """
     return values_type(kind.value_type)
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return the plain type of a column's values, without dictionary encoding and extensions."""
+    """Return the plain type of a column's values, without dictionary encoding and extensions.
+
+    Decimal numbers become float64.
+    kind: the type of the column.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return _stored_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):

@@ -93,7 +93,11 @@ class Domains(Source):
         return class_names
 
     def _source(self, name: str) -> Source:
-        """Return the source of one domain."""
+        """Return the source of one domain.
+
+        name: the domain's name in `data.domains`.
+        Raise ValueError if no data set has this name.
+        """
         if name == "digits":
             return Digits()
         if name in TORCHVISION_SOURCES:

@@ -113,7 +113,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
 
 def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
-    """Return the rows of `rows` whose sample has a label."""
+    """Return the rows of `rows` whose sample in the data set has a label."""
     if not dataset.has_unlabelled:
         return rows
     labelled: Ints = rows[dataset.labels[rows] != IGNORED]
@@ -121,7 +121,11 @@ def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
 
 
 def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
-    """Remove samples without a label from the clients' test and validation samples."""
+    """Remove samples without a label from the clients' test and validation samples.
+
+    partition: the rows of each client.
+    dataset: the data set that has the labels.
+    """
     if not dataset.has_unlabelled:
         return partition
 
@@ -138,7 +142,11 @@ def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
 
 
 def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
-    """Raise ValueError if the partition needs classes and the data have none."""
+    """Raise ValueError if the partition needs classes and the data have none.
+
+    partitioner: the rule of the split.
+    clean: the data set without corruptions.
+    """
     if clean.kind == "classification" or not getattr(partitioner, "by_class", False):
         return
     action = "Set partition=iid, quantity, domain, natural or listed"
@@ -180,7 +188,11 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
 
 
 def _check_settings(source: Source, clean: Dataset) -> None:
-    """Raise ValueError if a setting of the data does not fit their kind or their inputs."""
+    """Raise ValueError if a setting of the data does not fit their kind or their inputs.
+
+    source: has the settings, such as `data.mean`.
+    clean: the data set without corruptions.
+    """
     channels = clean.shape[0]
     for key, values in (("mean", source.mean), ("std", source.std)):
         if values is not None and len(values) not in (1, channels):

@@ -128,7 +128,10 @@ def _read_split_file(path: Path) -> list[PictureFile]:
 
 
 def _search(root: Path) -> list[PictureFile]:
-    """Return the pictures below a folder; subfolders train and test mark their pictures."""
+    """Return the pictures below a folder; subfolders train and test mark their pictures.
+
+    root: the folder.
+    """
     if not all((root / split).is_dir() for split in SPLITS):
         return _search_split(root, root, "")
     pictures = []

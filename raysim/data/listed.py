@@ -43,7 +43,10 @@ class Listed(Partitioner):
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the keys of the file's JSON object as client names; None for a list of lists."""
+        """Return the keys of the file's JSON object as client names; None for a list of lists.
+
+        The arguments are not used, because the file gives the names.
+        """
         content = self._read_file()
         return list(content) if isinstance(content, dict) else None
 

@@ -72,6 +72,7 @@ class Draws:
 
     labels, domains: [n], the label and the domain of each row. Data without classes have only the
     label 0.
+    num_classes: the number of classes, including classes without samples.
     proportions: the stream for the shares of clients.
     orders: the stream for permutations of rows.
     """
@@ -91,6 +92,8 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
+    A subclass overrides `assign`. The class attribute `by_class` is True if its rule needs classes,
+    which not all data have.
     fraction: the share of each client's training rows that is kept.
     test_fraction: the share of each client's rows that is held out to test this client; with None
     no rows are held out, and the client is tested on a part of the central test set (`tests`).
@@ -125,7 +128,11 @@ class Partitioner:
         """Raise ValueError for settings that no data set can satisfy."""
 
     def assign(self, draws: Draws) -> CSR:
-        """Return the rows of each client, before rows are held out for tests."""
+        """Return the rows of each client, before rows are held out for tests.
+
+        draws: the labels and domains of all training rows, and the random streams.
+        Raise ValueError, with the key to change, if the rows cannot be split with these settings.
+        """
         raise NotImplementedError
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
@@ -144,6 +151,7 @@ class Partitioner:
 
         partition: the result of `split`.
         domains: the domains of the training rows.
+        domain_names: the names of the domains, in the order of their numbers.
         """
         return None
 
@@ -151,8 +159,12 @@ class Partitioner:
         """Split the training rows 0 to n-1 over clients.
 
         The held-out rows do not depend on `fraction`; a smaller fraction keeps a subset of the rows
-        of a larger fraction. Raise ValueError, with the nearest setting that works, if the rows
-        cannot be split with these settings.
+        of a larger fraction.
+        labels, domains: [n], the label and the domain of each row.
+        num_classes: the number of classes, including classes without samples.
+        seed: the seed of the run.
+        Raise ValueError, with the nearest setting that works, if the rows cannot be split with
+        these settings.
         """
         draws = Draws(
             labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order")
@@ -177,7 +189,11 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """A partition into equal parts of a random permutation."""
+    """A partition into equal parts of a random permutation.
+
+    clients: the number of clients. If the rows cannot be divided evenly, the first clients get one
+    more.
+    """
 
     clients: int
 
@@ -193,13 +209,15 @@ class Dirichlet(Partitioner):
     """A partition that splits each class by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
 
     The shares are drawn again until every client has `minimum` samples.
-    per: "class" draws the clients' shares of each class; "client" draws a class distribution for
-    each client, and then scales the clients' shares of each class to sum 1.
+    clients: the number of clients.
+    alpha: the smaller, the fewer clients share a class.
     balance: True gives no further classes to a client that has 1/N of all samples (N clients).
-    grouping: the number of clients in a group; each group gets a consecutive part of the shuffled
-    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); None makes no groups.
     minimum: the smallest number of samples of a client. None means 1 without `grouping`, and half
     of the mean number of samples per client with it.
+    grouping: the number of clients in a group; each group gets a consecutive part of the shuffled
+    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); None makes no groups.
+    per: "class" draws the clients' shares of each class; "client" draws a class distribution for
+    each client, and then scales the clients' shares of each class to sum 1.
     """
 
     by_class: ClassVar[bool] = True
@@ -270,6 +288,8 @@ class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
     Clients draw samples without replacement.
+    clients: the number of clients.
+    alpha: the smaller, the fewer classes a client has.
     concentration: "symmetric" is Dir(alpha, ..., alpha); "prior_scaled" is Dir(alpha * p), where p
     are the shares of the classes in the data.
     remaining: True takes as p the shares of the classes among the samples that are left when a
@@ -320,6 +340,7 @@ class DirichletClient(Partitioner):
 
         pools: the number of samples of each class, [C]. A class without samples gets
         probability 0.
+        draws: the labels of all rows, and the random streams.
         """
         scale = np.ones(len(pools))
         if self.concentration == "prior_scaled":
@@ -336,6 +357,7 @@ class DirichletClient(Partitioner):
 
         pools: the number of samples left in each class, [C]; the drawn samples are subtracted.
         size: the number of samples of a client.
+        draws: the random streams.
         """
         distribution = self._draw_distributions(draws, pools, 1)
         turns = np.zeros(size, dtype=np.int64)
@@ -352,7 +374,8 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """A partition of data sorted by label into equal shards (McMahan et al. 2017).
 
-    Each client gets `shards_per_client` random shards.
+    clients: the number of clients.
+    shards_per_client: the number of random shards that each client gets.
     """
 
     by_class: ClassVar[bool] = True
@@ -385,9 +408,13 @@ class Shards(Partitioner):
 
 @dataclass(frozen=True)
 class Quantity(Partitioner):
-    """A partition with IID labels and client sizes from a Dirichlet(alpha) draw (Li et al. 2022).
+    """A partition with IID labels, and client sizes from a Dirichlet(alpha) draw.
 
-    The sizes are drawn again until every client has `minimum` samples.
+    The source is Li et al. (2022). The sizes are drawn again until every client has `minimum`
+    samples.
+    clients: the number of clients.
+    alpha: the smaller, the more the sizes differ.
+    minimum: the smallest number of samples of a client.
     """
 
     clients: int
@@ -415,7 +442,10 @@ class Quantity(Partitioner):
 
 @dataclass(frozen=True)
 class Domain(Partitioner):
-    """A partition in which several clients share the samples of one domain."""
+    """A partition in which several clients share the samples of one domain.
+
+    clients_per_domain: the number of clients that split the samples of a domain evenly.
+    """
 
     clients_per_domain: int = 1
 
@@ -434,6 +464,8 @@ class Domain(Partitioner):
         """Give the central test samples of a domain to its clients in turn, sorted by class.
 
         Each client so gets samples of all classes.
+        labels, domains: the label and the domain of each central test row.
+        num_domains: the number of domains that have training rows; further domains have no clients.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -491,7 +523,12 @@ class Natural(Partitioner):
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str]:
-        """Return the name of each client's domain."""
+        """Return the name of each client's domain, because each domain is a user.
+
+        partition: the rows of each client.
+        domains: the domain of each training row.
+        domain_names: the names of the domains, in the order of their numbers.
+        """
         domain_of_client = np.zeros(len(partition), np.int64)
         for part in (partition.train, partition.test, partition.validation, partition.spare):
             if part is not None:
@@ -535,7 +572,11 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return the central test samples that have each client's domain and classes."""
+        """Return the central test samples that have each client's domain and classes.
+
+        labels, domains: the label and the domain of each central test row.
+        num_domains: the number of domains that have training rows; further domains have no clients.
+        """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(
             domains=domains[rows],
@@ -573,6 +614,7 @@ def _draw_until_minimum(
     draw: function that draws the clients' shares of each class.
     client_sizes: function that returns the clients' numbers of samples for these shares, [N].
     For rejected draws only the clients' sizes are computed. Raise ValueError after `MAX_ATTEMPTS`.
+    alpha, clients: `partition.alpha` and `partition.clients`, for the error.
     """
     shares = draw()
     max_attempts = min(MAX_ATTEMPTS, max(20, MAX_PROPORTIONS // shares.size))

@@ -27,6 +27,8 @@ class Picture:
     """An encoded picture: a file or bytes.
 
     place: the name of the picture in errors.
+    content: the path of the file, or the bytes; None if the data has an empty value, for which
+    `open` raises an error.
     """
 
     place: str
@@ -88,7 +90,10 @@ def stack_images(
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:
-    """Yield the name of each image, for errors, and the image as a Pillow image."""
+    """Yield the name of each image, for errors, and the image as a Pillow image.
+
+    images: uint8 [n, c, h, w], or encoded pictures.
+    """
     from PIL import Image
 
     if not isinstance(images, np.ndarray):
@@ -105,6 +110,8 @@ def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) 
     """Return a picture as uint8 [c, h, w], converted and then resized to size x size.
 
     Resizing is bilinear and antialiased.
+    size: the height and width of the result; None keeps the picture's size.
+    channels: 1 makes the picture grey, 3 makes it RGB; None keeps its channels.
     """
     from PIL import Image
 

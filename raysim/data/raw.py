@@ -65,7 +65,11 @@ class Raw:
     train_rows: the number of training rows.
     class_names: the names of the model's outputs: the classes, labels or values.
     domains: the domain of each row; None for one domain.
-    tokens: the set of token numbers; with None, all numbers up to the largest one.
+    domain_names: the names of the domains, in the order of their numbers.
+    kind: the kind of the task, such as "regression".
+    tokens: how many different token numbers there are, and the padding; with None, all numbers up
+    to the largest one are tokens.
+    origin: the columns that were read, for the plan of a run.
     fields: the parts of a row of inputs, if samples have several inputs (`pack_fields`).
     targets: the parts of a row of labels, if they are structures (`pack_targets`).
     tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
@@ -92,14 +96,21 @@ class Source:
     only: names of the classes to keep, numbered in this order; None keeps all.
     size: images are resized to size x size pixels; None keeps their size.
     channels: 1 makes images grey, 3 makes them RGB; None keeps their channels.
-    cache: the folder for the data sets that raysim writes; None uses `cache_folder`.
-    kind: the kind of the task; None lets `labels.infer_kind` decide.
+    cache: the folder for the data sets that raysim writes; None uses the environment variable
+    RAYSIM_CACHE, else ~/.cache/raysim.
+    kind: the kind of the task: "classification", "regression", "multilabel", "positions" or
+    "causal"; None lets the form of the labels decide (`labels.infer_kind`).
     ignore: the label of samples and positions without a label; losses and scores ignore them.
     label_noise: the share of each client's training labels that become another class.
-    rotation: the rotation of images by fixed or random angles, see `Rotation` (corruption.py).
+    rotation: the rotation of images by fixed or random angles; `Rotation` in corruption.py explains
+    its settings.
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
-    mean, std, augment, crop_padding, rotate_degrees, crop_area, jitter, grey: normalisation and
-    augmentation of the inputs, see `Pipeline`.
+    mean, std: inputs are normalised to (x - mean) / std: one number for all channels, or one per
+    channel; None only scales images to [0, 1].
+    augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
+    "rotate", "jitter" and "grey".
+    crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations;
+    `Pipeline` in batches.py explains them.
     """
 
     only: list[str | int] | None = None
@@ -242,9 +253,10 @@ class Source:
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
-        """Return the inputs as the data set stores them; for token numbers, also the set of tokens.
+        """Return the inputs as the data set stores them; for token numbers, also their `Tokens`.
 
-        Pictures are decoded to uint8 [n, c, h, w]; see `convert_inputs` for other inputs.
+        Pictures are decoded to uint8 [n, c, h, w]; `convert_inputs` converts other inputs.
+        raw: the samples that the source read.
         name: the name of the source, for errors.
         """
         if isinstance(raw.inputs, dict):
@@ -278,10 +290,13 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in the type in which they are stored; for token numbers, also their set.
+    """Return inputs in their stored type; for token numbers, also their `Tokens`.
 
-    uint8 stays uint8, floats become float32, other integers are token numbers (int64). Raise
-    ValueError for other types, nan, infinite values, and integers that cannot be tokens.
+    uint8 stays uint8, floats become float32, other integers are token numbers (int64).
+    tokens: how many different token numbers there are, and the padding; None finds the number from
+    the largest token.
+    name: the name of the source, for errors.
+    Raise ValueError for other types, nan, infinite values, and integers that cannot be tokens.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind
@@ -313,7 +328,11 @@ def convert_inputs(
 
 
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
-    """Return labels in their stored type. Raise ValueError if they do not fit `kind`."""
+    """Return labels in their stored type. Raise ValueError if they do not fit `kind`.
+
+    outputs: the number of the model's outputs.
+    name: the name of the source, for errors.
+    """
     if kind in ("classification", *POSITION_KINDS):
         return labels.astype(np.int64)
     if kind == "structure":
@@ -374,7 +393,12 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
 
 
 def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
-    """Describe in one line which columns have the inputs, the labels and the users."""
+    """Describe in one line which columns have the inputs, the labels and the users.
+
+    raw: the samples that the source read.
+    inputs: the inputs as they are stored.
+    tokens: None if the inputs are not token numbers.
+    """
     if raw.fields:
         form = f"{len(raw.fields)} inputs: {_describe_fields(raw.fields)}"
     elif tokens:
@@ -436,7 +460,11 @@ def _code_files(cls: type[Source]) -> list[Path]:
 
 
 def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
-    """Return only the samples of some classes; pictures of other classes are never decoded."""
+    """Return only the samples of some classes; pictures of other classes are never decoded.
+
+    raw: the samples that the source read.
+    classes: the names of the classes to keep, which are numbered in this order.
+    """
     if raw.kind != "classification":
         raise ValueError(
             f"data.only={list(classes)} keeps some classes, but this data has no classes (it is "

@@ -27,7 +27,10 @@ def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
 
 
 def train_first(is_test: NDArray[np.bool_]) -> tuple[Ints, int]:
-    """Return the order with training rows first, and the number of training rows."""
+    """Return the order with training rows first, and the number of training rows.
+
+    is_test: bool [n], True for test rows.
+    """
     return np.argsort(is_test, kind="stable"), int((~is_test).sum())
 
 
@@ -95,6 +98,7 @@ def number_domains(
 
     values: the name of each row's domain.
     order: all names in the order of their numbers; None uses `natural_order`.
+    is_train: bool [n], True for training rows.
     """
     names = values.astype(np.str_)
     ordered = natural_order(values) if order is None else order

@@ -41,7 +41,10 @@ USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
 class Part(NamedTuple):
     """One file of a sample, by its position in a tar file.
 
+    shard: the tar file.
     name: the file's name in the tar file.
+    start: the position of the file's first byte in the tar file.
+    size: the number of its bytes.
     """
 
     shard: Path
@@ -156,7 +159,12 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return the endings of the files with the inputs, the label and the user of a sample."""
+        """Return the endings of the files with the inputs, the label and the user of a sample.
+
+        sample: the files of the first sample, by ending.
+        place: `data.root`, for errors.
+        Raise ValueError if no ending is left for the label or the input.
+        """
         by_name = {_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
         user = self.user or by_name.get(find_column(list(by_name), USER_NAMES) or "")
@@ -201,6 +209,7 @@ class WebDataset(Source):
         """Return the files with one ending as an array [n, ...]; for text, also the set of tokens.
 
         samples: the files of each of n samples, by ending.
+        place: `data.root`, for errors.
         """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
@@ -227,7 +236,10 @@ def _is_picture(ending: str) -> bool:
 
 
 def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
-    """Return for each sample its files by ending, in the order of the tar files."""
+    """Return for each sample its files by ending, in the order of the tar files.
+
+    shards: the tar files.
+    """
     samples: dict[tuple[Path, str], dict[str, Part]] = {}
     for shard in shards:
         try:
@@ -265,6 +277,8 @@ def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
 def _pictures(samples: Sequence[Mapping[str, Part]], ending: str, order: Ints) -> Iterator[Picture]:
     """Yield the pictures of some samples in a given order.
 
+    samples: the files of each sample, by ending.
+    ending: the ending of the pictures.
     order: the indices of the samples.
     """
     for row in order.tolist():
@@ -280,7 +294,11 @@ def _read_text(part: Part) -> str:
 
 
 def _read_value(part: Part, ending: str) -> Any:
-    """Return the content of a file that is not a picture: a number, text or array."""
+    """Return the content of a file that is not a picture: a number, text or array.
+
+    ending: the file's ending, which gives its type.
+    Raise ValueError if the file cannot be read or has an unknown ending.
+    """
     form = ending.rpartition(".")[2]
     try:
         if form == "npy":

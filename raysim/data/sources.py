@@ -103,7 +103,9 @@ class Digits(Source):
 class Mnist(Source):
     """A source of MNIST, which torchvision downloads and reads.
 
-    root: the folder that contains MNIST/raw, or that receives the download.
+    root: the folder that contains MNIST/raw, or that receives the download; None uses the folder of
+    stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -120,7 +122,9 @@ class Mnist(Source):
 class FashionMnist(Source):
     """A source of Fashion-MNIST, which torchvision downloads and reads.
 
-    root: the folder that contains FashionMNIST/raw, or that receives the download.
+    root: the folder that contains FashionMNIST/raw, or that receives the download; None uses the
+    folder of stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -137,7 +141,9 @@ class FashionMnist(Source):
 class Cifar10(Source):
     """A source of CIFAR-10, which torchvision downloads and reads.
 
-    root: the folder that contains cifar-10-batches-py, or that receives the download.
+    root: the folder that contains cifar-10-batches-py, or that receives the download; None uses the
+    folder of stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -154,7 +160,9 @@ class Cifar10(Source):
 class Cifar100(Source):
     """A source of CIFAR-100, which torchvision downloads and reads.
 
-    root: the folder that contains cifar-100-python, or that receives the download.
+    root: the folder that contains cifar-100-python, or that receives the download; None uses the
+    folder of stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -171,7 +179,9 @@ class Cifar100(Source):
 class Svhn(Source):
     """A source of SVHN, which torchvision downloads and reads; its split `extra` is not used.
 
-    root: the folder that contains train_32x32.mat, or that receives the download.
+    root: the folder that contains train_32x32.mat, or that receives the download; None uses the
+    folder of stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -188,7 +198,9 @@ class Svhn(Source):
 class Usps(Source):
     """A source of USPS, which torchvision downloads and reads.
 
-    root: the folder that contains usps.bz2, or that receives the download.
+    root: the folder that contains usps.bz2, or that receives the download; None uses the folder of
+    stored data sets.
+    download: False refuses to download missing files.
     """
 
     root: str | None = None
@@ -208,7 +220,10 @@ def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set; download them first if one is missing.
 
     Instead of torchvision's files, a folder with the data set's name may contain strips, Parquet
-    files or pictures. Raise ValueError if files are missing and the download is off or fails.
+    files or pictures.
+    source: its settings `root` and `download`.
+    set_name: the class in torchvision.datasets, such as "MNIST".
+    Raise ValueError if files are missing and the download is off or fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)
@@ -243,6 +258,7 @@ def _find_complete_folder(root: Path, set_name: str) -> Path | None:
     """Return the folder that has all of torchvision's files of a data set, or None.
 
     This is the root, or the folder in the root that has the data set's name.
+    set_name: the class in torchvision.datasets, such as "MNIST".
     """
     for folder in (root, find_folder(root, set_name)):
         if folder and all((folder / name).is_file() for name in TORCHVISION_FILES[set_name]):
@@ -313,6 +329,9 @@ def _read_split(
     """Return the images [n, c, h, w], labels and class names of one split.
 
     Class names are digits if torchvision has none.
+    folder: the folder of torchvision's files.
+    set_name: the class in torchvision.datasets, such as "MNIST".
+    split: "train" or "test".
     """
     if set_name in IDX_SETS:
         # torchvision's class would read a pickle of an old version next to these files
@@ -352,11 +371,15 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 
 @dataclass(frozen=True)
 class Synthetic(Source):
-    """A source of random points around Gaussian class prototypes, for tests and timing.
+    """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    Each domain adds a shift to all its points, and each point gets noise.
-    noise, shift: standard deviations, in units of the prototypes' standard deviation.
-    test_samples: the number of central test rows.
+    Each domain adds a shift to all its images, and each image gets noise.
+    shape: the shape of an image, [channels, height, width].
+    classes, domains: the numbers of classes and of domains.
+    samples, test_samples: the numbers of training rows and of central test rows.
+    noise, shift: standard deviations, in units of the prototypes' standard deviation; with one
+    domain there is no shift.
+    seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 
     shape: list[int] = field(default_factory=lambda: [1, 8, 8])

@@ -34,7 +34,10 @@ def floor_counts(values: NDArray[np.floating]) -> Ints:
 
 
 def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
-    """Return True if every client has at least `minimum` rows."""
+    """Return True if every client has at least `minimum` rows.
+
+    offsets: [N + 1], the offsets of a `CSR`.
+    """
     return bool((np.diff(np.asarray(offsets)) >= minimum).all())
 
 
@@ -81,7 +84,11 @@ def _even_offsets(total: int, parts: int) -> Ints:
 
 # ---- splits of all rows --------------------------------------------------------------------------
 def iid_split(*, order: ArrayLike, num_clients: int) -> CSR:
-    """Cut a permutation into even parts; the first n mod N clients get one sample more."""
+    """Cut a permutation into even parts; the first n mod N clients get one sample more.
+
+    order: a permutation of the rows, [n].
+    num_clients: the number N of clients.
+    """
     indices = np.asarray(order, dtype=np.int64)
     return CSR(indices, _even_offsets(len(indices), num_clients))
 
@@ -99,10 +106,12 @@ def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
 def dirichlet_label_split(
     *, labels: ArrayLike, proportions: ArrayLike, order: ArrayLike, balance: bool = False
 ) -> CSR:
-    """Split the rows of each class, in `order`, over clients.
+    """Split the rows of each class over clients.
 
+    labels: the class of each row, [n].
     proportions: the share of each class that each client gets, [C, N].
-    balance: see `class_counts_by_client`.
+    order: a permutation of the rows; the rows of a class are given out in this order.
+    balance: True gives no samples of later classes to a client that has n/N samples or more.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -115,9 +124,10 @@ def dirichlet_label_split(
 
 
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
-    """Convert class shares of each client, [N, C], to client shares of each class, [C, N].
+    """Convert class shares of each client to client shares of each class, [C, N].
 
     Clients share a class equally if every client's share of it is 0.
+    client_distributions: the class shares of each client, [N, C].
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -153,6 +163,8 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     """Return the class that a client draws at each turn, among the classes with samples left.
 
     proportions: each client's class distribution, [N, C].
+    turns: the number of the client at each of T turns, [T].
+    uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
     pools: samples left of each class, [C]; taken samples are subtracted in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
@@ -201,6 +213,8 @@ def shard_split(
 ) -> CSR:
     """Sort rows by label, cut them into N * S equal shards, and give each client S shards.
 
+    labels: the class of each row, [n].
+    num_clients: the number N of clients.
     shards_per_client: S.
     order: a permutation of the rows, which orders the rows of each class.
     assignment: the numbers of the shards in the order in which clients get them, [N * S]. Client 0
@@ -222,6 +236,9 @@ def domain_split(
     """Split each domain, in `order`, evenly over its clients.
 
     Client `domain * clients_per_domain + part` gets part number `part` of the domain.
+    domains: the domain of each row, [n].
+    num_domains: the number of domains.
+    order: a permutation of the rows.
     """
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -241,6 +258,9 @@ def domain_class_split(
 
     The client's number is `domain * len(class_groups) + group`, and its rows are ascending. Rows
     whose class is in no group are not used.
+    domains, labels: the domain and the class of each row, [n].
+    num_domains: the number of domains.
+    class_groups: for each group the numbers of its classes.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)
     largest = int(labels.max(initial=0))
@@ -283,6 +303,9 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
     """Hold out shares of each client's rows, in `order`, first for test, then for validation.
 
     Each part has `fraction_count` rows, but at least one row of a client stays in training.
+    csr: the rows of each client.
+    test, validation: the shares.
+    order: a permutation of all rows.
     """
     most = np.maximum(csr.counts - 1, 0)
     test_counts = np.minimum(floor_counts(csr.counts * test), most)

@@ -20,8 +20,10 @@ class Stored(Source):
     """A source that reads a folder with strips, Parquet files or folders of pictures.
 
     root: the folder of the data set, or a folder that contains it.
-    name: the folder inside `root`; case, blanks, hyphens and underscores do not matter.
-    image_column, label_column, domain_column: columns of Parquet files, see `Parquet`.
+    name: the folder inside `root`; case, blanks, hyphens and underscores do not matter. None if
+    `root` is the folder of the data set.
+    image_column, label_column, domain_column: the columns of pictures, labels and domains in
+    Parquet files; other files do not use them.
     test_fraction: the share of each class of each domain that is for testing, if the files do not
     say which rows are.
     """

@@ -45,6 +45,9 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 class TextTable(Source):
     """A source that reads a file of rows, or a folder with a training and perhaps a test file.
 
+    A subclass reads the files. Its class attribute `option` is the user's choice, such as
+    "data=csv", and `endings` has the endings of its files.
+    root: the file or the folder.
     columns: the input columns; None takes all columns but the label and the user.
     label, user: the columns of labels and of users (clients, with partition=natural); None takes a
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
@@ -52,9 +55,14 @@ class TextTable(Source):
     separate: True makes each input column a separate input, which the network gets as the argument
     with the column's name.
     test_fraction: the share of each class of each user that is for testing, without a test file.
-    length, padding, tokenizer: see `TokenSettings`.
-    kind="causal": each row is a document for a language model (causal.py), and needs no label.
-    prompt, packing: see `DocumentSettings`.
+    length: the largest number of tokens of a row; further tokens are left out.
+    padding: the number that fills short rows of tokens.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
+    kind="causal": each row is a document for a language model, and needs no label.
+    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
+    learnt; None: there are no prompts.
+    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
+    None means True if there are no prompts.
     """
 
     root: str | None = None
@@ -137,7 +145,11 @@ class TextTable(Source):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the names of the columns that have the labels."""
+        """Return the names of the columns that have the labels.
+
+        names: the columns of the table.
+        place: the name of the file in errors.
+        """
         if self.targets and self.label:
             raise ValueError(
                 f"data.targets={'+'.join(self.targets)} and data.label={self.label} both name the "
@@ -151,6 +163,7 @@ class TextTable(Source):
         """Return the samples of a table in which each row is a document.
 
         is_test: None if there is no test file.
+        place: the name of the file in errors.
         """
         user = self.user or find_column(table.column_names, USER_NAMES)
         users = None if user is None else group_values(table, user, place, "data.user")
@@ -231,7 +244,11 @@ class JsonLines(TextTable):
 
 
 def _concatenate(tables: list[pa.Table], paths: list[Path]) -> pa.Table:
-    """Return the rows of all files; raise ValueError if two files have different columns."""
+    """Return the rows of all files; raise ValueError if two files have different columns.
+
+    tables: the rows of each file.
+    paths: the files, for errors.
+    """
     for table, path in zip(tables, paths, strict=True):
         if set(table.column_names) != set(tables[0].column_names):
             raise ValueError(

@@ -29,9 +29,10 @@ ROWS = ".rows"  # end of the name of the number of rows that each sample has in 
 class Tabular(Source):
     """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
-    The labels of breast_cancer and wine are classes. The label of diabetes is a value, the
-    progression of the disease, which is scaled like the columns. Means and deviations are those of
-    the training rows.
+    The means and deviations of the training rows are used for all rows. The labels of breast_cancer
+    and wine are classes. The label of diabetes is a value, the progression of the disease, which is
+    scaled like the columns.
+    name: the name of the table: "breast_cancer", "wine" or "diabetes".
     test_fraction: the share of each class that is for testing.
     """
 
@@ -73,14 +74,18 @@ def _standardise(values: NDArray[Any], is_train: NDArray[np.bool_]) -> NDArray[n
 class NumPy(Source):
     """A source of NumPy arrays of any shape: root/train.npz and optionally root/test.npz.
 
-    Each file has x [n, ...], y, and optionally user [n].
-    x: uint8 levels (images are [n, channels, height, width]), floats, or integers, which are token
-    numbers; `padding` is the number that fills short sequences.
-    y: labels [n] or [n, outputs], see `labels.infer_kind`.
-    user: the user of each sample, for partition=natural. Several inputs are arrays x.NAME, each [n,
-    ...], instead of x. A structured target is stored as arrays y.NAME [n, ...] instead of y. If the
+    Each file has these arrays:
+    x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
+    integers, which are token numbers. If samples have several inputs, there is an array x.NAME [n,
+    ...] for each input instead.
+    y [n] or [n, outputs]: the labels; `labels.infer_kind` decides from their form whether they are
+    classes or values. A structured target is stored as arrays y.NAME [n, ...] instead. If the
     samples have different numbers of rows, y.NAME has the rows of all samples one after another,
     and y.NAME.rows [n] has the number of rows of each sample.
+    user [n]: the user of each sample, for partition=natural; it may be missing.
+
+    root: the folder with the files.
+    padding: the number that fills short sequences of token numbers.
     test_fraction: the share of the rows that is for testing, without test.npz.
     """
 
@@ -120,6 +125,8 @@ class Npz(Source):
     The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each file has x [n, ...]
     and y, as `NumPy` describes them. The name of a file is the user of its rows; with
     partition=natural each user is a client.
+    root: the folder with the folders train and test.
+    padding: the number that fills short sequences of token numbers.
     test_fraction: the share of each user's rows that is for testing, without the folder test.
     """
 
@@ -236,7 +243,10 @@ def _is_input(key: str) -> bool:
 
 
 def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[str, Any]]:
-    """Return for each sample a dictionary of its targets, from the arrays named y.NAME."""
+    """Return for each sample a dictionary of its targets, from the arrays named y.NAME.
+
+    place: the name of the data in errors.
+    """
     parts: dict[str, Any] = {}
     for key, values in arrays.items():
         if not key.startswith(TARGET) or key.endswith(ROWS):

@@ -38,13 +38,14 @@ class Leaf(Source):
     whose characters become tokens; or lists of numbers; or names of pictures (CelebA); or lists of
     fields (Sent140). Labels that are single characters are classes: the 80 characters of LEAF's
     Shakespeare.
-    kind="causal": a language model of the texts, see causal.py; overlapping texts are joined.
+    kind="causal": the texts are documents for a language model; overlapping texts are joined.
+    root: the folder with the folders train and test.
     length: the number of characters at the end of a text that are kept; with kind="causal" the
     number of characters of a row.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
-    images: the folder of the pictures.
-    field: the number of the field with the text, from 0.
+    images: the folder of the pictures; None if inputs are not names of pictures.
+    field: the number of the field with the text, from 0; None if inputs are not lists of fields.
     """
 
     root: str | None = None
@@ -215,7 +216,13 @@ def join_windows(windows: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class _LeafRows:
-    """The labels and users of all samples, and which samples are for testing."""
+    """The labels and users of all samples, and which samples are for testing.
+
+    labels: [n, ...].
+    users: [n], the name of each sample's user.
+    is_test: bool [n], True for samples that are for testing.
+    place: the name of the data in errors.
+    """
 
     labels: NDArray[Any]
     users: NDArray[Any]
@@ -231,7 +238,12 @@ class _LeafRows:
 
 
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
-    """Return the text in one field of each input; an input is a list of fields."""
+    """Return the text in one field of each input; an input is a list of fields.
+
+    field: the number of the field, from 0 (`data.field`).
+    place: the name of the data in errors.
+    Raise ValueError if an input has no text in this field.
+    """
     texts = []
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
@@ -245,7 +257,12 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
 
 
 def _refuse_fields(inputs: list[Any], place: str) -> None:
-    """Raise ValueError if an input is a list that contains text."""
+    """Raise ValueError if an input is a list that contains text.
+
+    The error says that `data.field` must name the field with the text.
+    inputs: the inputs x of all samples.
+    place: the name of the data in errors.
+    """
     for x in inputs:
         if not isinstance(x, list):
             continue
@@ -282,16 +299,22 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
-    kind="causal": the labels are the next tokens at every position; see causal.py.
-    label="next": the label is the token that follows the sequence. The transition probabilities of
-    a user are (1 - skew) times those of a common chain plus skew times those of a separate chain of
-    this user.
-    label="chain": the label is the number of the chain, out of `chains`, that generated the
-    sequence. The share `skew` of a user's sequences comes from the user's favourite chain; the
-    other sequences come from any chain.
+    label: "next" or "chain", which decides what the labels are and where the sequences come from:
+    - "next": the label is the token that follows the sequence. Each user has a chain. Its
+    transition probabilities are (1 - skew) times the probabilities of a chain that all users share,
+    plus skew times the probabilities of a separate chain of this user.
+    - "chain": the label is the number of the chain, out of `chains`, that generated the sequence.
+    The share `skew` of a user's sequences comes from the user's favourite chain; the other
+    sequences come from any chain.
+
+    kind="causal": each sequence is a document for a language model, whose labels are the next
+    tokens at every position.
+    users: the number of users.
+    samples, test_samples: the number of sequences of each user for training, and for central tests.
+    vocabulary: the number of tokens, without the padding.
     length: the number of tokens of a sequence after padding at the end.
     shortest: the smallest number of tokens before padding.
-    samples, test_samples: the number of sequences of each user.
+    seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 
     users: int = 20

@@ -57,6 +57,7 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
 def as_float32(values: NDArray[Any], place: str) -> NDArray[np.float32]:
     """Return numbers as float32.
 
+    place: the name of the values in errors, such as "data: the inputs for train".
     Raise ValueError for numbers that are not finite or outside the range of float32.
     """
     if not np.isfinite(values).all():
@@ -78,7 +79,10 @@ def type_name(values: NDArray[Any]) -> str:
 
 
 def refuse_nan(values: NDArray[Any], place: str) -> None:
-    """Raise ValueError if an array of floats contains nan, a missing value."""
+    """Raise ValueError if an array of floats contains nan, a missing value.
+
+    place: the name of the values in errors.
+    """
     if values.dtype.kind == "f" and np.isnan(values).any():
         _refuse_missing(np.isnan(values), place)
 
