@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +109,9 @@ class RoutedStream:
 _messages: RayMessages | None = None  # None if raysim has not connected this process to Ray
 
 
-@contextmanager
-def _routed_output(messages: RayMessages) -> Iterator[None]:
-    previous = sys.stdout
-    routed: Any = RoutedStream(previous, messages)
-    sys.stdout = routed
-    try:
-        yield
-    finally:
-        if sys.stdout is routed:  # else a progress bar has ended, and restored what it had replaced
-            sys.stdout = previous
+def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
+    routed: Any = RoutedStream(sys.stdout, messages)
+    return redirect_stdout(routed)
 
 
 @contextmanager
