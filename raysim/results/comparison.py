@@ -12,7 +12,6 @@ from raysim.primitives.checks import above, one_of
 from raysim.primitives.errors import errors_as_refusals, suggest
 from raysim.primitives.files import make_folder, replace_file, user_path
 from raysim.results.curves import AXES, is_informative, is_used
-from raysim.results.page import setting_curves, write_report
 from raysim.results.print_figures import COLUMN_WIDTH_IN, FORMATS, draw_figure, save_figure
 from raysim.results.report import (
     USUAL_VIEW,
@@ -97,6 +96,8 @@ class Report:
         Figures against traffic and virtual time exist if the settings differ in their cost of a
         round.
         """
+        from raysim.results.page import setting_curves
+
         figures = {}
         for key, (_, ylabel, curves) in setting_curves(self.groups, self.view).items():
             for axis in AXES:
@@ -155,6 +156,8 @@ class Report:
         formats: file types of the figures for print: any of "pdf", "svg" and "png"; () writes no
         such figures.
         """
+        from raysim.results.page import write_report
+
         with errors_as_refusals():
             check_formats(formats)
             folder = make_folder(user_path(folder))
