@@ -13,7 +13,7 @@ from scipy import stats
 
 import raysim
 from raysim.primitives.errors import RefusedError
-from raysim.results import comparison, print_figures
+from raysim.results import comparison, page, print_figures
 from raysim.results.curves import AXES, mean_curve
 from raysim.results.history import read_history, summarise, write_history, write_json
 from raysim.results.report import TableView
@@ -295,7 +295,7 @@ def test_figure_of_lines_with_different_ends_has_a_legend(study: Path) -> None:
     save(study / "runs" / "krum-0", "krum", 0, 0.5, floats=9000)
     (curves,) = [
         curves
-        for key, (_, _, curves) in comparison.setting_curves(raysim.report(study).groups).items()
+        for key, (_, _, curves) in page.setting_curves(raysim.report(study).groups).items()
         if key == "accuracy"
     ]
     figure = print_figures.draw_figure(curves, AXES[1], "accuracy")
@@ -371,7 +371,7 @@ def test_every_metric_has_a_figure(tmp_path: Path) -> None:
     for row in rows:
         row |= {"brier": 2.0, "brier_worst": 3.0, "brier_global": None}
     write_history(rows, folder / "history.parquet")
-    curves = comparison.setting_curves(raysim.report(folder).groups, TableView(percent=True))
+    curves = page.setting_curves(raysim.report(folder).groups, TableView(percent=True))
     assert list(curves) == [
         *("accuracy", "accuracy_worst", "brier", "brier_worst", "train_loss"),
     ]
