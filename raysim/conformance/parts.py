@@ -33,7 +33,7 @@ from raysim.training.run_spec import build_networks, declare_run, sample_flops
 Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
-def _runs(study: Study) -> Checks:
+def _run_checks(study: Study) -> Checks:
     """Yield the checks of a run: equal bits on two workers, and after resuming.
 
     study: the tiny run; the checks are made under each of its schedules.
@@ -59,7 +59,7 @@ def of_model(model: ModelRecipe, study: Study) -> Checks:
     study = replace(study, model=model)
     yield "a seed gives the same values, another one others", partial(_check_seeds, study)
     yield "features and a head make the outputs", partial(_check_head, study)
-    yield from _runs(study)
+    yield from _run_checks(study)
     exact = partial(study.spec, torch.float64)
     yield (
         "the same numbers from recorded steps, or a refusal",
@@ -116,7 +116,7 @@ def of_data(data: Source, study: Study) -> Checks:
     """
     yield "it reads the same samples twice", partial(_check_read_twice, data)
     yield "labels and domains name what there is", partial(_check_labels, data)
-    yield from _runs(replace(study, data=data))
+    yield from _run_checks(replace(study, data=data))
 
 
 def _check_read_twice(data: Source) -> None:
@@ -157,7 +157,7 @@ def of_partition(partition: Partitioner, study: Study) -> Checks:
         "no sample belongs to two clients, or to training and test",
         partial(_check_disjoint, partition, study),
     )
-    yield from _runs(replace(study, partition=partition))
+    yield from _run_checks(replace(study, partition=partition))
 
 
 def _parts(partition: Partitioner, study: Study) -> Partition:
@@ -213,7 +213,7 @@ def of_schedule(schedule: Schedule, study: Study) -> Checks:
     """
     study = replace(study, schedules=(schedule,))
     yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)
-    yield from _runs(study)
+    yield from _run_checks(study)
 
 
 def _check_promises(schedule: Schedule, study: Study) -> None:
@@ -244,7 +244,7 @@ def of_selection(selection: Selection, study: Study) -> Checks:
     """
     study = replace(study, selection=selection)
     yield "it keeps no state in itself", partial(_check_memory, selection, study)
-    yield from _runs(study)
+    yield from _run_checks(study)
 
 
 def _check_memory(selection: Selection, study: Study) -> None:
@@ -268,7 +268,7 @@ def of_topology(topology: Topology, study: Study) -> Checks:
         study = replace(study, schedules=(Synchronous(2), Buffered(2, 1)))
     yield "a seed gives the same network, which fits its clients", partial(_check_network, study)
     yield "it keeps no state", partial(_check_topology_memory, topology, study)
-    yield from _runs(study)
+    yield from _run_checks(study)
 
 
 def _check_network(study: Study) -> None:
@@ -314,7 +314,7 @@ def of_fleet(fleet: Fleet, study: Study) -> Checks:
         "a seed gives the same devices, and no job takes negative time",
         partial(_check_devices, fleet, study),
     )
-    yield from _runs(study)
+    yield from _run_checks(study)
 
 
 def _check_devices(fleet: Fleet, study: Study) -> None:

@@ -91,12 +91,12 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and the columns that are left out.
 
-    columns: `data.columns`; None takes all columns except those of labels, users and domains,
-    columns that number the rows, and columns with a usual name for users.
+    columns: `data.columns`; None takes all columns but the columns in `known`, columns that number
+    the rows, and columns with a usual name for users.
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
-    are_separate: True if each column is a separate input.
     place: the name of the table in errors.
+    are_separate: True if each column is a separate input.
     Raise ValueError if the columns cannot be one input together.
     """
     if columns is not None:

@@ -124,8 +124,8 @@ class Domains(Source):
             if pixels.shape[1:] != stack.shape[1:]:
                 raise ValueError(
                     f"data.domains: images of {name} have the shape {pixels.shape[1:]} (channels, "
-                    f"height, width), those of {self.domains[0]} {stack.shape[1:]}. Set data.size "
-                    "and data.channels for all."
+                    f"height, width), but images of {self.domains[0]} have {stack.shape[1:]}. "
+                    "Set data.size and data.channels to convert all images to one shape."
                 )
             stack[rows] = pixels
         assert stack is not None, "checked: there is a domain"

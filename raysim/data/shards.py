@@ -72,16 +72,18 @@ class WebDataset(Source):
     dot of its name; the ending after the dot gives the type of the file: a picture, `npy`, `json`,
     `txt`, or `cls` (an integer).
 
-    root: a folder of tar files, in which those whose names start with "test" are for testing; or a
-    folder with the subfolder train, and optionally test, of tar files.
+    root: a folder of tar files, in which tar files whose names start with "test" are for testing;
+    or a folder with the subfolder train, and optionally test, of tar files.
     columns: the endings of the inputs, such as jpg. Several endings are separate inputs, which the
-    network gets as arguments with their names (`image` for image.png). None takes all endings
-    except those of label and user.
+    network gets as arguments with their names (`image` for image.png). None takes all endings but
+    the endings of label and user.
     label, user: the endings of labels and of users. None takes an ending with a usual name. A label
     is an integer, text, an array, a picture whose pixels are classes, or JSON, where an object is a
     structured target.
     test_fraction: the share of each class of each user that is for testing, without test files.
-    length, padding, tokenizer: see `TokenSettings`.
+    length: the largest number of tokens of a text; further tokens are left out.
+    padding: the number that fills short rows of tokens.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
 
     root: str | None = None
@@ -139,12 +141,12 @@ class WebDataset(Source):
             return assemble(inputs, labels, users, is_test, tokens, origin)
         arrays = {}
         for ending in columns:
-            arrays[_name(ending)], _ = self._read_input(samples, ending, place)
+            arrays[_field_name(ending)], _ = self._read_input(samples, ending, place)
         inputs, fields = pack_fields(arrays, place)
         return assemble(inputs, labels, users, is_test, None, origin, fields=fields)
 
     def _find_shards(self) -> tuple[list[Path], list[Path]]:
-        """Return the tar files for training and those for testing, both sorted by name."""
+        """Return the tar files for training and the tar files for testing, both sorted by name."""
         root = require_root(self.root, "data=webdataset", "a folder of tar files")
         train, test = _tar_files(root / "train"), _tar_files(root / "test")
         for path in _tar_files(root):
@@ -165,7 +167,7 @@ class WebDataset(Source):
         place: `data.root`, for errors.
         Raise ValueError if no ending is left for the label or the input.
         """
-        by_name = {_name(ending): ending for ending in sample}
+        by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
         user = self.user or by_name.get(find_column(list(by_name), USER_NAMES) or "")
         endings = ", ".join(sample)
@@ -226,7 +228,7 @@ def _tar_files(folder: Path) -> list[Path]:
     return [regular_file(path) for path in sorted(folder.glob("*.tar"))]
 
 
-def _name(ending: str) -> str:
+def _field_name(ending: str) -> str:
     """Return the field's name for a file's ending: `image` for image.png, `jpg` for jpg."""
     return ending.rpartition(".")[0] or ending
 

@@ -104,7 +104,8 @@ class Leaf(Source):
         """Return the texts of each user as documents.
 
         If the answers are single characters, as in Shakespeare, the texts are overlapping windows
-        of a longer text, and the answer is the next character; see `join_windows`.
+        of a longer text, and the answer is the next character. `join_windows` makes the longer text
+        of them.
         texts: the text of each sample.
         answers: the label of each sample.
         users: the user of each sample.

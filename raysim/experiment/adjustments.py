@@ -55,8 +55,9 @@ def drop_untrainable_clients(
 ) -> tuple[RunSpec, tuple[str, ...]]:
     """Leave out clients with one training sample if the model cannot train on one row.
 
-    Return the changed `spec`, and a warning if clients were left out. Raise `ValueError` if every
-    batch, or every client, has one row.
+    Return the changed `spec`, and a warning if clients were left out.
+    partitioner: the rule of the split; the warning names its setting that prevents such clients.
+    Raise `ValueError` if every batch, or every client, has one row.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
     clients = len(counts)

@@ -84,10 +84,19 @@ def build(
     metrics: Sequence[object] | None = None,
     **settings: object,
 ) -> Experiment:
-    """Build and check all objects of a run; download and cache its data if necessary.
+    """Build and check all objects of a run; return them as an `Experiment`, which `run` takes.
 
-    Besides the cached data, no file is written. `run` describes the arguments. Raise `RefusedError`
-    for a run that cannot be made.
+    Data are downloaded and cached if necessary; no other file is written.
+    config: overrides as on the command line, in one text or a list; or a complete configuration.
+    allow: packages besides raysim whose classes and options the configuration may use.
+    methods: objects, and names of options.
+    model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
+    object, or the name of an option.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
+    settings: overrides as keyword arguments: a group with the name of an option, or a key with a
+    value.
+    The arguments have the same forms as for `raysim.run`, whose help has examples.
+    Raise `RefusedError` for a run that cannot be made.
     """
     parts = {
         "model": model,
@@ -126,7 +135,9 @@ def build(
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
     """Return the data of a run, split over its clients.
 
-    Raise `RefusedError` for data that cannot be split in this way. `run` describes the arguments.
+    config: overrides as on the command line, in one text or a list; or a complete configuration.
+    allow: packages besides raysim whose classes and options the configuration may use.
+    Raise `RefusedError` for data that cannot be split in this way.
     """
     with errors_as_refusals():
         node = _compose_node(config, allow)
@@ -138,7 +149,12 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return a run's complete configuration; compose it from overrides if it is not complete."""
+    """Return a run's complete configuration; compose it from overrides if it is not complete.
+
+    allow: packages whose folders of options may be used.
+    settings: overrides as Python values, by key.
+    Raise `RefusedError` for settings that would change a complete configuration.
+    """
     folders = allow_packages(allow)
     if not isinstance(config, (DictConfig, Mapping)):
         return to_dict(compose(_split_text(config), folders, settings=settings))

@@ -56,7 +56,7 @@ class Draft:
 
     config: the configuration with the user's values.
     values: the values that the user set, by key.
-    set_keys: all keys and groups that the user set.
+    set_keys: the keys in `values`, and the groups for which the user chose an option.
     stored: the stored configuration that `config` continues; None for a new one.
     """
 
@@ -104,6 +104,9 @@ def _draft_config(
 
     A group without an override gets its option from `stored` or, with resume=, from the
     configuration of the resumed run.
+    groups: all options.
+    roots: the user's own folders of options.
+    stored: a stored configuration to start from; None if there is none.
     settings: overrides as Python values, not as text.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
@@ -164,6 +167,7 @@ def _restore_objects(
 ) -> None:
     """Copy the stored settings of Python objects to `config`, unless an option replaces them.
 
+    options: the options that the user chose, by group; their groups stay unchanged.
     groups: the options of every group.
     """
     choices = stored["choices"]
@@ -211,6 +215,7 @@ def draft(
 ) -> tuple[Node, dict[str, str]]:
     """Return a draft of a sweep's configurations, as plain data, and the errors of its keys.
 
+    folders: the user's own folders of options.
     keys: the keys that the sweep varies; `complete_draft` sets their values later.
     The errors are texts, by key, for each of `keys` that the configuration does not have. Raise
     `RefusedError` for overrides that `compose` would refuse.
@@ -231,6 +236,7 @@ def draft(
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
     """Return the configuration that `draft` began, with the values of one trial. Read no file.
 
+    drafted: the first result of `draft`.
     values: the values of the keys that the sweep varies, by key.
     """
     config = OmegaConf.create(drafted)
@@ -244,7 +250,11 @@ def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
 
 # --- stored configurations ------------------------------------------------------------------------
 def _load_stored(path: str | Path | None) -> Node | None:
-    """Load a configuration to start from, without its folder (`out`) and its `resume`."""
+    """Load a configuration to start from, without its folder (`out`) and its `resume`.
+
+    path: the file of the configuration, as a path or a URL; None returns None.
+    Raise `RefusedError` if the file is missing or is not a complete configuration.
+    """
     if path is None:
         return None
     advice = "Give the config.yaml of a run, or the best.yaml of a search."
@@ -277,7 +287,10 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
 
 
 def _resumed_places(values: Mapping[str, Any]) -> list[str]:
-    """Return the folders that may hold the configuration of the resumed run."""
+    """Return the folders that may hold the configuration of the resumed run.
+
+    values: the values that the user set, by key: `resume`, `out` and `checkpoint.folder` decide.
+    """
     resume = values.get("resume")
     if resume == "latest":
         places = [values.get("out"), values.get("checkpoint.folder")]
@@ -333,6 +346,7 @@ def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) 
     """Return the stored configuration after setting the keys that the user gives.
 
     config: the configuration that has the user's values.
+    set_keys: the keys and groups that the user set.
     """
     result = OmegaConf.create(stored)
     for set_key in set_keys:

@@ -63,6 +63,7 @@ def parse_yaml(text: str) -> DictConfig | ListConfig:
     """Return the content of a YAML file. The result is cached: copy it before you change it.
 
     Every composition reads the same files, and parsing a file takes milliseconds.
+    text: the text of the file.
     """
     return OmegaConf.load(io.StringIO(text))
 

@@ -237,7 +237,11 @@ def _selection(selection: Selection) -> str:
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Describe the file of the initial weights, and which tensors it lacks; "" without a file."""
+    """Describe the file of the initial weights, and which tensors it lacks; "" without a file.
+
+    networks: the run's networks, by name.
+    layout: the tensors of the networks.
+    """
     init, weights = experiment.spec.settings.init, experiment.spec.weights
     if weights is None:
         return ""
@@ -262,6 +266,7 @@ def _best(experiment: Experiment) -> str:
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
     """Describe which parts of BatchNorm are personal; "" if the run has no BatchNorm.
 
+    networks: the run's networks, by name.
     personal: names of the personal tensors.
     """
     networks_by_text: dict[str, list[str]] = {}
@@ -279,7 +284,11 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 
 
 def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the full names of all parameters and of all running statistics of BatchNorm."""
+    """Return the full names of all parameters and of all running statistics of BatchNorm.
+
+    network: the name of the network, with which the full names begin.
+    module: the network.
+    """
     parameters, statistics = [], []
     for path, layer in module.named_modules():
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):

@@ -225,7 +225,9 @@ def _run_once(
 ) -> Result:
     """Execute a run. Raise ProcessLostError if a process is lost.
 
-    The arguments are those of `_run_with_restarts`.
+    place: the run's folder, and what is known of an earlier start there.
+    quiet: True prints only warnings and errors.
+    users: the user's observers.
     """
     if place.is_finished:
         say(console, place.note)

@@ -44,7 +44,10 @@ def _name_failing_method() -> Iterator[None]:
 
 @contextmanager
 def _report_unwritable_files(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` with advice if a file cannot be written inside `with`."""
+    """Raise `RunStoppedError` with advice if a file cannot be written inside `with`.
+
+    folder: the run's folder, which the advice names.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -148,7 +148,11 @@ def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
 
 
 def _has_key(path: Path, key: str, group: str) -> bool:
-    """Return True if the file of an option, or a file that the option includes, has a key."""
+    """Return True if the file of an option, or a file that the option includes, has a key.
+
+    path: the file of the option.
+    group: the option's group, for errors.
+    """
     node = load_option(path, group)
     included = [entry for entry in node.get("defaults") or () if isinstance(entry, str)]
     files = [path.with_name(f"{entry}.yaml") for entry in included]
@@ -158,7 +162,8 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 def option_names(value: object, group: str = "method") -> list[Any]:
     """Return the names in a value that lists options: "a+b" is [a, b].
 
-    null, "" and method=fedavg are empty lists.
+    null, "" and the option that means an empty list (method=fedavg) are empty lists.
+    group: the group of the options.
     """
     if isinstance(value, str):
         value = value.split("+") if value else []
@@ -169,7 +174,12 @@ def option_names(value: object, group: str = "method") -> list[Any]:
 
 
 def join_options(names: Sequence[object], group: str = "method") -> str:
-    """Return a list of options as text, "a+b", which needs no quotes in a shell."""
+    """Return a list of options as text, "a+b", which needs no quotes in a shell.
+
+    An empty list becomes the option that means an empty list ("fedavg" for methods), or "null".
+    names: the names of the options.
+    group: their group.
+    """
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
 

@@ -58,7 +58,10 @@ class ConfigFiles(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        """Return True if one of the folders has this group."""
+        """Return True if one of the folders has this group.
+
+        config_path: the name of the group.
+        """
         return any((root / config_path).is_dir() for root in self.roots)
 
     def is_config(self, config_path: str) -> bool:
@@ -82,7 +85,11 @@ class ConfigFiles(ConfigSource):
         return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
-        """Return the names of a group's files without their endings. Hydra lists them in errors."""
+        """Return the names of a group's files without their endings. Hydra lists them in errors.
+
+        config_path: the name of the group.
+        results_filter: CONFIG lists only files, GROUP only subfolders, None both.
+        """
         names: set[str] = set()
         for root in self.roots:
             for path in (root / config_path).glob("*"):
@@ -117,8 +124,8 @@ class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
     values: the complete configuration.
-    chosen_values: for the groups that the preset mentions, the values of the chosen options without
-    the preset's changes.
+    chosen_values: for each group that the preset mentions and whose option the user chose, the
+    values of this option without the preset's changes.
     choices: the option of every group.
     """
 
@@ -137,6 +144,8 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     for options that are not chosen are dropped. If the user, not the preset, chose the option of a
     group, a value of the preset is kept only if this option has its key. The default preset does
     not change such a group at all.
+    options: the options that the user chose, with their groups.
+    folders: the user's own folders of options.
     """
     chosen = {group: list(names) for group, names in options}
     try:
@@ -226,7 +235,10 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Let Hydra read the files of these folders inside `with`; later folders win."""
+    """Let Hydra read the files of these folders inside `with`; later folders win.
+
+    roots: the folders; `config.yaml` is read from the first one.
+    """
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
         Plugins.instance().register(SearchConfigFiles)

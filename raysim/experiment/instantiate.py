@@ -57,10 +57,12 @@ def import_target(
 ) -> object:
     """Import the object that a `_target_` names; return None if its module has no such name.
 
+    target: the name of the object with its module, such as "raysim.methods.fedprox.FedProx".
     path: the key of the node, for errors.
+    allow: the packages besides raysim from which objects may be imported.
     key: what is appended to `path` to name the setting in errors, usually "._target_".
-    Raise `RefusedError` for names outside `raysim`, the allowed prefixes and the installed
-    packages.
+    Raise `RefusedError` for names outside `raysim`, the allowed packages and the installed packages
+    that bring options for raysim.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
@@ -222,6 +224,7 @@ def _split_list(text: str, item_kind: Any) -> list[Any]:
     """Return the items of a text such as "a+b" or "1+28+28" as a list.
 
     Lists with "+" need no brackets, which shells read as patterns.
+    item_kind: the annotation of an item; with `int`, items that are numbers become integers.
     """
     items = text.split("+")
     if item_kind is int:
@@ -230,7 +233,12 @@ def _split_list(text: str, item_kind: Any) -> list[Any]:
 
 
 def _convert_to_union(value: Any, union: Any, path: str) -> Any:
-    """Convert a value to the first type of a union that fits; return the converted value."""
+    """Convert a value to the first type of a union that fits; return the converted value.
+
+    union: the annotation, such as `int | None`.
+    path: the key of the value, for errors.
+    Raise `RefusedError` if no type fits.
+    """
     kinds = get_args(union)
     for kind in kinds:
         try:
@@ -266,7 +274,11 @@ def _is_integer(value: Any) -> bool:
 
 
 def _misfit(value: Any, kind: Any, path: str) -> str:
-    """Return the error text for a value whose type is not the annotated one."""
+    """Return the error text for a value whose type is not the annotated one.
+
+    kind: the annotation.
+    path: the key of the value.
+    """
     allowed = describe_type(kind)
     if isinstance(value, float) and not math.isfinite(value):
         allowed += ", not infinite or nan"
@@ -296,7 +308,10 @@ def _nearest_choice(value: Any, kind: Any) -> str:
 
 # --- texts ----------------------------------------------------------------------------------------
 def describe_type(kind: Any) -> str:
-    """Describe in words which values a type annotation allows."""
+    """Describe in words which values a type annotation allows.
+
+    kind: the annotation.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(format_value(choice) for choice in inner)

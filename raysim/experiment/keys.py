@@ -77,10 +77,10 @@ def _unknown_key(
 ) -> str:
     """Return the error text for a key whose last parts do not exist.
 
+    node: the part of the configuration at `path`: a dictionary, or a single value.
     path: the first parts of the key, which exist.
     part: the next part, which does not exist.
-    node: the value at `path`.
-    key: the whole key that the user wrote.
+    key: the whole key.
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
@@ -172,6 +172,7 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
     """Set a key of a configuration, in place.
 
     text: the override, for errors.
+    value: the new value; for a key with a list, "a+b" is a list of two.
     """
     try:
         if _is_unbracketed_list(config, key, value):

@@ -129,7 +129,10 @@ def check_free(folder: Path) -> None:
 
 
 def local_folder(out: str) -> Path:
-    """Return the folder of a study or a search. Raise `RefusedError` for a URL."""
+    """Return the folder of a study or a sweep. Raise `RefusedError` for a URL.
+
+    out: the value of out=.
+    """
     if "://" in out:
         raise RefusedError(
             f"out={without_password(out)} is a URL, which only `raysim run` accepts. Give a "
@@ -139,9 +142,9 @@ def local_folder(out: str) -> Path:
 
 
 def folder_to_resume(out: str | None) -> str:
-    """Return the folder that resume=latest continues.
+    """Return the folder that resume=latest continues: the value of out=.
 
-    out: the value of out=.
+    out: the value of out=; None if the user did not set it.
 
     Raise `RefusedError` without out=.
     """
@@ -153,6 +156,7 @@ def folder_to_resume(out: str | None) -> str:
 def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
     """Return True if the overrides continue a study or a sweep.
 
+    command: "study" or "sweep", for errors.
     Raise `RefusedError` if only one of out=DIR and resume=latest is set.
     """
     resume = [override for override in overrides if override.partition("=")[0] == "resume"]
@@ -182,6 +186,8 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
 def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
     """Return a text that says how to continue after an interrupt.
 
+    command: "study" or "sweep".
+    folder: the folder of the study or sweep.
     allow: the packages of --allow.
     """
     allow_options = "".join(f" --allow {package}" for package in allow)

@@ -37,10 +37,11 @@ class MethodSource:
 
 
 def read_method(target: str) -> MethodSource | None:
-    """Read the source of a class, such as "raysim.methods.fedprox.FedProx".
+    """Read the source of a class without importing it.
 
     Return None if the class is not raysim's, or extends a class of another file. Such a class must
     be imported.
+    target: the name of the class with its module, such as "raysim.methods.fedprox.FedProx".
     """
     module, _, name = target.rpartition(".")
     path = _source_file(module)
@@ -93,7 +94,11 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _lineage(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef] | None:
-    """Return a class and its base classes up to `Method`; None if a base is not in `classes`."""
+    """Return a class and its base classes up to `Method`; None if a base is not in `classes`.
+
+    name: the name of the class.
+    classes: the classes of the file, by name.
+    """
     lineage = []
     while name != METHOD:
         node = classes.get(name)

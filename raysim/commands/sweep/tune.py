@@ -67,8 +67,8 @@ class TrialTask:
     resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
     allow: packages whose classes and options the configurations may use.
     packages: names of packages whose installed files must be the same in all processes.
-    driver: the versions, code and hardware of the process that runs the sweep; results may differ
-    in bits if those of a trial's process differ.
+    driver: the versions, code and hardware of the process that runs the sweep. In a process in
+    which they differ, a trial may have other bits.
     mixed: `runtime.mixed`; with False a trial fails in a process that differs from `driver`.
     """
 
@@ -187,7 +187,7 @@ class SweepTrial(tune.Trainable):
             return inprocess.run(*parts, str(folder), resume)
         size = Size(workers, self._task.resources)
         options = RayOptions(mixed=self._task.mixed)
-        return cluster.run(*parts, size, options, _ignore, str(folder), resume)
+        return cluster.run(*parts, size, options, _print_nothing, str(folder), resume)
 
     @property
     def _number(self) -> int:
@@ -239,7 +239,7 @@ class SweepTrial(tune.Trainable):
         self._trial = None
 
 
-def _ignore(text: str) -> None:
+def _print_nothing(text: str) -> None:
     """Print nothing: the process of the sweep reports the trials."""
 
 
@@ -412,7 +412,7 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
         def suggest(self, trial_id: str) -> dict[str, Any] | None:
             """Return the config of the next trial.
 
-            The first trials are those of earlier sessions, with their numbers.
+            The trials of earlier sessions come first, and keep their numbers.
             trial_id: Tune's name of the trial.
             """
             point = _decode(plan.space, super().suggest(trial_id) or {})
