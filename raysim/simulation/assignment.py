@@ -60,8 +60,11 @@ def assign_units(
 ) -> list[int]:
     """Return the worker of each unit: the one with the client's state, or the least loaded.
 
-    If the worker that has the state is too busy, the least loaded worker of the same node is tried
-    next.
+    A unit goes to the worker that has the client's state, or will have it after a job that has not
+    ended. If the state exists and this worker would have more than `MAX_SLOWDOWN` times the mean
+    load, the unit goes to the least loaded worker of the same node. If that worker would be too
+    busy as well, the unit goes to the least loaded worker of all.
+    units: one unit for each client, the units with the most work first.
     loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.
     home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
@@ -168,8 +171,9 @@ def _distribute(
     """Distribute units over places: the longest unit first, always to the place with least load.
 
     A place is a worker or a node.
-    loads: the initial load of each place, divided by its number of workers.
-    capacities: the number of workers of each place.
+    loads: the initial load of each place: the samples that its workers must already train, divided
+    by its number of workers.
+    capacities: the number of workers of each place: 1 for a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -188,7 +192,9 @@ def _split_until_balanced(
     """Split units until the load of every place is at most `limit`; return each place's units.
 
     Return None if a load is still above the limit after the largest number of splits.
-    loads, capacities: see `_distribute`.
+    loads: the initial load of each place (a worker or a node): the samples that its workers must
+    already train, divided by its number of workers.
+    capacities: the number of workers of each place.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -244,6 +250,9 @@ def _split_among_nodes(
     """Split units among nodes, then split each node's units among its workers.
 
     Return the units of each worker; None if a load stays above the limit.
+    loads: for each worker, the number of samples that it must already train.
+    nodes: the node of each worker.
+    limit: the largest load of a worker, in samples.
     """
     members: dict[int, list[int]] = {}
     for worker, node in sorted(enumerate(nodes), key=lambda pair: pair[1]):

@@ -114,9 +114,11 @@ class Availability(ABC):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return all changes of availability up to `horizon`: times, and positions in `clients`.
 
-        If there are very many such changes, only the first ones are returned.
-        times: float64 [clients], the time of each client's next change. It is advanced in place to
-        the first change that is not returned.
+        If a client has more than `_MAX_CHANGES` changes up to `horizon`, the horizon is moved to an
+        earlier time, and only the changes up to this time are returned.
+        times: float64 [clients], the time of each client's next change. The function replaces each
+        time by the time of the client's first change that is not returned.
+        horizon: a virtual time in seconds.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -169,7 +171,11 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return the number of the interval that contains each time; see `_interval`."""
+    """Return for each time the number k of the interval [k * length, (k + 1) * length) around it.
+
+    now: float64, the times.
+    length: the length of the intervals, or the length for each time.
+    """
     interval = np.floor(now / length)
     return interval + ((interval + 1) * length <= now) - (interval * length > now)
 
@@ -178,6 +184,7 @@ class Diurnal(Availability):
     """Clients that are available for `hours` hours of each day, from their local midnight on.
 
     zones: int [clients], hours from the start of the virtual clock to the client's midnight.
+    hours: the hours of each day in which a client is available, at most 24.
     """
 
     def __init__(self, zones: np.ndarray, hours: float):
@@ -213,9 +220,13 @@ class Diurnal(Availability):
 
 
 class _StepDraw(NamedTuple):
-    """The random numbers that decide whose availability a step of `MarkovAvailability` sets.
+    """The random numbers of one step of `MarkovAvailability`.
 
-    They put the clients in a random order: client c has place (c - start) * factor modulo a prime.
+    They give every client a place: client c has the place (c - start) * factor modulo a prime. The
+    client at place k is start + k * inverse modulo this prime.
+    comes: clients at places below this number are available from this step on.
+    goes: clients at this place or a higher one are not available from this step on. The step does
+    not change the availability of all other clients.
     """
 
     start: int
@@ -241,6 +252,9 @@ class MarkovAvailability(Availability):
     step can be listed without looking at all clients, and the state of one client can be computed
     without that list. The steps of one client are independent of each other; in one step any two
     clients are independent.
+    seed: the seed of the run.
+    clients: the number of clients.
+    on, off: the mean seconds for which a client is available, and not available.
     """
 
     def __init__(self, seed: int, clients: int, on: float, off: float):
@@ -341,10 +355,11 @@ class MarkovAvailability(Availability):
         return np.asarray(coming[_are_members(coming, clients)])
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """Yield the changes step by step; see `Availability.changes`.
+        """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        The cost of a step depends on the number of clients that are available or become so, and not
-        on the number of all clients.
+        There is one `Change` for each step in which the availability of a client changes. The cost
+        of a step depends on the number of clients that are available or become so, and not on the
+        number of all clients.
         """
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
@@ -362,7 +377,8 @@ class MarkovAvailability(Availability):
 def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Return a bool array with an entry for each value: True if it is one of `members`.
 
-    members: ascending.
+    values: integers in any order.
+    members: integers, ascending.
     """
     if not len(members):
         return np.zeros(len(values), bool)

@@ -50,6 +50,7 @@ class BestModel:
     """The weights of the best round so far; checkpoints contain them.
 
     If several rounds have the best value, the first one is the best.
+    criterion: the column of the history that decides which round is best.
     """
 
     def __init__(self, criterion: Criterion):

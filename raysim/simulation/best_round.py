@@ -18,7 +18,7 @@ class BestRounds:
     Each client has a best round, and so has the shared model. Checkpoints contain them. Of equal
     rounds the first one counts. The highest validation score is the best, so callers negate errors.
     For a client without validation samples, the last round is the best one.
-    tests: the rows of each client's test samples.
+    tests: for each client, the rows of the data set that are its test samples.
     """
 
     def __init__(self, tests: CSR):
@@ -63,8 +63,10 @@ class BestRounds:
     def take_shared(
         self, round: int, validation: float, central: float | None
     ) -> tuple[int, float | None]:
-        """Record the shared model's scores; return its best round and the central score there.
+        """Record the shared model's scores in a round; return its best round so far.
 
+        Return the number of the best round, and the score of this round on the central test set
+        (None without such a set).
         round: the number of the round.
         validation: the model's validation score in this round.
         central: the model's score on the central test set; None without such a set.

@@ -25,7 +25,20 @@ SILENCE_WARNING_S = 10.0
 
 @dataclass(eq=False)
 class Call:
-    """A call to a worker, which can be repeated if the worker dies before it answers."""
+    """A call to a worker, which can be repeated if the worker dies before it answers.
+
+    worker: the number of the worker; it changes if another worker gets the call.
+    method: the name of the Python method of `Worker` that is called.
+    args: the arguments of the method, without client states.
+    states: the client states that the worker needs for the call.
+    remote_values: the method returns the answer first; this is the number of further values that it
+    returns, which stay on the worker's node.
+    ref: the reference to the answer.
+    remote_refs: the references to the further values.
+    bytes_read: the bytes of client states that were read from disk for this call.
+    value: the answer; None before it arrives.
+    is_answered: True if the answer has arrived.
+    """
 
     worker: int
     method: str
@@ -56,6 +69,8 @@ class WorkerCalls:
 
     Attribute `workers` is the number of workers, including released ones. Attribute `active` lists
     the workers that get new calls, ascending.
+    runtime: the workers of the run.
+    client_states: the client states, which are sent with the calls that need them.
     timeout_s: a worker that does not answer a call for this number of seconds counts as dead.
     """
 
@@ -118,10 +133,11 @@ class WorkerCalls:
             self.call(worker, "ready")
 
     def store_constants(self, *args: object) -> None:
-        """Call `Worker.store_constants` of every worker, and wait for the answers.
+        """Send every worker the values that do not change in a run, and wait for the answers.
 
-        Workers that start later get the same call.
-        args: the arguments of `Worker.store_constants`.
+        Workers that start later get the same values.
+        args: the arguments of `Worker.store_constants`: the tensors that every client receives
+        once, and the rows on which `evaluate.probe` scores local models.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:
@@ -200,7 +216,10 @@ class WorkerCalls:
         return True
 
     def _deadline(self, worker: int) -> float:
-        """Return the time until which a worker must answer, or it counts as dead."""
+        """Return the time until which a worker must answer, or it counts as dead.
+
+        The time is in seconds of `time.monotonic`.
+        """
         start_s = 0.0 if self._has_started[worker] else START_TIMEOUT_S
         return self._waiting_since[worker] + self._timeout_s + start_s
 
@@ -225,6 +244,7 @@ class WorkerCalls:
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Start a worker that replaces a dead one, and repeat the unanswered calls.
 
+        death: the error that says why the worker counts as dead.
         Raises RunStoppedError if the worker died too many times in a row.
         """
         self.deaths += 1
@@ -262,7 +282,12 @@ class WorkerCalls:
         return True
 
     def _continue_without(self, worker: int, death: WorkerDiedError) -> bool:
-        """Give a dead worker's calls to the other workers; return False if that is impossible."""
+        """Give a dead worker's calls to the other workers; return False if that is impossible.
+
+        It is impossible if there is no other worker, or if an unanswered call needs values that
+        only the dead worker had.
+        death: the error that says why the worker counts as dead.
+        """
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
         if not remaining or any(call.method not in REPEATABLE for call in calls):

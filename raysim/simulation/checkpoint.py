@@ -315,9 +315,12 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the log files that a checkpoint still needs, without abandoned ones.
+    """Return the log files that a checkpoint still needs.
 
-    These are all files of rows, and the files of states that `index` lists.
+    These are all files with rows of the history, and the files with client states in which `index`
+    finds the state of a client. All other files are left out, because every client has a newer
+    state in another file.
+    index: the index that says which file has the state of each client.
     log: the checksum of each log file, by name. The result has the same form.
     """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
@@ -480,9 +483,9 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:
-    """Return True if an earlier raysim version wrote the checkpoint.
+    """Return True if a version of raysim without the folder `log` wrote the checkpoint.
 
-    That version kept all client states in one file.
+    Such versions kept all client states in one file, clients.safetensors.
     """
     try:
         with place.local(f"{folder}/{MANIFEST}") as path:

@@ -46,6 +46,8 @@ class ClientStates:
     A state is committed when its job is aggregated (`commit`); only committed states are scored and
     saved. If committed states need more memory than the budget, the states of the clients that have
     been idle longest are written to disk and removed from the store and from the workers.
+    runtime: the workers of the run, and the object store.
+    layout: the tensors of a client state.
     stateful: True if clients have states; otherwise every job starts from the initial state.
     budget: bytes of committed states in memory; infinity means no limit.
     folder: the folder for states on disk.
@@ -122,7 +124,7 @@ class ClientStates:
         }
 
     def states_of(self, worker: int) -> list[int]:
-        """Return the numbers of the jobs whose states exist only on this worker's node."""
+        """Return the jobs whose new client states exist only on this worker's node, by number."""
         return [
             number
             for number, maker in self._makers.items()
@@ -138,7 +140,8 @@ class ClientStates:
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
         """Yield slices of a list of clients, so that each slice reads few bytes from disk.
 
-        A slice reads at most a worker's share of the memory budget, unless it has one client only.
+        A slice reads at most the memory budget of states divided by the number of workers. A client
+        whose state is larger is a slice by itself.
         """
         limit = self.budget / self.runtime.workers
         start = total = 0
@@ -333,8 +336,9 @@ class ClientStates:
     def restore(self, committed: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Continue from a checkpoint; jobs that were in flight must be dispatched again.
 
-        committed: the stored `committed_jobs`.
-        states: the stored `named_tensors`.
+        committed: for each client with a committed state, the number of the job that made it. It
+        was `committed_jobs` when the checkpoint was written.
+        states: for the same clients, the named tensors of the state; `named_tensors` returned them.
         """
         self._committed, self._last = dict(committed), dict(committed)
         for client, arrays in states.items():

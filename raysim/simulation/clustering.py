@@ -108,7 +108,12 @@ class SplitByUpdates(ClusterRule):
         }
 
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
-        """Return the clients that leave the cluster, by their new replica; {} without a split."""
+        """Split a cluster if its updates meet the conditions of CFL.
+
+        Return {replica: clients}, the free replica that the second part of the clients moves to;
+        {} if the cluster is not split.
+        view: the cluster, its updates in this aggregation, and the rule's state.
+        """
         updates, is_known = view.state["updates"], view.state["is_known"]
         for client, delta in zip(view.clients.tolist(), view.deltas, strict=True):
             updates[client] = delta

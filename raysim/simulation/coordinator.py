@@ -48,6 +48,10 @@ class Coordinator:
     """The coordinator of one run.
 
     `run()` yields the events of the run; the last one is `Finished`.
+    spec: the run: its data, model, methods and settings.
+    schedule: when clients are dispatched and their updates are aggregated.
+    fleet: the rule that draws the clients' devices.
+    runtime: the workers.
     folder: where the model and the checkpoints are written; "" writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     """
@@ -187,9 +191,10 @@ class Coordinator:
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
         """Return the loss of each client on its training samples, with its replica's model.
 
-        Wait for the workers that compute the losses. If clients choose their replica, the loss is
-        the smallest one of all replicas.
-        samples: the largest number of samples of a client; None uses all.
+        Wait for the workers that compute the losses. If clients choose their replica by its loss,
+        the returned loss of a client is the smallest loss of all replicas.
+        samples: the largest number of a client's samples on which its loss is computed; None uses
+        all of them.
         """
         replicas = self.replicas
         if replicas.network.chosen_by_loss:
@@ -257,8 +262,10 @@ class Coordinator:
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
-        """Start scoring the current version on the workers, before they train its jobs.
+        """Start scoring the current version, unless this round is not scored.
 
+        The calls are made before those for the jobs that start from this version, so that workers
+        score the version first.
         pending: the finished round, to which the scores belong.
         """
         replicas, version = self.replicas, self.replicas.version

@@ -81,7 +81,9 @@ class JobCost(NamedTuple):
 class Costs:
     """The sums of what the jobs of a run have cost.
 
-    devices: the devices of the run.
+    fleet: the power and the prices of the clients' devices.
+    devices: the devices of the run. If they have no method `phases`, a client counts as training
+    from the start to the end of a job.
     eligible: the clients with samples; idle energy is counted for these only.
     """
 
@@ -140,9 +142,10 @@ class Costs:
         self._add(self.of(job))
 
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
-        """Add the cost of a client that computed the loss of a model without training.
+        """Add the cost of a client that computed the loss of a model for the selection of clients.
 
-        work: the work in samples.
+        The client does not train.
+        work: the work as a number of trained samples; a sample without training counts less than 1.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)
@@ -158,7 +161,11 @@ class Costs:
         self._idle_since = now
 
     def totals(self, now: float) -> dict[str, float]:
-        """Return the sums from the start of the run to the virtual time `now`, by column."""
+        """Return the sums from the start of the run to the virtual time `now`, by column.
+
+        The columns of the history are energy_wh (of jobs), idle_wh (of idle devices), money and
+        co2_g.
+        """
         self._pass_time(now)
         return dict(zip(COLUMNS, self._totals, strict=True))
 

@@ -72,7 +72,9 @@ class Delays(Fleet):
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return devices whose job durations are drawn between the bounds of each client's kind.
 
-        sample_flops: is not used.
+        seed: the seed of the run.
+        clients: the number of clients.
+        sample_flops: has no effect here, because durations do not depend on the model.
         """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
@@ -97,11 +99,19 @@ class RandomDelays:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job, whose duration depends only on client and participation."""
+        """Return the end of a job, whose duration depends only on client and participation.
+
+        participation: the number of earlier jobs of the client.
+        start: the virtual time in seconds at which the job begins.
+        samples, down, up: have no effect here.
+        """
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)
         return self._fate.trip(client, participation, start, seconds)
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the mean duration of a job for each client, float64 [clients]."""
+        """Return the mean duration of a job for each client in seconds, float64 [clients].
+
+        samples, down, up: have no effect here.
+        """
         return np.asarray((self._bounds[0] + self._bounds[1]) / 2)

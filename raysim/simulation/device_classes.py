@@ -162,7 +162,13 @@ class DeviceClasses(Fleet):
         return Labels(tuple(self.classes), kinds)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Draw the speeds of each client's device around the medians of its class."""
+        """Draw the speeds of each client's device around the medians of its class.
+
+        seed: the seed of the run.
+        clients: the number of clients.
+        sample_flops: function that returns the floating-point operations of the forward and
+        backward pass of one sample.
+        """
         needed = above(
             "fleet=devices: FLOPs of the model",
             sample_flops(),

@@ -40,7 +40,16 @@ BUNDLE_S = 0.02  # a call contains at least this many seconds of work, if enough
 
 @dataclass(eq=False)
 class TrainCall(Call):
-    """A call that lets a worker train jobs."""
+    """A call that lets a worker train jobs.
+
+    jobs: the jobs.
+    groups: the groups of these jobs whose updates the worker sums.
+    floats: the number of floats that the call returns, without client states.
+    updates: the updates (or failures) that are not collected yet, by number of the job.
+    sums: the sums of updates that are not collected yet, by group.
+    remote_sums: the sums that are still on the worker's node, by group.
+    is_collected: True if at least one update of the call is collected.
+    """
 
     jobs: Sequence[Job] = ()
     groups: Sequence[Group] = ()  # the worker sums the updates of each group
@@ -75,6 +84,10 @@ class TrainCall(Call):
 class Dispatcher:
     """The object that decides which worker trains which jobs, and in which calls.
 
+    calls: the object that makes the calls to workers.
+    runtime: the workers.
+    client_states: the client states, which are sent with the jobs that start from them.
+    versions: the published versions, from which jobs start.
     floats: the number of floats in an update's parameters.
     """
 

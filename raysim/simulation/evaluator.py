@@ -82,7 +82,15 @@ class Scoring:
 
 
 class Evaluator:
-    """The object that lets workers score models and makes columns from their reports."""
+    """The object that lets workers score models and makes columns from their reports.
+
+    spec: the run.
+    declarations: what the methods of the run declare, such as parts of the model that stay with
+    clients.
+    runtime: the workers.
+    calls: the object that makes the calls to workers.
+    client_states: the client states, which clients' own models may need.
+    """
 
     def __init__(
         self,
@@ -118,7 +126,7 @@ class Evaluator:
         self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
 
     def _make_columns(self) -> list[ScoreColumns]:
-        """Return a `ScoreColumns` for each metric; the main metric is first."""
+        """Return, for each metric, the object that makes its columns; the main metric is first."""
         metrics = self.spec.task.metrics
         functions = row_functions(metrics)
         columns = []
@@ -190,7 +198,8 @@ class Evaluator:
 
         If there is a central test set, also score two kinds of models on it: the mean of all
         replicas, and each replica that serves a scored client.
-        mean: a reference to the mean, in the runtime's store.
+        versions: the published versions of the replicas.
+        mean: a reference to the mean of all replicas, in the runtime's store.
         """
         scoring = self._begin(replicas.version)
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
@@ -250,7 +259,8 @@ class Evaluator:
     ) -> dict[int, int]:
         """Return the replica whose model each client is scored with, by client.
 
-        If clients choose their replica by its loss, wait for the losses.
+        If clients choose their replica by its loss, compute the losses on the workers, and wait.
+        versions: the published versions of the replicas.
         """
         if not replicas.network.chosen_by_loss:
             return {client: replicas.replica_of(client) for client in clients}
@@ -267,7 +277,10 @@ class Evaluator:
     ) -> np.ndarray:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
-        clients, samples: see `losses`.
+        clients: the clients, on whose training samples the losses are computed.
+        samples: the largest number of a client's samples that are used. If the client has more,
+        they are drawn; the draw depends on client and version. None uses all samples.
+        versions: the published versions of the replicas.
         """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
@@ -276,7 +289,12 @@ class Evaluator:
         return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
-        """Store the vector with which a replica is scored; return a reference to it."""
+        """Return a reference to the vector with which a replica is scored; store it if necessary.
+
+        It is the replica's published version, unless a method declares another vector, such as an
+        average of versions. Only the latter is stored.
+        versions: the published versions of the replicas.
+        """
         server, number = replicas.servers[replica], replicas.numbers[replica]
         scored = server.scored()
         if scored is server.vector:
@@ -298,7 +316,7 @@ class Evaluator:
         If there are not more clients, return all.
         clients: ascending.
         version: the scored version; each version has a draw of its own.
-        purpose: the name of the random stream.
+        purpose: the name of the random stream, so that different purposes have different draws.
         """
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
@@ -359,8 +377,10 @@ class Evaluator:
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
     def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
-        """Start the calls for tasks that may score different versions; see `_start`.
+        """Start the calls for tasks that may score different versions.
 
+        A task of a client goes to the worker that has the client's state. All other tasks are
+        divided evenly.
         sources: for each task, a function that returns a reference to its version.
         """
         # By worker: consecutive tasks with one version.
@@ -415,8 +435,8 @@ class Evaluator:
         """Return the mean loss on each client's training samples, float64 [clients].
 
         Wait for the workers that compute the losses.
-        samples: the largest number of samples of a client. If the client has more, they are drawn;
-        the draw depends on client and version. None uses all samples.
+        samples: the largest number of a client's samples that are used. If the client has more,
+        they are drawn; the draw depends on client and version. None uses all samples.
         version: the number of the current version.
         sources: for each client, a function that returns a reference to the version to use.
         """
@@ -528,9 +548,9 @@ class Evaluator:
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
         """Return the columns with scores of the clients' own models.
 
-        reports: each has the scores of a client's test samples, then those of the client's
-        validation samples.
-        suffix: the end of the columns' names.
+        reports: each report has the scores of a client's test samples, followed by the scores of
+        its validation samples.
+        suffix: the end of the columns' names, which says which models were scored.
         """
         row: Row = {}
         if not reports:

@@ -16,6 +16,8 @@ from raysim.training.identity import Identity
 class JobRecord(NamedTuple):
     """A job that has ended, or that was in flight when the run ended.
 
+    client: the number of the client.
+    participation: the number of earlier jobs of the client.
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
@@ -73,6 +75,8 @@ class Round:
 
     row: the row of the history.
     failures: the failed jobs.
+    probes: the probes of clients' local models in this round, if `evaluate.probe` is set.
+    jobs: the jobs that ended in this round.
     scores: the scores of single clients; None for a round that does not score clients.
     """
 
@@ -122,6 +126,8 @@ class Notice:
 class Saved:
     """The event that a checkpoint was written.
 
+    version: the number of aggregations before the checkpoint.
+    path: the address of the checkpoint.
     removal_failure: why older checkpoints could not be removed; "" if they were.
     """
 
@@ -149,7 +155,8 @@ class Finished:
     """The event that a run has ended.
 
     model_sha256, state_sha256: checksums of the final model, and of client states and server state.
-    jobs: the jobs that no aggregation used.
+    peak_memory_bytes: the peak memory of the coordinator's process, in bytes.
+    jobs: the jobs that were in flight when the run ended, so that no aggregation used them.
     best_model: the round, the column that decided, its value, and the SHA-256 of the weights; None
     if there is no best model.
     processes: the processes of the run, if there were several.

@@ -67,6 +67,7 @@ class DevicesWithPhases(Protocol):
     def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
         """Return the seconds in which a client receives, trains and sends, without drop-outs.
 
+        samples: the samples that the client trains on.
         down, up: the floats that the client receives and sends.
         """
         ...
@@ -127,13 +128,17 @@ class Fleet:
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         """Return the speeds of the devices of `clients` clients.
 
+        seed: the seed of the run, which decides all random numbers.
         sample_flops: function that returns the floating-point operations of the forward and
         backward pass of one sample.
         """
         raise NotImplementedError(f"{type(self).__name__} must override speeds or devices.")
 
     def presence(self, seed: int, clients: int) -> Availability | None:
-        """Return when each of `clients` clients is available; None means always."""
+        """Return the times at which each of `clients` clients is available; None means always.
+
+        seed: the seed of the run.
+        """
         if self.availability == "diurnal" and self.hours < 24:
             zones = self.regions(seed, clients)
             assert zones is not None, "a diurnal fleet has time zones"
@@ -156,7 +161,11 @@ class Fleet:
             )
 
     def regions(self, seed: int, clients: int) -> np.ndarray | None:
-        """Return the region (time zone) of each client, int [clients]; None without regions."""
+        """Return the region (time zone) of each client, int [clients].
+
+        Return None if clients have no regions, which is so unless `availability` is "diurnal".
+        seed: the seed of the run.
+        """
         if self.availability == "diurnal":
             return stream(seed, "fleet.zone").integers(24, size=clients)
         return None
@@ -169,13 +178,19 @@ class Fleet:
         return FleetCosts([self.cost], kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Return the kind of each client's device, which reports show."""
+        """Return the kind of each client's device, such as "phone"; reports show it.
+
+        A fleet whose devices are of one kind returns its own name as the kind of all clients.
+        seed: the seed of the run.
+        """
         return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """Return the devices of `clients` clients.
 
-        sample_flops: see `speeds`.
+        seed: the seed of the run, which decides all random numbers.
+        sample_flops: function that returns the floating-point operations of the forward and
+        backward pass of one sample.
         """
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         return Fixed(self.speeds(seed, clients, sample_flops), fate)
@@ -195,7 +210,11 @@ class Fate:
     lost: int = 0
 
     def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
-        """Return the end of a job that takes `seconds` seconds, or less if the job is lost."""
+        """Return the end of a job that takes `seconds` seconds, or less if the job is lost.
+
+        participation: the number of earlier jobs of the client.
+        start: the virtual time in seconds at which the job begins.
+        """
         finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
             finish, arrives = start + seconds * uniform(self.lost, client, participation, 1), False
@@ -207,7 +226,11 @@ class Fate:
 
 
 class Fixed:
-    """Devices whose speeds are the same for all jobs of a client."""
+    """Devices whose speeds are the same for all jobs of a client.
+
+    speeds: the speeds of all clients.
+    fate: the rule that decides which jobs are lost.
+    """
 
     def __init__(self, speeds: Speeds, fate: Fate):
         self._fate, self.presence = fate, fate.presence

@@ -24,13 +24,13 @@ class Forecast:
 
     Values are means over the second half of these aggregations, because the first half is the
     warm-up.
-    at_work: clients in flight.
+    at_work: the number of clients in flight.
     seconds: virtual seconds from one aggregation to the next.
     staleness: the staleness of aggregated updates.
     lost, discarded: shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: the same share if the selection needed no reports, so that the run could be
-    planned ahead of the training.
+    workers_busy_ahead: the share in which workers would work if the selection needed no reports of
+    clients, so that the run could be planned ahead of the training.
     """
 
     at_work: float

@@ -25,7 +25,10 @@ Group: TypeAlias = tuple[int, ...]  # numbers of jobs, in the order in which the
 
 
 class _SumTree:
-    """A summation tree over jobs, which are given in the order in which they are aggregated."""
+    """The tree in which the updates of one aggregation are added up.
+
+    jobs: the numbers of the jobs, in the order in which they are aggregated.
+    """
 
     def __init__(self, jobs: Group):
         self.jobs = jobs
@@ -81,6 +84,8 @@ class SumTrees:
 class RemoteSum(NamedTuple):
     """The sum of the updates of a group, which is on the node that made it.
 
+    jobs: the group: the numbers of its jobs.
+    node: the number of the node.
     ref: a reference to the sum.
     """
 

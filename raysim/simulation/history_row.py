@@ -24,6 +24,11 @@ class RowWriter:
     """The object that makes the history's row of each aggregation.
 
     It counts events, such as deaths of workers, since the last row.
+    spec: the run.
+    declarations: what the methods of the run declare.
+    calls: the object that makes the calls to workers; it counts deaths of workers.
+    dispatcher: the object that knows how long workers worked.
+    client_states: the client states, whose bytes are a column.
     network_columns: function that returns the columns of bytes sent between nodes since the last
     row.
     """
@@ -75,7 +80,11 @@ class RowWriter:
     ) -> Row:
         """Return the row of an aggregation that was just made; scores are still missing.
 
-        store_bytes: the bytes in the object store (see `store_bytes`).
+        replicas: the replicas of the run, after the aggregation.
+        aggregation: the plan of the aggregation, with its virtual time, traffic and jobs.
+        updates: the updates that were aggregated.
+        failures: the jobs that failed.
+        store_bytes: the bytes in the object store when all updates had arrived.
         """
         staleness = aggregation.staleness
         row: Row = {
@@ -119,7 +128,10 @@ class RowWriter:
         return row
 
     def _other_scores(self) -> Row:
-        """Return the columns of all metrics except the main one; all values are still None."""
+        """Return the columns of all metrics except the main one.
+
+        Their values are None until the scores of the round arrive.
+        """
         row: Row = {}
         for name in self.other_metrics:
             row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
@@ -129,8 +141,8 @@ class RowWriter:
         """Return the bytes in the object store when all updates of a round have arrived.
 
         A client state of unknown size counts as the mean of the other states.
-        versions: the bytes of the stored versions.
-        results: the floats of the updates that are not collected yet.
+        versions: the number of bytes of the stored versions.
+        results: the number of floats of the updates that are not collected yet.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 

@@ -23,6 +23,7 @@ class IdleClients:
 
     The array depends only on the current time and the busy clients, and not on when this object was
     made. Therefore checkpoints do not contain it.
+    presence: the times at which clients are available.
     members: the clients to consider, ascending.
     busy: the clients that are busy; the caller updates this collection.
     now: the current virtual time in seconds.

@@ -23,7 +23,16 @@ MAX_PLANNED_AGGREGATIONS = 64  # the planner is at most this far ahead of the se
 
 
 class JobState(enum.StrEnum):
-    """The state of a job, from the plan to its end."""
+    """The state of a job, from the plan to its end.
+
+    PLANNED: the base version of the job does not exist yet.
+    DISPATCHED: the base version exists. It is not known yet whether the update will be aggregated.
+    IN_FLIGHT: the update will be aggregated. The job waits for a worker, is trained, or has ended.
+    AGGREGATED: the update was aggregated.
+    FAILED: the job raised an error, or its result is not finite.
+    LOST: the client dropped out.
+    DISCARDED: the update was too stale, or is not needed.
+    """
 
     PLANNED = "planned"  # its base version does not exist yet
     # Its base version exists. It is not known yet whether its update will be aggregated.
@@ -42,7 +51,7 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 
 @dataclass(slots=True)
 class JobRow:
-    """A row of the job table.
+    """A planned job, its state, and the aggregation that will use its update.
 
     aggregation: the number of the version to which the update will be added; -1 if this is not
     known yet, and for an update that is never aggregated.
@@ -59,6 +68,11 @@ class JobTable:
     Only `_set_state` changes the state of a job. As soon as the planner has decided that a job will
     be lost or discarded, the job gets that state. The job leaves the table with the first
     aggregation after its end.
+    planner: the object that plans the aggregations.
+    replicas: the models of the server.
+    versions: the published versions, which jobs hold from their dispatch to their end.
+    dispatcher: the object that sends jobs to workers.
+    settings: the settings of the run.
     """
 
     def __init__(
@@ -131,7 +145,10 @@ class JobTable:
         return True
 
     def plan(self) -> None:
-        """Plan one more aggregation."""
+        """Plan one more aggregation.
+
+        Raises NoClientsLeftError if no clients are left for it.
+        """
         aggregation = self._planner.next_aggregation()
         self._aggregations.append(aggregation)
         for job in aggregation.dispatched:

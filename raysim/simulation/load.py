@@ -143,7 +143,7 @@ class Loads:
 
         version: the base version: the current one, or 0 for an estimate.
         earlier: the number of the client's earlier jobs.
-        accepted: the number of those jobs that were aggregated.
+        accepted: the number of earlier jobs that were aggregated.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -219,6 +219,7 @@ class PeerLoads:
     A client of such a run receives no model from a server and sends none. Instead, it exchanges
     models with other clients.
     loads: the loads that the jobs would have with a server.
+    network: the replicas, with the floats that each client exchanges and how often.
     model: the number of floats of a replica.
     """
 
@@ -228,7 +229,12 @@ class PeerLoads:
         self._floats = network.client_floats
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job; see `Loads`."""
+        """Return the load of a client's next job: samples, and floats received and sent.
+
+        version: the base version: the current one, or 0 for an estimate.
+        earlier: the number of the client's earlier jobs.
+        accepted: the number of earlier jobs that were aggregated.
+        """
         load = self._loads(client, version, earlier, accepted)
         exchanges = (version + 1) % self._every == 0
         floats = self._floats.item(client) if exchanges else 0
@@ -240,6 +246,8 @@ class ChoiceLoads:
 
     A client receives all replicas, computes the loss of each on its training samples, and sends one
     additional number: its choice.
+    loads: the loads that the jobs would have with one replica.
+    declarations: what the methods of the run declare.
     replicas: the number of replicas.
     counts: int64 [clients], the training samples of each client.
     """
@@ -254,7 +262,12 @@ class ChoiceLoads:
                     self._floats += number_of_floats(send.floats, layout)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job; see `Loads`."""
+        """Return the load of a client's next job: samples, and floats received and sent.
+
+        version: the base version: the current one, or 0 for an estimate.
+        earlier: the number of the client's earlier jobs.
+        accepted: the number of earlier jobs that were aggregated.
+        """
         load = self._loads(client, version, earlier, accepted)
         passes = FORWARD * self._replicas * self._counts.item(client)
         down = load.down + (self._replicas - 1) * self._floats
@@ -271,8 +284,14 @@ def make_planner(
 ) -> Planner:
     """Return the planner of a run that has not begun.
 
+    spec: the run.
+    declarations: what the methods of the run declare.
+    schedule: when clients are dispatched and their updates are aggregated.
+    fleet: the rule that draws the clients' devices.
     network: the replicas of the run; None makes them from the topology.
-    sent_floats: see `Loads`.
+    sent_floats: function that returns the number of floats that a client receives with a tensor of
+    the current version, given the client and the tensor's full name. None counts every tensor with
+    its size in version 0.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

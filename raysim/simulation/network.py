@@ -78,8 +78,9 @@ def _check_network(network: Network, spec: RunSpec) -> None:
     empty = np.flatnonzero(samples == 0)
     if len(empty) and not (network.on_clients or network.moves_clients):
         raise ValueError(
-            f"topology: no client of {network.name} {empty[0]} has samples. Assign other clients "
-            "to it."
+            f"topology: no client of {network.name} {empty[0]} has samples, so its model cannot be "
+            "trained. Use fewer models (such as topology.edges), or assign clients to them in "
+            "another way (such as topology.assign)."
         )
     if network.replicas == 1:
         return
@@ -178,8 +179,11 @@ def make_replicas(
 ) -> Replicas:
     """Return the replicas of a run that has not begun, each with its server.
 
+    spec: the run.
+    declarations: what the methods of the run declare.
     initial: the initial model.
-    size: the most updates in one aggregation.
+    size: the largest number of updates in one aggregation.
+    network: the replicas and the clients that each of them serves.
     folder: the run's folder.
     """
     vector = initial.shared.clone()

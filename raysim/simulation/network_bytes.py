@@ -23,6 +23,7 @@ class CountingRuntime:
 
     A stored value is counted once for each node that receives it, as in an object store. The parts
     of messages that are not arrays, some hundred bytes for each job, are not counted.
+    runtime: the runtime to which all calls are passed on.
     vector_bytes: the size of a sum of updates.
     """
 
@@ -47,7 +48,7 @@ class CountingRuntime:
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The node of each worker; see `Runtime`."""
+        """The number of each worker's node; the coordinator's node is 0."""
         return self.runtime.nodes
 
     def columns(self) -> Row:
@@ -77,14 +78,20 @@ class CountingRuntime:
 
     # --- Runtime ----------------------------------------------------------------------------------
     def put(self, value: object) -> Ref:
-        """Store a value; see `Runtime`."""
+        """Store a value once for all workers; return a reference to it, and count its bytes."""
         ref = self.runtime.put(value)
         if ref is not value:
             self._store(ref, array_bytes(value), 0)
         return ref
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a Python method of a worker; see `Runtime`."""
+        """Start a Python method of a worker; return a reference to each value that it returns.
+
+        The bytes of the arguments are counted.
+        method: the name of a Python method of `Worker`.
+        args: the arguments of the method, or references to them.
+        returns: the number of values that the method returns.
+        """
         nodes = self.runtime.nodes
         node, has_several = nodes[worker], any(nodes)
         if has_several:
@@ -112,7 +119,12 @@ class CountingRuntime:
             holders.add(node)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
-        """Start to add up sums on a node; see `Runtime`."""
+        """Start to add up sums of updates on a node; return a reference to the total.
+
+        The bytes of sums that come from other nodes are counted.
+        parts: for each sum, the positions of its updates in the aggregation.
+        refs: references to the sums.
+        """
         for ref in refs:
             self._move(self._vector_bytes, self._homes.pop(hash(ref), node), node)
         total = self.runtime.add_up(node, parts, refs)
@@ -120,7 +132,10 @@ class CountingRuntime:
         return total
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value; see `Runtime`."""
+        """Wait for a value and return it; count its bytes if it comes from another node.
+
+        ref: the reference to the value.
+        """
         value = self.runtime.get(ref)
         # A small value is its own handle.
         if not self._homes or _is_plain(ref):

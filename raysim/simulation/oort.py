@@ -81,8 +81,12 @@ class Oort(Selection):
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
         """Return the state of this rule before the first round, by name.
 
-        "exploited": the clients that the last round chose by utility. "utilities": the mean U of
-        each of the last rounds. "picks": clients that are chosen and not dispatched yet.
+        "round": the number of rounds so far. "exploration": the share of clients without a report
+        among the clients of the next round. "preferred": the percentile of the known durations that
+        is the preferred duration. "chosen_in": for each client, the last round that chose it; 0 for
+        none. "exploited": the clients that the last round chose by utility. "utilities": for each
+        of the last rounds, the mean statistical utility (samples times loss) of its clients.
+        "picks": clients that are chosen and not dispatched yet.
         """
         return {
             "round": np.zeros((), np.int64),
