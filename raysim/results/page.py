@@ -92,7 +92,11 @@ Shown: TypeAlias = dict[str, Any]  # values for the template
 class ReportSection:
     """A section that a study or a sweep adds to the report: text, a table and a picture.
 
+    title: the heading.
+    text: a paragraph below the heading.
+    columns: the columns of the table.
     picture: a PNG for a light page and one for a dark page; None without a picture.
+    notes: sentences at the end of the section.
     """
 
     title: str
@@ -309,7 +313,11 @@ def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
 def setting_curves(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW
 ) -> dict[str, tuple[str, str, list[Curve]]]:
-    """Map each measured column to its title, the label of its axis, and one curve per setting."""
+    """Map each measured column to its title, the label of its axis, and one curve per setting.
+
+    groups: one group of runs for each setting.
+    view: the choice of columns and units.
+    """
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0
     drawn = {}
@@ -330,7 +338,9 @@ def setting_curves(
 def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
     """Return the page's part with the curves: a row for each metric, a panel for each axis.
 
+    groups: one group of runs for each setting.
     folder: where the PNGs are written.
+    view: the choice of columns and units.
     """
     rows: list[Shown] = []
     folded_rows: list[Shown] = []
@@ -531,7 +541,12 @@ def _score_column(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------
 @dataclass
 class _SharedSplit:
-    """A split of the data, with the labels of the settings whose runs use this split."""
+    """A split of the data, with the labels of the settings whose runs use this split.
+
+    split: the training samples of each client and class.
+    heterogeneity: numbers that say how different the clients' data are, by name.
+    labels: the names of the settings.
+    """
 
     split: ClientLabels
     heterogeneity: Mapping[str, object]
@@ -729,7 +744,7 @@ def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
     """Return the page's part about jobs that failed or were not used, with the errors.
 
-    The jobs are those of all rounds and seeds.
+    It counts the jobs of all rounds and seeds.
     """
     titles = {
         "failures": "failed",

@@ -129,7 +129,10 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
 
 
 def number_column(title: str, texts: Sequence[str]) -> Column:
-    """Return a column of numbers in which none is marked as the best."""
+    """Return a column of numbers in which none is marked as the best.
+
+    texts: the number of each row, as text.
+    """
     return Column(title, list(texts), [None] * len(texts))
 
 
@@ -240,8 +243,9 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values are bold. A dagger marks significant differences from the reference. A rule
-    separates groups of rows, if the rows of each group are neighbours.
+    The best values are bold. A dagger (†) marks values that are significantly better than the first
+    row of the same group, a double dagger (‡) values that are worse. If the rows of each group are
+    neighbours, a line separates the groups.
 
     note: a comment above the table.
     """
@@ -272,7 +276,9 @@ def _without_repeats(cells: Sequence[str]) -> list[str]:
 
 
 def _group_starts(columns: Sequence[Column]) -> set[int]:
-    """Return the rows at which a new group of rows starts, without the first row.
+    """Return the numbers of the rows at which a new group of rows starts, without row 0.
+
+    A group has the rows that are compared with each other (`Column.groups`).
 
     The set is empty if the rows of some group are not neighbours.
     """

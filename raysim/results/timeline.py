@@ -139,8 +139,10 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Choose the clients to draw: the fastest, some random ones, and the slowest.
 
-    The result has a name and clients for each of these three kinds, from fast to slow. If there are
-    few clients, it has all of them as one kind "". The random ones are the same in each call.
+    Return pairs of a name and an array of clients, one pair for each of these three kinds. The
+    clients of a kind are in the order of their speed, the fastest first. If there are few clients,
+    there is one pair with the name "" and all clients. Each call chooses the same random clients.
+    jobs: the jobs of the run, from which the speed of each client is computed.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
     # A lost job ends early, so it does not show how fast the client is. It counts only if the

@@ -74,7 +74,7 @@ def draw_topology(
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
     """Return the megabytes between each replica and its clients, [replicas, 2]: down and up.
 
-    rows: the history. The values are those of each replica's last aggregation.
+    rows: the history. The values are from each replica's last aggregation.
     replicas: the number of replicas.
     """
     megabytes = np.zeros((replicas, 2))

@@ -107,7 +107,10 @@ def find_latest(where: str | Path) -> str:
 
 
 def version_of(address: str | Path) -> int:
-    """Return the version in the name of a checkpoint's folder; -1 for any other name."""
+    """Return the version in the name of a checkpoint's folder; -1 for any other name.
+
+    address: the path or URL of the folder, such as "runs/a/checkpoints/round-000050".
+    """
     number = split_address(address)[1].removeprefix("round-")
     return int(number) if number.isdecimal() else -1
 
@@ -117,7 +120,11 @@ def _folder(version: int) -> str:
 
 
 def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
-    """Return the files of each checkpoint by its version; empty folders are left out."""
+    """Return the names of the files of each checkpoint, by its version.
+
+    Folders without files are left out.
+    place: the store of the checkpoints: a folder, or storage behind a URL.
+    """
     folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
     files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
     return {version: files[version] for version in sorted(files) if files[version]}
@@ -276,7 +283,11 @@ class Checkpoints:
             )
 
     def _continue_log(self, place: Store) -> None:
-        """Continue the log files of the resumed checkpoint, if it is in this store."""
+        """Use the log files of the resumed checkpoint for new checkpoints, too.
+
+        Do nothing if the resumed checkpoint is not in this store.
+        place: the store of the checkpoints.
+        """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
         self._last = version_of(self._resume)
@@ -286,7 +297,10 @@ class Checkpoints:
             self._index = _read_index(place, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
-        """Remove checkpoints, and then the log files that no other checkpoint needs."""
+        """Remove checkpoints, and then the log files that no other checkpoint needs.
+
+        versions: the versions of the checkpoints to remove.
+        """
         place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
@@ -397,7 +411,12 @@ def find_damage(address: str | Path) -> str:
 
 
 def _path(folder: str, name: str) -> str:
-    """Return the path, in the store, of a file that a checkpoint's manifest lists."""
+    """Return the path, in the store, of a file that a checkpoint's manifest lists.
+
+    folder: the folder of the checkpoint, such as "round-000050".
+    name: the name of the file in the manifest. Names that start with "log/" are outside of the
+    checkpoint's folder.
+    """
     return name if name.startswith("log/") else f"{folder}/{name}"
 
 

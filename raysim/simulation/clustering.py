@@ -40,9 +40,9 @@ from raysim.vectors.tree_sum import weighted_sum
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the parts is small.
 
-    This is Algorithm 1 of the paper. At first, each client is a part. Parts are joined, beginning
-    with those of the most similar pair of clients, until two parts are left. If pairs are equally
-    similar, the first one is used.
+    This is Algorithm 1 of the paper. At first, each client is a part. Then, for one pair of
+    clients after another, the parts of the two clients are joined, until two parts are left. The
+    most similar pair comes first; if pairs are equally similar, the first one does.
     Return a bool array [n], which is False for the part of client 0 and True for the other part,
     and the largest similarity between the parts.
     similarities: float64 [n, n], symmetric, with n at least 2.

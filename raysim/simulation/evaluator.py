@@ -243,6 +243,8 @@ class Evaluator:
 
         central: the tasks, which are the same for all versions.
         sources: for each version, a function that returns a reference to it.
+        replicas: the replicas of the run. If some are on disk, a version is read from there only
+        after earlier versions are scored.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
@@ -569,8 +571,9 @@ class Evaluator:
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
         """Return columns with scores of replicas and their mean on the central test set.
 
-        mean: the reports of the mean of all replicas.
-        own: the columns of the clients' own models.
+        mean: the reports of the workers that scored the mean of all replicas.
+        scoring: the scoring, which has the calls that score single replicas.
+        own: the columns that the clients' own models have got.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}
@@ -585,7 +588,11 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return columns with mean scores of clients' own models on the central test set."""
+        """Return columns with the mean scores of clients' own models on the central test set.
+
+        reports: one report for each client.
+        scoring: the scoring, which says which of the clients are unseen.
+        """
         row: Row = {}
         for columns in self.score_columns:
             scores = {

@@ -246,6 +246,9 @@ class Fixed:
     ) -> Trip:
         """Return the end of a job in which a client receives, then trains, then sends.
 
+        participation: the number of earlier jobs of the client.
+        start: the virtual time in seconds at which the job begins.
+        samples: the samples that the client trains on.
         down, up: the floats that the client receives and sends.
         """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
@@ -254,7 +257,11 @@ class Fixed:
         )
 
     def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
-        """Return the seconds in which a client receives, trains and sends, without drop-outs."""
+        """Return the seconds in which a client receives, trains and sends, without drop-outs.
+
+        samples: the samples that the client trains on.
+        down, up: the floats that the client receives and sends.
+        """
         return (
             down * FLOAT_BYTES / self._down[client],
             samples / self._samples[client],
@@ -262,7 +269,11 @@ class Fixed:
         )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the duration of a job for each client without drop-outs, float64 [clients]."""
+        """Return the duration of a job for each client without drop-outs, float64 [clients].
+
+        samples: [clients], the samples of each client's job.
+        down, up: the floats that each client receives and sends.
+        """
         speeds = self._speeds
         training = samples / speeds.samples
         receiving = down * FLOAT_BYTES / speeds.down
@@ -283,7 +294,10 @@ class Ideal(Fleet):
         above("fleet.speed", self.speed, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Return equal speeds and an infinitely fast network."""
+        """Return equal speeds and an infinitely fast network.
+
+        seed, sample_flops: have no effect here.
+        """
         network = np.full(clients, np.inf)
         return Speeds(np.full(clients, float(self.speed)), network, network)
 
@@ -312,7 +326,11 @@ class Lognormal(Fleet):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Draw speed and bandwidth of each client."""
+        """Draw speed and bandwidth of each client.
+
+        seed: the seed of the run.
+        sample_flops: has no effect here, because the speed is in samples per second.
+        """
         normal = stream(seed, "fleet").standard_normal((clients, 2))
         network = np.exp(self.bandwidth_sigma * normal[:, 1])
         speed = self.speed * np.exp(self.sigma * normal[:, 0])

@@ -59,6 +59,7 @@ class SumTrees:
     def groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the largest groups that consist of these jobs only.
 
+        numbers: the numbers of the jobs, in any order.
         Jobs that are in no tree are left out.
         """
         positions: dict[_SumTree, list[int]] = {}
@@ -75,8 +76,10 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups that a worker sums.
 
-        These are the groups that `groups` returns, without a job that is the only one of its
-        aggregation. Its update is sent instead of a sum: it has the same size and contains more.
+        These are the groups that `groups` returns. Only an aggregation of a single job is left out:
+        the update of this job is sent instead of a sum, because it has the same size and contains
+        more.
+        numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 

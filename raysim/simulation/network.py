@@ -157,9 +157,10 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return the name of the first hook or declaration that needs a server of several clients.
+    """Return which part of a method needs a server that serves several clients.
 
-    Return "" if the method has none.
+    It is the name of a hook, such as "combine", or of a declaration, such as "run.send". If the
+    method has several such parts, the first one is returned; "" if it has none.
     """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):

@@ -99,7 +99,11 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the next clients of the last choice; if there are too few, choose again."""
+        """Return the next clients of the last choice; if there are too few, choose again.
+
+        view: what a selection knows: the number of clients to return, the idle clients, their
+        reports, and the state of this rule.
+        """
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)
         chosen = self._take_picks(view, [])

@@ -145,7 +145,10 @@ def actor_class(kind: type) -> Any:
         self.held = kind(*args)
 
     def become(self: Any, *args: Any) -> None:
-        """Replace the actor's object by a new one, after freeing the memory of the old one."""
+        """Replace the actor's object by a new one, after freeing the memory of the old one.
+
+        args: the arguments with which the class of the object is called.
+        """
         self.held = None
         gc.collect()
         if torch.cuda.is_initialized():
@@ -231,7 +234,8 @@ class RayCoordinator:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
         Call `events` only when the run's folder exists.
-        Raises UnequalWorkersError if a worker's results would not be bit-identical to the driver's.
+        Raises UnequalWorkersError if the results of a worker would not be bit-identical to results
+        that the driver (the process that the user has started) would compute.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -243,7 +247,8 @@ class RayCoordinator:
     def _meet_workers(self) -> tuple[Identity, ...]:
         """Wait until all workers are ready; return the identities of all processes.
 
-        Raises UnequalWorkersError if a worker's results would not be bit-identical to the driver's.
+        Raises UnequalWorkersError if the results of a worker would not be bit-identical to results
+        that the driver (the process that the user has started) would compute.
         """
         participants = self._runtime.participants
         if participants is None:
@@ -537,7 +542,11 @@ class RayRuntime:
         self._forget_process(worker)
 
     def _admit(self, worker: int, identity: Identity) -> bool:
-        """Return True if a new worker computes the same bits as the driver; else end it."""
+        """Return True if a new worker's results are bit-identical to the driver's; else end it.
+
+        The driver is the process that the user has started.
+        identity: the hardware and software of the worker's process.
+        """
         try:
             if self.participants is not None:
                 self.participants.add(identity)
@@ -602,6 +611,8 @@ class RayRuntime:
     def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
         """Wait until all workers are ready, and compare their identities with the driver's.
 
+        An identity is the hardware and software on which the bits of results depend. The driver is
+        the process that the user has started.
         timeout_s: the most seconds to wait.
         processes: the identities of other processes of the run, which are compared, too.
         Raises ProcessLostError if a worker does not start in time.

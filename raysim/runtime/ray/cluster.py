@@ -130,7 +130,7 @@ def start_local_nodes(count: int, cpus: int) -> Any:
 def node_resources() -> list[dict[str, float]]:
     """Return all resources of each node that answers, whether they are in use or not.
 
-    The first node is that of this process.
+    The first entry is for the node of this process.
     """
     return [node["Resources"] for node in living_nodes()]
 
