@@ -78,6 +78,8 @@ class PowerSGD(Compressor):
     """A compressor that sends matrices of low rank, from one step of power iteration.
 
     rank: the rank r of the messages.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     name = "powersgd"
@@ -152,7 +154,10 @@ class PowerSGD(Compressor):
                 entries.copy_(basis)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the Q of all matrices, with which the sender's next message starts."""
+        """Return the Q of all matrices, with which the sender's next message starts.
+
+        message: the message that the sender has just sent.
+        """
         queries = [query for piece, _, query in self._parts(message, layout) if piece.rank]
         return torch.cat([torch.empty(0), *(query.reshape(-1) for query in queries)])
 

@@ -50,8 +50,11 @@ def _round_randomly(
     level(v) = floor(levels |v| / scale + u) rounds at random. The random number u in [0, 1) is a
     32-bit hash of the key and the position. All numbers have 32 bits, so that several entries are
     computed at once.
+    values: float32 [entries].
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     scales: float32 [buckets].
+    levels: the number of levels above 0.
+    key: the message's random number.
     digits: [entries], the array to fill.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
@@ -199,6 +202,8 @@ class QSGD(_Quantizer):
     levels: the number s of levels.
     bucket: the number of consecutive entries that share a norm. None uses one bucket for all
     entries, as FedPAQ does.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     name = "qsgd"
@@ -249,6 +254,8 @@ class TernGrad(_Quantizer):
     m is the largest absolute value in the entry's tensor.
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     name = "terngrad"

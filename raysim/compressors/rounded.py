@@ -33,7 +33,10 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
 
 
 def _as_words(values: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor as words of 32 bits; the last word is filled up with zeros."""
+    """Return the bytes of a tensor as words of 32 bits; the last word is filled up with zeros.
+
+    values: a tensor on the CPU; each number has 8 or 16 bits.
+    """
     raw = values.view(torch.uint8).numpy()
     missing = -len(raw) % (WORD_BITS // 8)
     return np.pad(raw, (0, missing)).view(np.uint32) if missing else raw.view(np.uint32)
@@ -130,7 +133,10 @@ def _restore_blocks(
 class Blocks(Compressor):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
+    A subclass defines `to_numbers`, the type of the numbers and their largest absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     largest = 1.0
@@ -171,7 +177,8 @@ class Blocks(Compressor):
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
         """Return the values, divided by the scales of their blocks, as numbers of 8 bits.
 
-        scales: float32 [blocks], filled with the scale of each block.
+        values: float32 [layout.trained], the vector to send.
+        scales: float32 [blocks], the array to fill with the scale of each block.
         """
         raise NotImplementedError
 

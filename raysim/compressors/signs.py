@@ -39,7 +39,10 @@ def _pack_signs(values: np.ndarray, words: np.ndarray) -> None:
 
 
 def _unpack_signs(words: np.ndarray, scale: float, out: np.ndarray) -> None:
-    """Fill `out` with `scale` for each bit that is 1, and with -`scale` for each bit that is 0."""
+    """Fill `out` with `scale` for each bit that is 1, and -`scale` for each bit that is 0.
+
+    words: uint32, the bits; the lowest bit of a word comes first.
+    """
     for word in range(len(words)):
         bits = words[word]
         first = 32 * word
@@ -52,6 +55,8 @@ class SignSGD(Compressor):
 
     size: the absolute value of each decoded entry. None uses the mean absolute value of the
     entries, which is sent with the signs. Error feedback needs None.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     name = "signsgd"

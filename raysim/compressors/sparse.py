@@ -104,6 +104,8 @@ class _Sparse(Compressor):
     """A compressor that sends only some entries of the vector.
 
     share: the share of the entries that are sent, above 0 and at most 1.
+    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
+    explains both.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class Check:
 def checks(part: object, study: Study | None = None) -> list[Check]:
     """Return all checks for a part of a run, such as a method or a partition.
 
-    study: the tiny runs in which the part is tried; None for the usual ones.
-    Raises TypeError for an object that is not a part of a run.
+    study: the tiny run in which the part is tried; None uses `Study()`.
+    Raise TypeError for an object that is not a part of a run.
     """
     name = getattr(part, "name", type(part).__name__)
     return [Check(f"{name}: {text}", run) for text, run in _checks(part, study or Study())]

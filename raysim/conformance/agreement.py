@@ -108,6 +108,7 @@ def _check_close(row: Row, expected: Row) -> None:
 def check_same(one: FinishedRun, other: FinishedRun, ways: str) -> None:
     """Check that two finished runs are bit-identical and have the same history.
 
+    one, other: the runs.
     ways: the difference between the runs, for the error ("on one worker and on two").
     """
     for run_ in (one, other):

@@ -106,7 +106,14 @@ def check_declarations(make: Make) -> None:
 # --- messages -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WatchedRun:
-    """A finished run with the content of all its messages."""
+    """A finished run with the content of all its messages.
+
+    run: the run.
+    spy: its runtime, which stored the messages.
+    uploads: the names of the tensors that clients send next to the update.
+    personal: the names of the networks' tensors that stay on the clients.
+    secrets: name and bytes of each client state that is not declared as an upload.
+    """
 
     run: FinishedRun
     spy: Spy

@@ -106,7 +106,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     - a list of labels for each sample.
     A pair may have a third item: users [n], integers or text, which gives the client of each sample
     for `partition=natural`.
-    settings: arguments of `Arrays`.
+    settings: further settings of the source, such as {"kind": "regression"}.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
@@ -149,7 +149,10 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
 
 
 def _split_halves(data: object) -> tuple[object, object]:
-    """Return the user's training data, and the data for central tests or None."""
+    """Return the training data, and the data for central tests or None.
+
+    data: the argument `data` of `store_arrays`.
+    """
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return data["train"], data.get("test")
     if isinstance(data, Dataset):

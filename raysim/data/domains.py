@@ -33,9 +33,13 @@ MAX_CLASSES_IN_MESSAGE = 12
 class Domains(Source):
     """A source of several data sets; domain k is the k-th name in `domains`.
 
-    A name is scikit-learn's `digits`, a data set that torchvision downloads, or a folder in `root`
-    with strips, Parquet files or pictures. All data sets must have the same classes in the same
-    order. `size` and `channels` convert all images to one shape.
+    All data sets must have the same classes in the same order. `size` and `channels` convert all
+    images to one shape.
+    root: the folder that contains the data sets, or that receives downloads; None uses the folder
+    of stored data sets.
+    download: False refuses to download missing data sets.
+    domains: names of data sets: scikit-learn's "digits", a data set that torchvision downloads, or
+    a folder in `root` with strips, Parquet files or pictures.
     """
 
     root: str | None = None

@@ -29,7 +29,8 @@ def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parq
     """Store tables from Python in the cache of this machine and return their source.
 
     data: a table, or {"train": ..., "test": ...}.
-    settings: arguments of `Parquet`. The folder's name is the checksum of the tables.
+    settings: settings of `Parquet`, such as {"label": "target"}. The folder's name is the checksum
+    of the tables.
     Raise ValueError for a table that Parquet cannot store.
     """
     tables = data if isinstance(data, Mapping) else {"train": data}

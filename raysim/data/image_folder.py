@@ -40,8 +40,10 @@ class ImageFolder(Source):
 
     The folders may also be below root/train/ and root/test/. A file root/split.csv with the columns
     path, domain, class and split (train or test) lists the pictures and says which are for testing.
-    Without this file and without the folders train and test, `test_fraction` of the pictures of
-    each class of each domain are for testing; they are evenly spread over the sorted names.
+    root: the folder.
+    test_fraction: without split.csv and without the folders train and test, this share of the
+    pictures of each class of each domain are for testing; they are evenly spread over the sorted
+    names.
     """
 
     root: str | None = None

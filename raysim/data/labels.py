@@ -93,11 +93,15 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that follows from the form of the labels.
 
-    Integers and text [n] are classes. Floats [n] are classes if they are at most 100 different
-    whole numbers from 0 on, and on average two rows or more have the same number; other floats are
-    values. Integers [n, labels] that are all 0 or 1, and lists of labels, are several labels that
-    are present or absent. Other integers and text of more than one dimension are a class for each
-    position.
+    - Integers and text [n] are classes ("classification").
+    - Floats [n] are classes if they are at most 100 different whole numbers from 0 on, and on
+    average two rows or more have the same number. Other floats are values ("regression").
+    - Integers [n, labels] that are all 0 or 1, and lists of labels, are several labels that are
+    present or absent ("multilabel").
+    - Other integers and text of more than one dimension are a class for each position
+    ("positions").
+
+    values: an array, or a list of labels for each sample.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"

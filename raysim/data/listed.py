@@ -69,7 +69,8 @@ def store_lists(
     """Write lists of rows to a file in the cache of this machine; return their partition.
 
     rows: the training rows of each client, as a list of lists or as lists by client name.
-    settings: other arguments of `Listed`. The file's name contains the checksum of the lists.
+    settings: other settings of `Listed`, such as {"test_fraction": 0.1}. The file's name contains
+    the checksum of the lists.
     """
     csr = _check_lists(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]

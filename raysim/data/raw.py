@@ -450,7 +450,10 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return the source file of a user's class, because the data set depends on its content."""
+    """Return the source file of a user's class, because the data set depends on its content.
+
+    Return [] for a class of raysim, and for a class from a notebook, which has no file.
+    """
     if cls.__module__.partition(".")[0] == "raysim":
         return []
     try:

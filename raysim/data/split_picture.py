@@ -25,7 +25,9 @@ MAX_BINS = 30  # of the histogram of sizes
 def draw_partition(data: FederatedData, path: str | Path) -> None:
     """Write a PNG with two diagrams: each client's samples by class, and the clients' sizes.
 
-    The first one has a bar for each client. If there are many clients or classes, it is a heat map.
+    The first diagram has a bar for each client. If there are many clients or classes, it is a heat
+    map.
+    path: the file to write.
     """
     from matplotlib.figure import Figure
 
@@ -52,7 +54,10 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
 
 
 def size_edges(sizes: Ints) -> list[float]:
-    """Return the edges of the bars in a histogram of clients' sizes."""
+    """Return the edges of the bars in a histogram of clients' sizes.
+
+    sizes: the number of samples of each client, [N].
+    """
     low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
     # edges between whole numbers: otherwise bars would cover unequal numbers of sizes
     width = (high - low) // MAX_BINS + 1

@@ -45,6 +45,7 @@ def share_counts(total: int, shares: Floats) -> Ints:
     """Return the number of samples in each share, [N], if `total` samples are cut in order.
 
     The cuts are at the cumulative shares, rounded down; the last share gets the remaining samples.
+    shares: the share of each client, [N], with sum 1.
     """
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
     cuts[-1] = total
@@ -188,8 +189,10 @@ def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clie
     """At each turn, give a client a sample of a class; return the rows of each client.
 
     The samples of a class are given in `order`. A client's rows are in the order of its turns.
+    labels: the class of each row, [n].
     turns: the number of the client at each of T turns, [T].
     classes: the class of the sample that this client gets at each turn, [T].
+    order: a permutation of the rows.
     clients: the number of clients.
     """
     samples = _sort_by_class(labels, order)
@@ -281,6 +284,7 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
     indices, offsets: the arrays of a `CSR`.
     fraction: the share; the rows of a smaller share are among the rows of a larger share.
+    order: a permutation of all rows.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))

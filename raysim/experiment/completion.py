@@ -15,8 +15,9 @@ from raysim.primitives.errors import RefusedError
 def completions(
     prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that begin with `prefix`, in which the user pressed the Tab key.
+    """Return the words that can complete the word in which the user pressed the Tab key.
 
+    prefix: the beginning of this word, in front of the cursor.
     other_words: the other words of the command.
     folders: the user's own folders of options.
     """

@@ -132,7 +132,13 @@ def _draft_config(
 def _separate_options(
     overrides: Sequence[str], settings: Mapping[str, object], groups: Groups
 ) -> tuple[dict[str, list[str]], dict[str, SetValue]]:
-    """Separate overrides and settings into chosen options, by group, and values, by key."""
+    """Separate overrides and settings into chosen options, by group, and values, by key.
+
+    overrides: texts "key=value".
+    settings: overrides as Python values, by key.
+    groups: all options; an override whose key is a group chooses an option.
+    Raise `RefusedError` for a key that occurs in both, and for unknown options.
+    """
     parsed = [read_full_key(text) for text in overrides]
     setting_values = full_keys(flatten_settings(settings))
     setting_texts = {key: f"{key}={format_value(value)}" for key, value in setting_values.items()}
@@ -270,7 +276,11 @@ def _load_stored(path: str | Path | None) -> Node | None:
 
 
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
-    """Load the configuration of the run that `resume` names; None if there is no such file."""
+    """Load the configuration of the run that `resume` names; None if there is no such file.
+
+    values: the values that the user set, by key.
+    Raise `RefusedError` if the configuration is not complete.
+    """
     for place in _resumed_places(values):
         folder = open_store(place if "://" in place else user_path(place))
         if CONFIG_FILE not in folder.names():
@@ -328,7 +338,9 @@ def _is_complete(node: Node) -> bool:
 def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]:
     """Return the options of a stored configuration, by group, if they still exist.
 
-    The preset is left out, because the configuration stores its values.
+    The preset (experiment=NAME) is left out, because the configuration stores its values.
+    stored: the stored configuration; None returns no options.
+    groups: all options that exist.
     """
     options: dict[str, list[str]] = {}
     if stored is None:

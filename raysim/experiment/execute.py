@@ -159,8 +159,8 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     folder: a folder, or the URL of a run with `out=URL`. The files behind a URL are copied to a
     temporary folder, which this process removes when it ends. Checkpoints are not copied; they are
     read from the URL.
-    allow: as for `run`.
-    parts: objects (methods, model, data, ...) that config.yaml could not store.
+    allow: packages besides raysim whose classes and options the configuration may use.
+    parts: objects (methods, model, data, ...) that config.yaml could not store, as for `run`.
     Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():

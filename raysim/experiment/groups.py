@@ -128,6 +128,7 @@ def config_folders(folders: Sequence[str | Path]) -> list[Path]:
 def load_option(path: Path, group: str) -> Node:
     """Read the file of an option.
 
+    group: the option's group, such as "method".
     Raise `RefusedError` if the file is broken, or has the wrong form for its group.
     """
     node = load_yaml(path, "Fix it.")
@@ -186,6 +187,9 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
     """Return the options of a group that a value selects.
 
+    group: the name of the group, such as "method".
+    value: the value of an override: the name of an option, or for a list "a+b" or a list of names.
+    groups: all options.
     Raise `RefusedError` for an unknown option.
     """
     options = groups.files[group]

@@ -256,7 +256,11 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 
 
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the options that a preset chooses, by group, and all groups that the preset names."""
+    """Return the options that a preset chooses, by group, and all groups that it names.
+
+    preset: the name of an option of the group `experiment`.
+    groups: all options.
+    """
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()
     # A preset's entries replace those of the files that it includes.

@@ -40,8 +40,8 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """Return the class that a `_target_` names.
 
     path: the key of the node, for errors.
-    allow: the allowed packages.
-    Raise `RefusedError` as `import_target` does, and if the target is not a class.
+    allow: the packages besides raysim from which classes may be imported.
+    Raise `RefusedError` if the target is not a class or may not be imported.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
@@ -92,8 +92,9 @@ def import_target(
 
 
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
-    """Call a class with the values of a node.
+    """Call a class with the values of a node; return the object.
 
+    node: the arguments by name; `_target_` is not an argument.
     path: the key of the node, for errors.
 
     Raise `RefusedError`, with the key, for a wrong value.
@@ -110,7 +111,10 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the checked arguments that a node gives to a class.
 
+    node: the arguments by name; `_target_` is not an argument.
+    path: the key of the node, for errors.
     later: names of arguments that the caller adds, so that they may be missing here.
+    Raise `RefusedError`, with the key, for unknown, missing and wrong arguments.
     """
     hints = _type_hints(cls)
     signature = inspect.signature(cls).parameters
@@ -174,7 +178,10 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return a constructor's error message with the key, which is added if the message lacks it."""
+    """Return a constructor's error message with the key in front, if the message lacks it.
+
+    path: the key of the node.
+    """
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):
         return message

@@ -66,7 +66,11 @@ def read_method(target: str) -> MethodSource | None:
 
 
 def read_module(module: str, constant: str) -> tuple[str, str]:
-    """Return the docstring of a module of raysim, and the text of its variable `constant`."""
+    """Return the docstring of a module of raysim, and the text of one of its variables.
+
+    module: the name of the module.
+    constant: the name of the variable.
+    """
     path = _source_file(module)
     assert path is not None, module
     tree = _parse(path)
@@ -116,7 +120,10 @@ def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 
 
 def _constants(node: ast.ClassDef | ast.Module, name: str) -> Iterator[str]:
-    """Yield the texts that a module or a class assigns to the variable `name`."""
+    """Yield the texts that a module or a class assigns to the variable `name`.
+
+    node: the syntax tree of the module or class.
+    """
     for statement in node.body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
             continue

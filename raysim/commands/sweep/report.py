@@ -224,11 +224,17 @@ class KeyAxis:
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """Return a number unchanged, and for any other value its index in the searched values."""
+        """Return the number at which a value is drawn.
+
+        This is the value itself if all searched values are numbers, else its index in the list.
+        """
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
     def position(self, value: object) -> float:
-        """Return the position of a value on the axis: 0 at the lowest value, 1 at the highest."""
+        """Return the position of a value on the axis: 0 at the lowest value, 1 at the highest.
+
+        On a logarithmic axis, equal ratios have equal distances.
+        """
         low, high, number = self.low, self.high, self.number(value)
         if self.is_logarithmic:
             low, high, number = math.log(low), math.log(high), math.log(number)

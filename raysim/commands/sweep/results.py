@@ -44,8 +44,9 @@ class TrialResult:
 class SweepResult:
     """The trials of a sweep, in the order of their numbers.
 
-    metric: the column that the sweep compared.
-    mode: "max" or "min".
+    trials: all trials, also failed ones; `result[3]` and a loop over the result give them, too.
+    metric: the column of the history by which the sweep compared trials.
+    mode: "max" if the largest value is the best, "min" if the smallest is.
     """
 
     trials: tuple[TrialResult, ...]

@@ -162,9 +162,10 @@ def _choose_metric(
 ) -> SweepPlan:
     """Return the plan with the metric that ranks the trials, and with "max" or "min".
 
-    The metric is the validation score if all trials have validation samples. Otherwise it is a test
-    score, and a printed line says so.
-    experiments: a few runs of the sweep.
+    If the user did not set sweep.metric, it is the validation score if all trials have validation
+    samples, otherwise a test score, and then a printed line says so.
+    experiments: a few runs of the sweep, which have the metrics and the samples.
+    console: where to print the line.
     """
     options = plan.options
     specs = [experiment.spec for experiment in experiments]

@@ -21,7 +21,10 @@ Point: TypeAlias = dict[str, object]  # a value for each key, as plain data
 
 @dataclass(frozen=True)
 class Choice:
-    """A list of values, in the user's order."""
+    """A list of values, in the user's order.
+
+    values: numbers, texts or other values that the key may have.
+    """
 
     values: tuple[object, ...]
 
@@ -37,7 +40,10 @@ class Choice:
         return list(self.values)
 
     def clip(self, value: object) -> object:
-        """Return the value if it is in the list, else the first value of the list."""
+        """Return the value if it is in the list, else the first value of the list.
+
+        value: a value that Tune derived from the value of another trial.
+        """
         return value if value in self.values else self.values[0]
 
 
@@ -72,7 +78,10 @@ class Interval:
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval, rounded like a drawn number."""
+        """Return the nearest number of the interval, rounded like a drawn number.
+
+        value: a number that Tune derived from the number of another trial.
+        """
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:
             return round(number)
@@ -87,6 +96,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     """Return `values` unchanged. Raise `RefusedError` if no value can be drawn from them.
 
     key: the searched key, for the error.
+    values: the list or the interval for this key.
     """
     if isinstance(values, Choice):
         if not values.values:
@@ -150,7 +160,10 @@ def corner_points(space: Space) -> list[Point]:
 def clip_point(space: Space, point: Mapping[str, object]) -> Point:
     """Return the nearest point of the space.
 
-    Keys that the space does not have keep their values.
+    A value that the space does not have is replaced by the nearest one. Keys that the space does
+    not have keep their values.
+    space: the list or the interval of each searched key.
+    point: a value for each key.
     """
     clipped = dict(point)
     for key in space.keys() & point.keys():

@@ -22,6 +22,7 @@ def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
     """Return the folders of a trial's runs, in the order of the seeds.
 
     folder: the sweep's folder.
+    number: the trial's number.
     """
     return [run_table.run_folder(folder, run_name(number, seed)) for seed in seeds]
 

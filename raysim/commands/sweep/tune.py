@@ -172,7 +172,7 @@ class SweepTrial(tune.Trainable):
     def _check_equal(self) -> None:
         """Raise `UnequalWorkersError` if this process may compute other bits than the sweep's.
 
-        The identities of both processes are compared; nothing is computed.
+        The versions, the code and the hardware of both processes are compared; nothing is computed.
         """
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)
@@ -340,7 +340,10 @@ def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
 
 
 def multiply(resources: Resources, count: int) -> dict[str, float]:
-    """Return the resources of `count` workers."""
+    """Return the resources of `count` workers.
+
+    resources: the resources of one worker, by name, such as {"CPU": 2.0}.
+    """
     return {name: amount * count for name, amount in resources.items()}
 
 
@@ -475,7 +478,7 @@ def _encode(space: Space, point: Point) -> dict[str, Any]:
 
 
 def free_resources() -> dict[str, float]:
-    """Return the resources of the cluster that no run uses."""
+    """Return the resources of the cluster that no run uses, by name, such as {"CPU": 2.0}."""
     return dict(ray.available_resources())
 
 

@@ -144,7 +144,10 @@ class RunDatabase:
             self._say(problem)
 
     def add_models(self) -> Iterator[Path]:
-        """Save the models that MLflow does not have; yield each run's folder before its model."""
+        """Save the models that MLflow does not have; yield each run's folder before its model.
+
+        A model takes seconds, so the caller can do other work in between.
+        """
         for folder in _stored_folders(self.root):
             if self._examined.get(folder) == _changed_at(folder / RECORD):
                 continue
