@@ -57,18 +57,22 @@ PARTS = {
 
 @dataclass(frozen=True)
 class UserObjects:
-    """The user's objects by their place in the configuration ("model", "method.fedprox").
+    """The Python objects that a user gives for a run, such as a model or a method.
 
-    nodes: the configuration nodes of these objects.
+    Both mappings have the same keys: the place of each object in the configuration. This is a group
+    such as "model", or "method." and the method's name, such as "method.fedprox".
+    parts: the objects, by place.
+    nodes: for each place, the object's description in config.yaml: its class and its arguments.
     """
 
     parts: Mapping[str, object] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return the configuration after adding these objects.
+        """Return a copy of a configuration to which the nodes of these objects are added.
 
-        A method is added after the methods in `config`; any other object replaces an option.
+        A method is added after the methods in `config`. Any other object replaces the option of its
+        group.
         """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
@@ -98,14 +102,18 @@ class UserObjects:
 def separate_objects(
     parts: Mapping[str, object], methods: Sequence[object] | None = None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Separate a user's parts into objects, by place, and options or values, by group.
+    """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
+    Return two dictionaries. The first has the objects by place: a group such as "model", or
+    "method.NAME" for a method. The second has, by group, the name of an option or a dictionary of
+    values; its entry "method" is the list of the methods' names.
     parts: for each group an object, a name or (except for data) a dictionary of values; None for a
-    group without a part.
-    methods: objects and names.
+    group that the user did not give.
+    methods: the list of methods, each as an object or a name; None if the user did not give it.
 
-    Data, lists of rows and networks stay unchanged: `describe_objects` wraps them later. Raise
-    `RefusedError` for a wrong method.
+    Arrays, lists of rows and networks are returned unchanged: `describe_objects` wraps them later.
+    Raise `RefusedError` if `methods` is not a list, contains something else, or contains a method
+    twice.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -170,12 +178,13 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
 def describe_objects(
     objects: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
 ) -> UserObjects:
-    """Return the objects as parts of a run, with the user's settings for these parts applied.
+    """Return the user's objects with their configuration nodes; wrap arrays, rows and networks.
 
-    objects: by place, such as "model".
-    settings: for each place, the overrides of its keys.
-    config: the configuration without the objects. If it stores values for the same arrays, lists or
-    network, these values are used for keys without a setting.
+    objects: the objects by place: a group such as "model", or "method.NAME".
+    settings: for each place, the overrides of its keys, by key. Only objects that raysim wraps
+    (arrays, lists of rows, networks) can have overrides.
+    config: the configuration without the objects. When a run continues, it stores the values of a
+    wrapped object from before; these are used for keys that `settings` does not have.
     Raise `RefusedError` for an object that does not fit, and for a setting that an object cannot
     have.
     """
@@ -230,7 +239,10 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
 
 
 def _needs_wrapper(place: str, part: object) -> bool:
-    """Return True if raysim must wrap a user's object: arrays, lists of rows, or a network."""
+    """Return True if raysim must wrap a user's object: arrays, lists of rows, or a network.
+
+    place: the group of the object, such as "data".
+    """
     if place == "data":
         return not hasattr(part, PARTS["data"])
     if place == "partition":
@@ -263,9 +275,13 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 def _wrapper_settings(
     cls: type, place: str, overrides: Overrides, stored: object, identity: str
 ) -> dict[str, Any]:
-    """Return the checked arguments for the class that wraps a user's object.
+    """Return the checked arguments for the class with which raysim wraps a user's object.
 
     The values come from the overrides, or else from the stored configuration.
+    cls: the class that wraps the object, such as `Arrays`.
+    place: the group of the object, "data" or "partition", for errors.
+    overrides: the user's values, by the name of the argument.
+    stored: the node of this group in the stored configuration of the run; None for a new run.
     identity: the name of the argument that is computed from the object, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != identity]
@@ -296,8 +312,8 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
         name = key.split(".")[0]
         if name in fixed:
             raise RefusedError(
-                f"model.{key}: '{override.text}' has no effect next to {name}={fixed[name]!r}. "
-                "Keep one of them."
+                f"model.{key}: '{override.text}' has no effect, because functools.partial sets "
+                f"{name}={fixed[name]!r}. Keep one of them."
             )
         if name not in (*parameters, *CUSTOM_MODEL_KEYS):
             raise _no_effect("model", source, key, override)
@@ -353,7 +369,11 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `RefusedError` if a node describes an object that the user must give again."""
+    """Raise `RefusedError` if a node describes an object that the user must give again.
+
+    node: the configuration node of a part, such as the model.
+    place: the key of this node, such as "model" or "method.fedprox", for the error.
+    """
     if OBJECT in node:
         raise RefusedError(
             f"{place}: {node[TARGET]} was {node[OBJECT]}, which config.yaml cannot hold; "
@@ -420,7 +440,7 @@ def _network_node(part: CustomModel) -> Node:
 def _argument_names(cls: type) -> list[str]:
     """Return the names of a constructor's arguments.
 
-    Raise `TypeError` if the constructor has unnamed arguments.
+    Raise `TypeError` if the constructor has `*args`, `**kwargs` or positional-only arguments.
     """
     parameters = inspect.signature(cls).parameters.values()
     for parameter in parameters:

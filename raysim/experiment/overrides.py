@@ -60,16 +60,18 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class SettingOverride:
-    """A parsed override.
+    """A parsed override, `key=value`.
 
     text: as the user wrote it.
-    value: the value, if there is only one.
+    key: the text before "=", without the signs "+" and "~" and without "@" and the package after
+    it.
+    value: the value if there is only one; None for several values.
     is_sweep: True if the override has more than one value.
-    choices: the listed values; None without a list.
-    choice_texts: the text of each listed value.
-    range: the interval of values; None without an interval.
-    is_delete: True for "~key".
-    package: the text after an "@"; None without an "@".
+    choices: the values if the override lists them, as in "seed=0,1"; otherwise None.
+    choice_texts: the text of each listed value; empty without a list.
+    range: the interval of values, as in "lr=interval(0.01,1)"; None without an interval.
+    is_delete: True for "~key", which in Hydra removes a key.
+    package: the text after an "@", as in "group@package=option"; None without an "@".
     """
 
     text: str
@@ -116,8 +118,8 @@ def _check_text(text: str) -> None:
     call = _TUNE_CALL.match(text)
     if call and call[2] in TUNE_FUNCTIONS:
         raise RefusedError(
-            f"'{text}' has the form of Ray Tune. Write {call[1]}={TUNE_FUNCTIONS[call[2]]} for "
-            "raysim sweep."
+            f"'{text}' is written for Ray Tune. For raysim sweep, write "
+            f"{call[1]}={TUNE_FUNCTIONS[call[2]]}."
         )
     words = text.split()
     if len(words) > 1 and all(map(_SETTING.match, words)):

@@ -44,6 +44,8 @@ def build_part(
 
     The part is the user's object if there is one, else an object of the node's class.
     objects: the user's objects, by group.
+    config: the run's configuration.
+    allow: the packages besides raysim whose classes the configuration may name (`--allow`).
     Raise `RefusedError` if the node gives no class, or a class that belongs to another group.
     """
     if group in objects:
@@ -77,6 +79,8 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
     A function must return a module. The node's keys besides `head` and `lora` are the arguments of
     the class or function.
+    node: the configuration of the group model.
+    allow: the packages besides raysim whose classes the configuration may name.
     """
     target: Any = import_target(node[TARGET], "model", allow)
     is_module_class = isinstance(target, type) and issubclass(target, nn.Module)
@@ -93,6 +97,8 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
     """Return the user's loss if `_target_` names a function, else None.
 
     The node's keys are the function's arguments after outputs and labels.
+    node: the configuration of the group loss.
+    allow: the packages besides raysim whose functions the configuration may name.
     """
     function = import_target(node[TARGET], "loss", allow)
     if not inspect.isfunction(function):
@@ -108,6 +114,8 @@ def build_methods(
     """Return the methods of a configuration: its learner, the methods, and its compressor.
 
     Learner and compressor are methods, too; they are left out if the configuration has none.
+    allow: the packages besides raysim whose classes the configuration may name.
+    objects: the user's objects, by place: a group such as "learner", or "method.NAME".
     Raise `RefusedError` for a class that cannot be used, and for two methods with the same name.
     """
     methods = build_list(config, "method", Method, allow, objects)
@@ -136,8 +144,11 @@ def build_list(
 ) -> tuple[T, ...]:
     """Return all parts of a group that may have several, such as "method" or "observer".
 
+    config: the run's configuration, which has a node for each part, by the part's name.
     kind: the base class that all parts must extend.
-    objects: the user's objects, by place.
+    allow: the packages besides raysim whose classes the configuration may name.
+    objects: the user's objects, by "GROUP.NAME". They are used in place of the nodes.
+    Raise `RefusedError` for a node that names no class of this kind.
     """
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
@@ -156,10 +167,13 @@ def build_list(
 
 
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
-    """Return the class that the node of a method or an observer names.
+    """Return the class that the configuration node of a method or an observer names.
 
+    node: the configuration node, with the class in `_target_`.
     path: the key of the node, for errors.
-    kind: the class that it must extend.
+    kind: the base class that the class must extend.
+    allow: the packages besides raysim whose classes the configuration may name.
+    Raise `RefusedError` if the node names no class, or a class that does not extend `kind`.
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
@@ -184,6 +198,8 @@ def build_metrics(
 
     A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
     own: metrics that the user gave as Python objects, by name.
+    names: the names in `evaluate.metrics`. Names of raysim's own metrics are skipped.
+    allow: the packages besides raysim whose functions the configuration may name.
     Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
@@ -268,7 +284,10 @@ def choose_device(name: str, is_remote: bool) -> str:
             f"(it sees {torch.cuda.device_count()}): set device=cpu"
         )
     if kind != "cuda" and index not in ("", "0"):
-        raise RefusedError(f"device={name} does not exist. Set device={kind}, the only one")
+        raise RefusedError(
+            f"device={name} does not exist, because there is only one {kind} device. "
+            f"Set device={kind}."
+        )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise RefusedError("device=mps needs a Mac with Metal: set device=cpu")
     return name

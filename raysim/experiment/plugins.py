@@ -51,9 +51,12 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 
 
 def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the allowed packages, and those whose classes a node uses, without raysim.
+    """Return the packages besides raysim that a worker may have to import, sorted.
 
-    paths: full names of more classes and functions that are used.
+    These are the allowed packages, and the packages of all classes that a configuration names.
+    node: the configuration.
+    allow: the packages that the user allowed, used or not.
+    paths: full names of further functions and classes that the run uses, such as metrics.
     """
     names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))

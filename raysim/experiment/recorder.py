@@ -69,7 +69,7 @@ def say(console: Console, text: str) -> None:
 
 
 def warn(console: Console, text: str) -> None:
-    """Print a warning; if the console is quiet, print it to standard error."""
+    """Print a warning; print it to standard error if the console is quiet (prints nothing)."""
     from rich.console import Console
 
     say(Console(stderr=True) if console.quiet else console, text)
@@ -79,6 +79,9 @@ class Follower:
     """A reader of a run's events that calls the run's observers in order.
 
     If an error ends the run, all observers that have started and have not finished get the error.
+    run: what observers can see of the run; its `rows` grow with each round.
+    events: the events of the run, in order.
+    observers: the observers, in the order in which they are called.
     """
 
     def __init__(
@@ -164,8 +167,12 @@ def record(
 ) -> Result:
     """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
-    If an error ends the run, its history so far is written and its tracking is closed. Raise
-    `Interrupted` if the user stops it.
+    If an error ends the run, its history so far is written and its tracking is closed.
+    folder: the run's folder.
+    events: the events of the run, in order.
+    quiet: True if observers of raysim must print nothing.
+    users: the user's observers, which are called after raysim's.
+    Raise `Interrupted` if the user stops the run.
     """
     run = current_run(experiment, folder)
     follower = Follower(run, events, [*run_observers(experiment, folder, console, quiet), *users])
@@ -213,6 +220,7 @@ def run_observers(
 
     is_trial: True if a sweep makes the run. The sweep sends the trial's rows to MLflow and draws
     one picture of all trials, so the run itself does neither.
+    quiet: True if the observers must print nothing.
     """
 
     def print_line(text: str) -> None:
@@ -267,7 +275,7 @@ def run_observers(
 
 
 def _find_presence(experiment: Experiment) -> Availability | None:
-    """Return when each client is available; None if all clients are always available."""
+    """Return the object that knows when each client is available; None if all always are."""
     spec = experiment.spec
     clients = len(spec.data.partition.train.counts)
     flops = functools.partial(sample_flops, spec)
@@ -312,9 +320,9 @@ def _can_be_rebuilt(experiment: Experiment) -> bool:
 
 
 def _study_of(folder: Path) -> Path | None:
-    """Return the folder of the study to which the run of a folder STUDY/runs/NAME belongs.
+    """Return the folder STUDY if `folder` is STUDY/runs/NAME and the study is tracked, else None.
 
-    Return None for any other folder, and if the study is not tracked.
+    A study is tracked if its folder has a tracking.json that can be read.
     """
     study = _study_folder(folder)
     return study if study is not None and read_record(study) else None
@@ -329,6 +337,7 @@ def _study_folder(folder: Path) -> Path | None:
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
     """Return the user's own observers, wrapped so that an error says which one failed.
 
+    on_round: the user's function that gets the row of each round; None for no function.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

@@ -40,6 +40,7 @@ class FolderCopy(Observer):
 
     folder: the copy on this machine.
     store: the folder behind the URL.
+    console: prints a warning if files cannot be sent.
     """
 
     def __init__(self, folder: Path, store: Store, console: Console):

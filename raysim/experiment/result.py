@@ -61,7 +61,10 @@ class Predictions(NamedTuple):
 
     @property
     def classes(self) -> np.ndarray:
-        """Return for each sample the class with the highest score, [n]."""
+        """Return for each sample the number of the class with the highest score, [n].
+
+        It has no meaning for a regression.
+        """
         return np.asarray(self.scores.argmax(1))
 
 
@@ -72,6 +75,7 @@ class Result:
     Models are built when they are needed, from the folder's files, in this process and on the CPU.
     source: the run, or a function that builds it.
     url: the URL to which the files were sent; "" for none.
+    rows: the history, a row for each aggregation.
     """
 
     folder: Path
@@ -140,7 +144,9 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         The keys of its `state_dict` are those of the user's model.
-        best: True loads the weights of the best round, see `summary["best_model"]`.
+        best: True loads the weights of the best round instead: the round with the best validation
+        score, or, without validation samples, with the lowest training loss.
+        `summary["best_model"]` names it.
         Raise `RefusedError` if clients have personal parameters, or the run has not finished.
         """
         self._refuse_personal()
@@ -160,11 +166,13 @@ class Result:
 
         Without prompts the result is one text that begins like a document. The random numbers
         depend on the run's seed.
-        tokens, temperature: see `Generation`.
-        best: see `model`.
-        client: the client whose own model writes, see `client_model`; None takes the shared model.
-        Raise `RefusedError` if the data are not text, and for prompts that the vocabulary cannot
-        encode.
+        tokens: the largest number of tokens that the model adds to a prompt.
+        temperature: the number by which the logits are divided before a token is drawn; 0 always
+        takes the most probable token.
+        best: True uses the weights of the best round, False the final ones.
+        client: the client whose own model writes (`client_model`); None uses the shared model.
+        Raise `RefusedError` if the data are not text, if a prompt contains what the vocabulary
+        cannot encode, and for `best=True` with a client.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":
@@ -227,9 +235,10 @@ class Result:
         client: None scores the shared model on the central test set; a number scores the client's
         own model on the client's test set.
         best: False uses the weights that were evaluated last, which a method (FedExP) may choose;
-        True uses the shared model of the best round.
-        Raise `RefusedError` if the test set is empty, and under the conditions of `model` and
-        `client_model`.
+        True uses the shared model of the best round, and needs client=None.
+        Raise `RefusedError` if the test set is empty, if there is no such client, for `best=True`
+        with a client, for client=None if clients have personal parameters, and if the run's folder
+        lacks the model or the checkpoint that is needed.
         """
         if client is None:
             self._refuse_personal()
@@ -311,6 +320,8 @@ class _FinalState:
 
     Both are in this process.
     path: the checkpoint; "" if the run has none.
+    experiment: the run.
+    shared: the final shared tensors by full name, used if there is no checkpoint.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):

@@ -152,10 +152,12 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
 
 
 def last_checkpoint(folder: Path, options: Checkpoint) -> str:
-    """Return the address of a run's last checkpoint, or "".
+    """Return the address of a run's last checkpoint; "" if the run has none.
 
-    The user may change `checkpoint.folder` when a run continues, so the run's folder is searched,
-    too.
+    It is searched in `checkpoint.folder` and in the run's own folder, because the user may change
+    `checkpoint.folder` when a run continues.
+    folder: the run's folder.
+    options: the settings `checkpoint.*`.
     """
     addresses = dict.fromkeys((options.folder_for(folder), Checkpoint().folder_for(folder)))
     return max(map(checkpoint.find_latest, addresses), key=checkpoint.version_of)
@@ -245,9 +247,11 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
 
 def _check_run_in(address: str | None, config: Node) -> None:
-    """Raise `RefusedError` if a folder has results or checkpoints of another run.
+    """Raise `RefusedError` if a folder has results or checkpoints of a different run.
 
-    address: the folder or URL; None checks nothing.
+    A run is different if its stored configuration has other values that decide the bits.
+    address: the folder or URL; None and "" check nothing.
+    config: the configuration of the run that wants to use the folder.
     """
     if not address:
         return
@@ -258,7 +262,13 @@ def _check_run_in(address: str | None, config: Node) -> None:
 
 
 def _check_same_run(stored: Node, config: Node, store: Store) -> None:
-    """Raise `RefusedError` if settings of a resumed run differ from the stored configuration."""
+    """Raise `RefusedError` if a resumed run has other settings than the stored configuration.
+
+    Only settings that decide the run's bits are compared; others, such as `rounds`, may change.
+    stored: the configuration in the run's folder.
+    config: the configuration of the resumed run.
+    store: the folder or URL of `stored`, for errors.
+    """
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
     for key in _keys_of_bits([*stored_values, *values]):
@@ -267,9 +277,9 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
         _check_same_option(key.partition(".")[0], stored, config, store)
         if key not in stored_values:
             raise RefusedError(
-                f"{key}={format_value(values[key])} is not a key of the run in {store}: that is "
-                f"another run, or a version of raysim before {__version__} wrote it. Choose "
-                "another folder with out."
+                f"{key}={format_value(values[key])} is set, but the run in {store} has no such "
+                f"key: it is another run, or a version of raysim before {__version__} wrote it. "
+                "Choose another folder with out."
             )
         value = format_value(values[key]) if key in values else "absent"
         raise RefusedError(
@@ -279,7 +289,11 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 
 
 def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> None:
-    """Raise `RefusedError` if a resumed run has another option of a group, such as method=moon."""
+    """Raise `RefusedError` if a resumed run has another option of a group, such as method=moon.
+
+    stored, config: the stored configuration, and that of the resumed run.
+    store: the folder or URL of the stored configuration, for errors.
+    """
     stored_choices = stored.get("choices")
     choices = config.get("choices")
     if not isinstance(stored_choices, Mapping) or not isinstance(choices, Mapping):
@@ -297,7 +311,10 @@ def _format_choice(group: str, choice: object) -> str:
 
 
 def _keys_of_bits(keys: list[str]) -> Iterator[str]:
-    """Yield the keys that decide the bits of a run, so that a resumed run cannot change them."""
+    """Yield the keys that decide the bits of a run, so that a resumed run cannot change them.
+
+    keys: all full keys of the two configurations, such as "local.lr"; a key may be there twice.
+    """
     for key in dict.fromkeys(keys):
         head = key.partition(".")[0]
         is_free = head in FREE_KEYS or key in FREE_KEYS

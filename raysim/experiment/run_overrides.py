@@ -47,9 +47,9 @@ class ExtractedOverrides(NamedTuple):
 
 
 def read_setting(text: str) -> SettingOverride:
-    """Read one override with one or several values.
+    """Read one override with one or several values, such as "seed=0" or "seed=0,1".
 
-    Raise `RefusedError` for texts of other forms.
+    Raise `RefusedError` for a text that is no override.
     """
     return read_override(text, _suggest_key)
 
@@ -156,10 +156,13 @@ def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
 def extract_overrides(
     overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
 ) -> ExtractedOverrides:
-    """Separate the overrides of some places ("data", "method.fedprox") from all others.
+    """Separate the overrides of parts that are Python objects from all other overrides.
 
-    Raise `RefusedError` for an override that chooses an option of such a place, and for a key that
-    is set twice.
+    overrides: the user's overrides that are text, such as "local.lr=0.1".
+    settings: the user's overrides that are Python values, by key; nested dictionaries are allowed.
+    places: the places of the objects, such as "data" or "method.fedprox".
+    Raise `RefusedError` for an override that sets a place itself, such as "data=mnist", and for a
+    key of an object that is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

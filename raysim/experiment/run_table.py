@@ -45,6 +45,9 @@ def configure_run(config: Node, folder: Path, name: str) -> Node:
     """Return a run's configuration with the folder of this run.
 
     If the folder contains an unfinished run of the same name, the run continues.
+    config: the configuration of the run, without its folder.
+    folder: the folder of the study or sweep.
+    name: the name of the run.
     """
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")
@@ -74,7 +77,11 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read the plan of a folder. Raise `RefusedError` if it is broken."""
+    """Read the plan of a folder: the command's overrides, its --conf folders and more values.
+
+    command: "study" or "sweep".
+    Raise `RefusedError` if the file is not such a plan.
+    """
     path = plan_file(folder, command)
     plan = load_yaml(path)
     if not {"overrides", "conf"} <= plan.keys():
@@ -85,10 +92,14 @@ def load_plan(folder: Path, command: str) -> Node:
 
 
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
-    """Return True if the overrides continue a folder that contains a plan.
+    """Return True if a command continues the study or sweep of a folder that contains a plan.
 
-    With out=DIR resume=latest and the overrides of a new study or sweep, a missing or empty folder
-    gives False: the command starts in it. Raise `RefusedError` for any other folder without a plan.
+    Return False if the overrides do not have resume=latest, and also if they have it, the folder is
+    missing or empty, and there are further overrides: then the command starts a new study or sweep.
+    overrides: the overrides of the command.
+    command: "study" or "sweep".
+    Raise `RefusedError` if the overrides have resume=latest, and the folder has no plan for any
+    other reason.
     """
     if not is_resume_requested(overrides, command):
         return False
@@ -110,7 +121,12 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
 def describe_outcome(
     metric: str, value: float | None, deviation: float | None, rounds: int, seconds: float
 ) -> str:
-    """Describe how a run ended: "accuracy 0.8123 after 20 rounds in 12 s"."""
+    """Describe how a run ended: "accuracy 0.8123 after 20 rounds in 12 s".
+
+    metric: the name of the score.
+    value, deviation: the score and its standard deviation; None if it is unknown.
+    seconds: the wall time.
+    """
     score = "unknown" if value is None else plus_minus(value, deviation)
     amount = format_amount(rounds, "round")
     return f"{metric} {score} after {amount} in {format_duration(seconds)}"

@@ -82,7 +82,13 @@ def log_console(log: Path) -> Iterator[Console]:
 def attempt(
     config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
 ) -> str:
-    """Execute a complete run; return "", or a sentence that says why it failed."""
+    """Execute a complete run; return "", or a sentence that says why it failed.
+
+    config: the configuration of the run, with its folder in `out`.
+    log: the file that gets the printed output and the traceback of an error.
+    allow: the packages besides raysim whose classes the configuration may name.
+    on_round: function that gets the row of each round; None for no function.
+    """
     try:
         with record_failure(log), log_console(log) as console:
             run(config, allow=allow, console=console, on_round=on_round)
@@ -97,6 +103,10 @@ class SteppedRun:
     config: with `out` and `resume=latest`, as `configure_run` returns it.
     accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
     population-based training.
+    log: the file that gets the printed output and the traceback of an error.
+    start_events: function that starts the runtime of a run and returns the run's events. Its
+    arguments are the run, its folder, and the checkpoint's address ("" for none).
+    allow: the packages besides raysim whose classes the configuration may name.
     Raise `RunFailedError` for a run that cannot be made.
     """
 
@@ -154,7 +164,10 @@ class SteppedRun:
         return self._settings.rounds
 
     def until(self, number: int) -> Row:
-        """Advance the run to a round, and return the round's row."""
+        """Advance the run to a round, and return the round's row.
+
+        number: the number of the round, from 1. Nothing happens if the run is there already.
+        """
         with self._recorded():
             return self._follower.follow_until(number)
 
@@ -172,7 +185,10 @@ class SteppedRun:
             write_history(self._follower.run.rows, self.folder / HISTORY)
 
     def write_due_checkpoint(self, number: int) -> None:
-        """Advance the run until the checkpoint of a round is written; do nothing if none is due."""
+        """Advance the run until the checkpoint of a round is written; do nothing if none is due.
+
+        number: the number of the round, from 1.
+        """
         every = self._settings.checkpoint.every
         if self.is_finished or not every or number % every:
             return

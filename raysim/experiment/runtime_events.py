@@ -27,6 +27,8 @@ def runtime_events(
     """Start the runtime of a run, and yield the run's events.
 
     show_wait: function that shows what the start is waiting for.
+    place: the folder of the run, and the checkpoint that it continues from.
+    console: prints what Ray says.
     """
     if experiment.execution.runtime.name != "inprocess":
         yield from _ray_events(experiment, place, console, show_wait)

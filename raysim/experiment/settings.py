@@ -57,6 +57,7 @@ class Tracking:
 
     uri: the address of an MLflow server or database to which rows are sent at once; None only
     stores the run for `raysim ui`.
+    name: "mlflow" stores the run for MLflow, "none" does not.
     """
 
     name: Literal["mlflow", "none"] = "mlflow"
@@ -75,6 +76,9 @@ class ExecutionOptions:
     resume: "latest", or a checkpoint's folder; None starts a new run.
     thresholds: scores; the summary has the first round that reaches each of them (`rounds_to`).
     profile: True measures how the wall time is spent.
+    device: "auto", "cpu", "cuda" or "mps", the device of each worker.
+    runtime: where the workers run, and their resources.
+    tracking: whether and where the run is stored for MLflow.
     """
 
     out: str | None = None
@@ -100,6 +104,10 @@ class Experiment:
     late_planning: why aggregations are planned one at a time; "" if the planner may work ahead of
     training.
     url: where the run's folder is sent; "" keeps it only on this machine.
+    schedule: the rule for when clients are dispatched and updates are aggregated.
+    fleet: the simulated devices of the clients.
+    execution: where and how the run is executed, such as its folder, device and workers.
+    warnings: texts for the user, which are printed before the run starts.
     """
 
     config: Node

@@ -28,7 +28,11 @@ def collect_scores() -> Iterator[list[AppScores]]:
 
 @contextlib.contextmanager
 def _collect_objects(kind: Any, made: list[Any]) -> Iterator[None]:
-    """Add each object of a class, and of its subclasses, to a list when it is made."""
+    """Add each object of a class, and of its subclasses, to a list when it is made.
+
+    kind: the class.
+    made: the list that gets the objects.
+    """
     constructor = kind.__init__
 
     @functools.wraps(constructor)
@@ -44,7 +48,10 @@ def _collect_objects(kind: Any, made: list[Any]) -> Iterator[None]:
 
 
 def last_scores(scores: AppScores) -> dict[str, float]:
-    """Return the numbers that the app computed on the server in its last round, by name."""
+    """Return the numbers that the app computed on the server in its last round, by name.
+
+    scores: what the app returned: a `Result`, or a `History` of an older server.
+    """
     numbers = {}
     for name, value in _last_values(scores):
         if isinstance(value, int | float) and not isinstance(value, bool):

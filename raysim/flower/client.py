@@ -84,7 +84,10 @@ class AppRunner:
             )
         if returned.has_error():
             error = returned.error
-            raise AppError(f"the app returned an error, code {error.code}: {error.reason}")
+            raise AppError(
+                f"the app replied with an error, code {error.code}: {error.reason}. "
+                "Correct the app's function for this message."
+            )
         try:
             check_records(returned.content, "the content of the reply")
             check_records(context.state, "context.state")

@@ -31,6 +31,7 @@ class VirtualClock:
     clients: the number of clients.
     samples: the number of samples that a client processes for a message for training. For any other
     message it processes none.
+    seed: the seed of the run, which decides the devices.
     """
 
     def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):
@@ -48,12 +49,15 @@ class VirtualClock:
     def arrival(
         self, client: int, number: int, is_training: bool, array_bytes: int, ttl: float
     ) -> Arrival:
-        """Return the arrival of the reply to a message that is sent now.
+        """Return when the reply to a message that is sent now arrives, or when it is lost.
 
+        client: the client that gets the message.
         number: how many messages the client has received before.
-        array_bytes: the bytes of the arrays in the message. A reply to a message for training is
-        assumed to be as large; any other reply has size 0.
-        ttl: the virtual seconds after which the message expires.
+        is_training: True if the client trains; for other messages it processes no samples.
+        array_bytes: the bytes of the arrays in the message. The arrays of the reply are assumed to
+        be as large if the client trains, and of size 0 otherwise.
+        ttl: the virtual seconds after which the message expires. A reply that would arrive later is
+        lost.
         """
         floats = array_bytes // FLOAT_BYTES
         samples = float(self.samples) if is_training else 0.0

@@ -30,10 +30,14 @@ _CHUNKS_PER_WORKER = 4
 class MessageRecord:
     """A row of the table of messages: what became of a message.
 
-    dispatched, arrived: virtual seconds.
-    fate: "answered", "lost" or "failed".
+    message: the message's id.
+    client: the number of the client.
+    type: Flower's message type, such as "train" or "evaluate".
+    group: the group id that the app gave the message, such as the number of a round.
+    dispatched, arrived: when it was sent, and when its reply or error arrived, in virtual seconds.
+    fate: "answered", "lost" (no reply arrived) or "failed" (the app had an error).
     error: why the message was lost or failed; "" if it was answered.
-    numbers: the metrics of the reply.
+    numbers: the metrics of the reply, by name.
     """
 
     message: str
@@ -52,6 +56,10 @@ class _Pending:
     """A message whose reply is not delivered yet.
 
     answer: None until a worker has answered the message.
+    request: the message as workers get it.
+    message: the message as Flower's class.
+    dispatched: when it was sent, in virtual seconds.
+    arrival: when its reply arrives.
     """
 
     request: Request
@@ -108,7 +116,7 @@ class VirtualGrid(SimpleGrid):
         self._structures: dict[int, frozenset[Entry]] = {}  # of its replies, by client
 
     def is_owner(self) -> bool:
-        """Return True in the thread that runs the ServerApp."""
+        """Return True if this thread runs the ServerApp, False in a thread that Flower started."""
         return threading.get_ident() == self._owner
 
     # --- nodes --------------------------------------------------------------------------------
@@ -186,9 +194,11 @@ class VirtualGrid(SimpleGrid):
         return _Pending(request, app_message, self.clock.now, arrival)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have arrived; if there are none, wait for the next one.
+        """Return the replies that have arrived; if none has, advance the clock to the next arrival.
 
         The replies are in the order of virtual time. The reply to a message is returned only once.
+        The result is empty if all replies to these messages were returned before.
+        message_ids: the ids that `push_messages` returned.
         """
         with self._lock:
             waiting = [self._pending[key] for key in dict.fromkeys(message_ids) if self._has(key)]
@@ -248,7 +258,8 @@ class VirtualGrid(SimpleGrid):
     def end_batch(self) -> dict[int, tuple[float, int]]:
         """End a batch: advance the clock to the last arrival in it.
 
-        Return for each node id when the node's last reply arrived, and the number of its client.
+        Return a dictionary. For each node id, it has the virtual time of the node's last reply, and
+        the number of the node's client.
         Raises ReplayError if a message of the batch differed from the stored run, and
         WorkerDiedError if a worker died repeatedly.
         """
@@ -430,8 +441,10 @@ class VirtualGrid(SimpleGrid):
         return delivered
 
     def _keep_structure(self, pending: _Pending, content: RecordDict) -> None:
-        """Keep the entries of a reply until messages of another time or type are answered.
+        """Keep the names and shapes of a reply's arrays and values for `describe_odd_reply`.
 
+        Only the replies to the messages that were sent last are kept: those with the same virtual
+        time and the same type.
         pending: the answered message.
         content: the records of the reply.
         """
@@ -442,9 +455,10 @@ class VirtualGrid(SimpleGrid):
         self._structures[pending.request.client] = structure_of(content)
 
     def describe_odd_reply(self) -> str:
-        """Describe a reply of the last messages whose entries are not those of most replies.
+        """Describe a reply with other names or shapes than most replies to the last messages.
 
-        Return "" if there is none. It explains errors of strategies, which do not name a client.
+        Return "" if there is none. The text is added to errors of strategies, because these name no
+        client.
         """
         if not self._structures:
             return ""

@@ -88,7 +88,10 @@ class _FirstMessage(BaseException):
 
 
 class _FirstMessageGrid(SimpleGrid):
-    """A Grid that keeps the first training message, and then stops the ServerApp."""
+    """A Grid that keeps the first training message, and then stops the ServerApp.
+
+    runner: the ClientApp, which answers all messages before the first one for training.
+    """
 
     def __init__(self, runner: AppRunner):
         super().__init__()
@@ -120,7 +123,10 @@ class _FirstMessageGrid(SimpleGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Stop the ServerApp at the first training message; see `send_and_receive`."""
+        """Stop the ServerApp at the first training message; otherwise return no ids.
+
+        The ServerApp cannot pull replies from this Grid; it gets them from `send_and_receive` only.
+        """
         self.send_and_receive(messages)
         return []
 
@@ -129,6 +135,8 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     """Return the parameters and the config in a ServerApp's first message for training.
 
     reference: "module:object" of the ServerApp.
+    runner: the ClientApp, which answers messages that come before.
+    folder: the project's folder.
     Raises `RefusedError` if the app ends or fails before this message.
     """
     key = f"learner.app: its ServerApp {reference}"
@@ -220,8 +228,8 @@ def from_object(made: Any, key: str) -> InitialModel:
     if isinstance(made, list | tuple):
         return InitialModel({str(name): _as_array(value) for name, value in enumerate(made)})
     raise RefusedError(
-        f"{key}: returned a {type(made).__name__}. Return a torch.nn.Module, arrays by name, "
-        "a list of arrays, or an ArrayRecord."
+        f"{key}: the function returned a {type(made).__name__}. Return a torch.nn.Module, "
+        "arrays by name, a list of arrays, or an ArrayRecord."
     )
 
 

@@ -96,7 +96,10 @@ class FlowerLearner(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the app's initial parameters: arrays by name.
 
-        They are made once, and are sent to the workers as a part of this learner.
+        They are made only once for the same task and seed. The learner keeps them, and so they
+        reach the workers with it.
+        task: gives the number of clients.
+        rng: the random generator from which the app's seed is drawn.
         Raises `RefusedError` if nothing provides the parameters.
         """
         from raysim.flower.initial import make_initial
@@ -160,6 +163,8 @@ class FlowerLearner(Learner):
 
         Return no numbers for a set of samples without a client, and none if the app has no function
         for evaluation.
+        parameters: the arrays of the scored version, by name.
+        data: the client's number, its state, and the seed of the run.
         """
         from raysim.flower.local_work import evaluate
 
@@ -171,5 +176,8 @@ class FlowerLearner(Learner):
 
 
 def _no_records(samples: int) -> bytes:
-    """Return the encoded records of a client that has never been trained."""
+    """Return the encoded records of a client that has never been trained: b"".
+
+    samples: the client's number of samples, which has no effect.
+    """
     return b""

@@ -88,6 +88,9 @@ def evaluate(
     such as "eval_acc", that number is also returned as "accuracy" or "loss". The client's state
     does not change.
     state: the packed records that the client keeps; b"" for none.
+    runner: the ClientApp.
+    arrays: the parameters to evaluate, by name.
+    config: the values in the message's config.
     Raises AppError if the app fails.
     """
     content = model_records(arrays, config, "evaluate", runner.app.uses_client_fn)

@@ -104,6 +104,10 @@ def instruction(
 
     created_at: the virtual time of the message, in seconds.
     ttl: the virtual seconds after which it expires.
+    content: the records of the message.
+    message_type: Flower's type, such as "train" or "evaluate".
+    message_id: an id that no other message of the run has.
+    group_id: the group of messages that the app gave, such as the number of a round; "" for none.
     """
     metadata = Metadata(
         run_id=RUN_ID,
@@ -151,6 +155,9 @@ def model_records(
 
     uses_client_fn: True for a `Client` or `NumPyClient`, for which Flower uses other names of
     records.
+    arrays: the model's parameters, by name.
+    config: the values of the config.
+    message_type: "train" or "evaluate".
     """
     values = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
     names = (ARRAYS, CONFIG)

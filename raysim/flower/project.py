@@ -182,7 +182,10 @@ class LoadedClientApp:
 def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
     """Import a ClientApp, a client_fn or a class of clients, once in each process.
 
-    reference, folder, key: see `load_object`.
+    reference: "module:object".
+    folder: the folder that contains the module; it is added to `sys.path`.
+    key: the setting that contains the reference, for errors.
+    Raises `RefusedError` if the object cannot be imported, or is none of these.
     """
     return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
 

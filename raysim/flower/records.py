@@ -18,7 +18,12 @@ _VALUES = (bool, int, float, str, bytes, np.generic)
 
 
 class Entry(NamedTuple):
-    """An entry of a record. shape: that of an array; () for a value."""
+    """An array or a value in a record of a message's content.
+
+    record: the name of the record.
+    key: the name of the array or value in the record.
+    shape: the shape of an array; () for a value.
+    """
 
     record: str
     key: str

@@ -74,6 +74,7 @@ class StoredReplies:
     def find(self, request: Request) -> Answer | None:
         """Return the stored answer to a message; None if there is none.
 
+        request: the message.
         Raises ReplayError if the stored message has other content.
         """
         place = self._places.get((request.client, request.number))
@@ -112,7 +113,11 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the digests of all messages, because their content may change from now on."""
+        """Forget the checksums of messages that were computed so far.
+
+        They are kept for each content object. Call this when the app may reuse or change the
+        objects.
+        """
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:

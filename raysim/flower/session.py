@@ -62,6 +62,10 @@ class AppRun:
     device: the device of each worker.
     out: the run's folder; None stores nothing.
     resumes: True continues the run in `out`.
+    run_config: Flower's run config, which the app reads from its context.
+    seed: the seed of all random draws, of the app and of the fleet.
+    fleet: the devices of the clients.
+    runtime: where the workers run, and their resources.
     """
 
     client_app: str | LoadedClientApp
@@ -169,7 +173,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
         if error.code not in (None, 0):
             place = users_line(error, run.folder)
             raise RunStoppedError(
-                f"the ServerApp called sys.exit({error.code!r}){place}"
+                f"the ServerApp called sys.exit({error.code!r}){place}. Raise an error instead."
             ) from error
     except (ReplayError, RefusedError):
         raise

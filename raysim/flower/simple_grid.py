@@ -23,7 +23,10 @@ class SimpleGrid(Grid):
         self._run: Any = SimpleNamespace(run_id=RUN_ID, override_config={}, fab_id="")
 
     def set_run(self, run: Any) -> None:
-        """Replace the description of the run."""
+        """Replace the description of the run, which apps read from `run`.
+
+        run: Flower's `Run`, or an object with the same attributes.
+        """
         self._run = run
 
     @property
@@ -39,7 +42,14 @@ class SimpleGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Return a new message to a node, which is not sent yet."""
+        """Return a new message to a node, which is not sent yet.
+
+        content: the records of the message.
+        message_type: Flower's type, such as "train" or "evaluate".
+        dst_node_id: the id of the node that gets the message.
+        group_id: a name of the group of messages to which this one belongs, such as the round.
+        ttl: the seconds after which the message expires; None for Flower's default.
+        """
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:

@@ -68,6 +68,9 @@ def start_simulation(
     workers: the number of workers; None starts as many as fit.
     out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
+    client_fn: function that makes a client.
+    num_clients: the number of clients.
+    config: the number of rounds, and how long a round waits.
 
     Raises `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
     """

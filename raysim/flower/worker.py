@@ -49,9 +49,13 @@ class AppSpec:
 class Request:
     """A message for a client to answer.
 
+    client: the number of the client.
     number: how many messages the client has received before.
-    state: the packed records that the client has kept so far; b"" for none.
+    message_type: Flower's type, such as "train" or "evaluate".
+    message_id: the message's id, which no other message of the run has.
     content: the records of the message.
+    state: the packed records that the client has kept so far; b"" for none.
+    group_id: the group of messages that the app gave; "" for none.
     created_at: the virtual time at which the message was sent, in seconds.
     ttl: the virtual seconds after which it expires.
     """
@@ -82,7 +86,10 @@ class Answer:
 
 
 class AppWorker:
-    """A worker in which clients of an app answer messages, one after another."""
+    """A worker in which clients of an app answer messages, one after another.
+
+    spec: the app, and the settings of the run.
+    """
 
     def __init__(self, spec: AppSpec):
         make_deterministic(spec.threads)

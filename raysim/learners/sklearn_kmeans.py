@@ -67,7 +67,12 @@ class SklearnKMeans(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Move the centers; return them with the number of the client's samples in each cluster."""
+        """Move the centers; return them with the number of the client's samples in each cluster.
+
+        parameters: the received centers and counts, as bytes.
+        inputs: the client's samples, [n, ...].
+        labels: are not used.
+        """
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)
         moved = self._train(received, rows, job.local.batch, job.stream("estimator"))
@@ -82,7 +87,11 @@ class SklearnKMeans(Learner):
         return self._to_bytes(moved, counts), result
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Return the mean of the clients' centers, weighted by the counts."""
+        """Return the mean of the clients' centers, weighted by the counts.
+
+        parameters: the current centers and counts. They stay for clusters without samples.
+        updates: the centers and counts of the clients, with their weights.
+        """
         received, _ = self.centers(parameters)
         sums, totals = np.zeros_like(received), np.zeros(self.clusters)
         for update in updates:
@@ -95,7 +104,11 @@ class SklearnKMeans(Learner):
         return self._to_bytes(received, totals)
 
     def evaluate(self, parameters: bytes, data: EvaluationData) -> Mapping[str, float]:
-        """Return the scores "inertia_error" and "purity"."""
+        """Return the scores "inertia_error" and "purity".
+
+        parameters: the centers to score.
+        data: the samples and their labels.
+        """
         inputs, labels = data.arrays()
         distances = _distances(inputs.reshape(len(inputs), -1), self.centers(parameters)[0])
         nearest = distances.argmin(axis=1)

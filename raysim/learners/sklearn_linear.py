@@ -122,7 +122,13 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train by `partial_fit`, once for each epoch; without such a function train by `fit`."""
+        """Train by `partial_fit`, once for each epoch; without such a function train by `fit`.
+
+        Return the new parameters, and the number of samples that were processed.
+        parameters: "coef" and "intercept", as `initial` returns them.
+        inputs: the client's samples, [n, ...].
+        labels: their classes or values, [n].
+        """
         model = self._make(int(job.stream("estimator").integers(2**31 - 1)))
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         coef, intercept = parameters["coef"], parameters["intercept"]
@@ -145,7 +151,11 @@ class SklearnLinear(Learner):
         return trained, LocalResult(samples=len(rows) * epochs)
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return decision values as logits [n, classes], or for a regression values [n, 1]."""
+        """Return decision values as logits [n, classes], or for a regression values [n, 1].
+
+        parameters: "coef" and "intercept".
+        inputs: n samples, [n, ...].
+        """
         rows = inputs.reshape(len(inputs), -1)
         values = rows @ parameters["coef"].T + parameters["intercept"]
         if values.shape[1] > 1 or not self.is_classifier:
@@ -161,7 +171,11 @@ class SklearnLinear(Learner):
 
 
 def _fit(model: Any, rows: np.ndarray, targets: np.ndarray) -> None:
-    """Call `model.fit` without the warning that it has not converged."""
+    """Call `model.fit`, and hide the warning of an estimator that has not converged.
+
+    model: the estimator of scikit-learn.
+    rows, targets: the samples and their classes or values.
+    """
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():

@@ -84,7 +84,11 @@ class XGBoostBagging(Learner):
         return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return the planned size in bytes of the trees of a job, as if every tree were full."""
+        """Return the planned size in bytes of the trees of a job, as if every tree were full.
+
+        task: the learning task; trees are added for each class.
+        received: has no effect.
+        """
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)
         return self.trees * classes * nodes * NODE_BYTES
@@ -92,7 +96,12 @@ class XGBoostBagging(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Continue boosting on the client's samples; return only the new trees."""
+        """Continue boosting on the client's samples; return only the new trees.
+
+        parameters: the received ensemble, as XGBoost's JSON.
+        inputs: the client's samples, [n, ...].
+        labels: their classes or values, [n].
+        """
         import xgboost
 
         seed = int(job.stream("trees").integers(2**31 - 1))
@@ -107,7 +116,11 @@ class XGBoostBagging(Learner):
         return _save(booster[first:]), LocalResult(samples=len(rows) * self.trees, steps=self.trees)
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Append the trees of all clients, with leaves multiplied by the weight of the update."""
+        """Append the trees of all clients, with leaves multiplied by the weight of the update.
+
+        parameters: the current ensemble, as XGBoost's JSON.
+        updates: the clients' new trees, with their weights.
+        """
         ensemble = json.loads(parameters)
         model = _model(ensemble)
         for update in updates:
@@ -123,7 +136,11 @@ class XGBoostBagging(Learner):
         return json.dumps(ensemble, separators=(",", ":")).encode()
 
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
-        """Return margins as logits [n, classes], or for a regression values [n, 1]."""
+        """Return margins as logits [n, classes], or for a regression values [n, 1].
+
+        parameters: the ensemble, as XGBoost's JSON.
+        inputs: n samples, [n, ...].
+        """
         import xgboost
 
         booster = xgboost.Booster({"nthread": 1})

@@ -90,6 +90,11 @@ def all_client_step(
     params, delta: [D], the model and the update of `client`.
     cache: [N, D], the last update of each client.
     dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
+    client: the number of the client whose update arrives.
+    dispatch_version: the version from which this update was trained.
+    version: the current version.
+    server_lr: the factor eta on the mean of the updates.
+    max_staleness: the largest age of an update in the mean, in versions; None for no limit.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
@@ -132,7 +137,11 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """Return server_lr times the mean of the active rows, float64 [D]; zeros without any."""
+    """Return server_lr times the mean of the active rows, float64 [D]; zeros without any.
+
+    total: float64 [D], the sum of the active rows.
+    active: bool [R], the rows of the cache that count.
+    """
     return total * (server_lr / max(1, int(active.sum())))
 
 

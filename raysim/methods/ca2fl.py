@@ -62,6 +62,7 @@ def calibrated_step(
     deltas: [K, D], the updates in the buffer.
     clients: int64 [K], the client of each update.
     cache: [N, D], the last update of each client.
+    server_lr: the factor eta on the direction.
     """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)
@@ -82,6 +83,9 @@ def _calibrate(
     rows: the row of the cache that belongs to each update's client.
     cache: an update in each of R rows, [R, D].
     total: float64 [D], the sum of the rows.
+    deltas: the updates in the buffer, each [D].
+    clients: the number by which `total` is divided to get the mean h, such as the number of all
+    clients.
     """
     into = torch.empty_like(deltas[0])
 

@@ -22,7 +22,7 @@ PLACES = ("disk", "memory")
 
 
 def most_rows(server: ServerView) -> int:
-    """Return the largest possible number of rows: one for each client that has samples."""
+    """Return the largest number of rows that a cache can need: one for each client with samples."""
     return server.clients_with_samples
 
 
@@ -61,7 +61,8 @@ def rows_of(
 ) -> list[int]:
     """Return the cache's row for the client of each update; new clients get rows of zeros.
 
-    place, cache: as for `declare_rows`.
+    place: where rows are stored, "disk" or "memory".
+    cache: the name of the cache in `server.state`.
     """
     return claim_rows(server.state, aggregation.clients, most_rows(server), place, cache)
 

@@ -61,21 +61,31 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
 def generator_loss(
     class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
 ) -> Tensor:
-    """Return the classifier's loss: cross-entropy minus the weighted `discriminator_loss`.
+    """Return the classifier's loss: cross-entropy minus `weight` times the `discriminator_loss`.
 
-    class_logits: [B, C].
+    class_logits: [B, C], the classifier's outputs.
     labels: int64 [B], or rows of probabilities [B, C].
+    domain_logits: [B, N], the discriminator's outputs for N clients.
+    domain: the number of the client.
+    weight: the weight of the discriminator's loss.
     """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
 
 
 def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Tensor:
-    """Return the term that a generator step adds to the classification loss."""
+    """Return -`weight` times the `discriminator_loss`, which is added to the classifier's loss.
+
+    domain_logits: [B, N], the discriminator's outputs for N clients.
+    domain: the number of the client.
+    """
     return -weight * discriminator_loss(domain_logits, domain)
 
 
 def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
-    """Return True if local step `step`, counted from 1, trains the discriminator."""
+    """Return True if local step `step`, counted from 1, trains the discriminator.
+
+    d_steps_per_g_step: the number of discriminator steps for each step of the classifier.
+    """
     return step % (1 + d_steps_per_g_step) < d_steps_per_g_step
 
 
@@ -131,7 +141,7 @@ class Dann(Method):
         self.rate, self.mode = rate, mode
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Raise `local.steps` to a whole cycle of discriminator and classifier, if it is less."""
+        """Increase `local.steps` to one turn of discriminator and classifier, if it is less."""
         if self.mode != "alternate" or local.steps is None:
             return {}
         return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}
@@ -164,7 +174,12 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the training steps: discriminator and classifier in turn, or both in one step."""
+        """Return the stages of the training steps, which repeat: a list for each step of one turn.
+
+        With mode=alternate the first steps train the discriminator and the last one the model; with
+        mode=grl a single step trains both. Each step has one stage.
+        plan: has no effect.
+        """
         if self.mode == "grl":
             return [[Stage(trains=("model", DISCRIMINATOR))]]
         adversary = Stage(
@@ -177,10 +192,10 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Return a cost of 0 or less.
+        """Return 0 for mode=grl, and a negative number of samples for mode=alternate.
 
-        With mode=alternate, discriminator steps save the model's backward pass, which plain
-        training counts. With mode=grl nothing is saved.
+        Plain training counts a forward and a backward pass for each step. A discriminator step
+        makes no backward pass through the model, which is subtracted.
         """
         if self.mode == "grl":
             return 0.0

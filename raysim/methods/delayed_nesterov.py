@@ -58,6 +58,12 @@ def delayed_nesterov_step(
     step: the number of the step, from 1.
     every: the number of steps between two changes of the momentum.
     activation: the share of the momentum in each step that does not change the momentum.
+    params: the parameters of the current version.
+    delta: the update, which points towards improvement.
+    momentum_buffer: the momentum m.
+    sum_of_updates: the sum b of the updates since the momentum changed.
+    server_lr: the factor eta on the step.
+    momentum: the factor beta of the momentum.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -151,7 +157,7 @@ class DelayedNesterov(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step of `delayed_nesterov_step`."""
+        """Return the step that `delayed_nesterov_step` makes; update the momentum."""
         server.state["steps"] += 1
         into = torch.empty_like(direction)
         arrays = [into, direction, server.state["momentum"], server.state["sum"]]

@@ -47,7 +47,10 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return each parameter of the personal model with the same parameter of the shared model."""
+    """Return each parameter of the personal model with the same parameter of the shared model.
+
+    layout: the layout with both models.
+    """
     counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]
 

@@ -67,10 +67,14 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
 
 def noise_of_sum(noise: float, bit_noise: float) -> float:
-    """Return the noise z_D for the sum of updates, see the formula at the head of this file.
+    """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
     With it, the noisy sum and the noisy clipping bits together reveal as much as the sum alone with
-    `noise`. All three are standard deviations in units of what one client can change.
+    `noise`.
+    noise: the noise z for the sum alone, if no clipping bits were published.
+    bit_noise: the noise s of the sum of the clipping bits.
+    All three are standard deviations; without noise the result is 0. The unit of z and z_D is the
+    clipping bound; the unit of s is one client's bit.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
@@ -79,6 +83,9 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
     """Return the next clipping bound.
 
     within: the (noisy) share of updates that `bound` did not clip.
+    bound: the current clipping bound.
+    quantile: the share of updates that should not be clipped.
+    rate: the speed of the change; the logarithm of the bound moves by rate * (quantile - within).
     """
     return bound * math.exp(-rate * (within - quantile))
 
@@ -111,6 +118,8 @@ def epsilon(
     """Return the privacy loss epsilon after `rounds` rounds of `cohort` out of `clients`.
 
     poisson: True if each client joins independently, False if the cohort is drawn as a set.
+    noise: the noise z of a round, in units of the clipping bound.
+    delta: the probability with which the guarantee may fail.
     """
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
@@ -171,7 +180,10 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if a run shares more than clipped updates; return no warnings."""
+        """Raise ValueError if a run shares more than clipped updates.
+
+        Return the warnings that `run.check` expects of such a function: none.
+        """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:
             if entry.network != "model":

@@ -73,8 +73,15 @@ def amsgrad_step(
     eps: float = 1e-8,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the parameters and moments after one step, all [D], on the CPU.
+    """Return "params" and the three moments after one step, all [D], on the CPU.
 
+    params: the parameters of the current version.
+    delta: the mean update, which points towards improvement.
+    first_moment, second_moment: the running means of the update and of its square.
+    max_second_moment: the largest second moment so far, for each entry.
+    server_lr: the factor on the step.
+    beta1, beta2: the factors of the old first and second moment.
+    eps: the constant that is added to the root of the second moment.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
@@ -93,9 +100,10 @@ def _step(
 ) -> None:
     """Write the server's step into `arrays[0]`; the moments change in place.
 
-    arrays: the result, the update, and the moments.
+    arrays: five tensors [D]: the result, the update, the first and the second moment, and the
+    largest second moment so far.
     step: the number of the step, from 1; None makes no bias correction.
-    server_lr, beta1, beta2, eps: the settings of AMSGrad.
+    server_lr, beta1, beta2, eps: as for `amsgrad_step`.
     """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
@@ -126,6 +134,7 @@ def _amsgrad(
     rate: the learning rate, with the bias correction of the first moment.
     beta1, beta2: the factors of the old moments; weight1, weight2: those of the new values.
     growth: the bias correction of the second moment.
+    eps: the constant that is added to the root of the largest second moment.
     """
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]
@@ -139,8 +148,10 @@ class FADAS(Method):
 
     server_lr: the server's learning rate eta.
     threshold: the largest staleness at the full rate; None always uses the full rate.
-    rule: the rate for a larger staleness s: "scale" is eta / s, "cap" is min(eta, 1 / s).
-    beta1, beta2, eps, bias_correction: settings of AMSGrad.
+    rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
+    beta1, beta2: the factors of the old first and of the old second moment.
+    eps: the constant that is added to the root of the second moment.
+    bias_correction: True corrects the moments for their start at 0.
     """
 
     name = "fadas"

@@ -23,10 +23,12 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    The Gaussian kernel q = 0..num-1 is exp(-|a - b|^2 / w_q); its width w_q is mul^(q - num // 2)
-    times the mean squared distance of all rows, which is a constant in gradients. With
-    kernel="moments" the result is the sum of the mean squared differences of means and of unbiased
-    covariances instead.
+    kernel: "gaussian" uses the sum of `kernel_num` Gaussian kernels. Kernel q = 0, 1, ... is
+    exp(-|a - b|^2 / w_q). Its width w_q is kernel_mul^(q - kernel_num // 2) times the mean squared
+    distance of all rows, which is a constant in gradients. "moments" returns the mean squared
+    difference of the means plus that of the unbiased covariances instead.
+    kernel_mul: the ratio of the widths of two successive kernels.
+    kernel_num: the number of kernels.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -72,11 +74,14 @@ def mmd_of_classes(
 ) -> Tensor:
     """Return the mean over classes of the squared MMD of their rows, a scalar.
 
+    Only classes that both sets have count; if there are none, the value is 0. The widths of the
+    kernels are computed as in `mmd`, for the rows of each class.
     x: [n, D].
     y: [k, D].
     x_labels: int64 [n].
-    y_labels: int64 [k]. The widths of the kernels are those of `mmd` for the rows of each class.
-    Only classes that both sets have count; if there are none, the value is 0.
+    y_labels: int64 [k].
+    kernel_mul: the ratio of the widths of two successive kernels.
+    kernel_num: the number of kernels.
     """
     labels = torch.cat([x_labels, y_labels])
     squares = _squared_distances(torch.cat([x, y]))
@@ -109,8 +114,10 @@ def feature_distance(
 ) -> Tensor:
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
-    metric: see `METRICS`; "mmd_classes" needs labels, int64 [n] and [k]. y_labels=None: the rows of
-    y have the labels of x.
+    metric: "mmd" (Gaussian kernels), "mmd_moments" (means and covariances), "mmd_classes" (the mean
+    of the MMD over classes), or "mse" (the mean squared difference of row j of x and row j of y).
+    x_labels: int64 [n], needed by "mmd_classes" only; None for none.
+    y_labels: int64 [k]; None: the rows of y have the labels of x.
     Raises ValueError if labels are missing.
     """
     if metric != "mmd_classes":

@@ -15,7 +15,11 @@ from raysim.methods.mixup import soft_targets
 
 
 class Conditional(nn.Module):
-    """A network whose input is rows [B, n] joined with their one-hot labels [B, C]."""
+    """A network whose input is rows [B, n] joined with their one-hot labels [B, C].
+
+    num_classes: C.
+    layers: the layers, of which the first one has n + C inputs.
+    """
 
     def __init__(self, num_classes: int, *layers: nn.Module):
         super().__init__()
@@ -28,7 +32,12 @@ class Conditional(nn.Module):
 
 
 def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
-    """Return the generator, a network from noise [B, Z] to non-negative features [B, D]."""
+    """Return the generator, a network from noise [B, Z] to non-negative features [B, D].
+
+    features: D, the number of features.
+    noise: Z, the number of random inputs of a row.
+    num_classes: C.
+    """
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
     return Conditional(num_classes, *layers)
@@ -37,8 +46,12 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
 def make_rtnet(
     source: int, features: int, hidden: int, num_classes: int, norm: bool
 ) -> Conditional:
-    """Return RTNet, a network from generated features [B, source] to residuals [B, D].
+    """Return RTNet, a network from generated features [B, source] to residuals [B, features].
 
+    source: the number of generated features of a row.
+    features: the number of residuals of a row: that of the model's features.
+    hidden: the width of the hidden layer.
+    num_classes: C.
     norm: True ends with a BatchNorm.
     """
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)

@@ -57,19 +57,28 @@ def updated_weights(
     """Return the mixing weights after one gradient step, clipped to [0, 1].
 
     gradient: the gradient of the loss with respect to the mixed parameters.
+    weights: the mixing weights.
+    old, new: the client's own and the received parameters, in the same order.
+    rate: the learning rate of the weights.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
 
 def has_converged(losses: Sequence[float]) -> bool:
-    """Return True if the losses of the last passes are nearly equal."""
+    """Return True if the standard deviation of the last ten passes' losses is below 0.1.
+
+    losses: the loss of each pass so far. With ten or fewer passes the result is False.
+    """
     if len(losses) <= COMPARED_PASSES:
         return False
     return float(np.std(losses[-COMPARED_PASSES:])) < CONVERGED_DEVIATION
 
 
 def top_entries(layout: Layout, layers: int) -> list[Entry]:
-    """Return the shared parameters of the model's last layers, by position."""
+    """Return the shared parameters of the model's last layers, by position.
+
+    layers: the number of layers, counted from the model's head.
+    """
     entries = [entry for entry in layout.entries_in(["model"]) if not entry.personal]
     modules = list(dict.fromkeys(entry.path.rpartition(".")[0] for entry in entries))
     top = modules[-layers:]
@@ -77,13 +86,20 @@ def top_entries(layout: Layout, layers: int) -> list[Entry]:
 
 
 def parts_of(vector: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """Return a copy of the entries' values, one after another."""
+    """Return a copy of some tensors in a vector, as one flat vector.
+
+    entries: the positions of the tensors.
+    """
     parts = [vector[entry.start : entry.stop] for entry in entries]
     return torch.cat(parts) if parts else vector[:0].clone()
 
 
 def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> None:
-    """Write the values that `parts_of` returned back into a vector."""
+    """Write values into some tensors of a vector, in place.
+
+    entries: the positions of the tensors.
+    values: the values as one flat vector, as `parts_of` returns them.
+    """
     sizes = [entry.stop - entry.start for entry in entries]
     for entry, part in zip(entries, values.split(sizes), strict=True):
         vector[entry.start : entry.stop] = part
@@ -154,6 +170,7 @@ class FedALA(Method):
         """Train the mixing weights on some of the client's batches; return them.
 
         old, new: the client's own and the received parameters of the top layers.
+        entries: the parameters of the top layers.
         """
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)

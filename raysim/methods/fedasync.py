@@ -47,9 +47,11 @@ KINDS = ("polynomial", "hinge", "constant")
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """Return the weight of an update by its staleness: 1 at staleness 0, and never larger.
+    """Return the weight sigma of an update by its staleness: 1 at staleness 0, never larger.
 
-    kind, a, b: the form and the settings of sigma, see the formulas at the head of this file.
+    kind: "constant" is always 1. "polynomial" is (staleness + 1)^-a. "hinge" is 1 up to the
+    staleness b, and then 1 / (a (staleness - b) + 1).
+    a, b: the settings of these formulas.
     Raises ValueError for a negative staleness.
     """
     if staleness < 0:
@@ -76,9 +78,14 @@ def arrival_rates(
     max_staleness: int | None = None,
     factors: Tensor | None = None,
 ) -> list[float]:
-    """Return the mixing rate of each arriving model; 0 if staler than `max_staleness`.
+    """Return the mixing rate of each arriving model: alpha times its weight by staleness.
 
+    The rate is 0 if the model is staler than `max_staleness`.
     base_versions: int64 [M], the version from which each of M models started.
+    version: the current version when the first of them arrives; each one increases it by 1.
+    alpha: the rate at staleness 0.
+    kind, a, b: the arguments of `staleness_weight`.
+    max_staleness: the largest staleness of a model that is used; None for no limit.
     factors: [M], factors on the rates, which are then limited to 1; None for no factors.
     """
     rates = []
@@ -117,7 +124,9 @@ class FedAsync(Method):
     """A server rule that moves the shared model towards each arriving model.
 
     alpha: the rate at staleness 0.
-    kind, a, b: settings of the weight by staleness, see `staleness_weight`.
+    kind: the form of the weight by staleness s. "constant" is 1, "polynomial" is (s + 1)^-a,
+    "hinge" is 1 up to s = b, and then 1 / (a (s - b) + 1).
+    a, b: the settings of these forms.
     max_staleness: staler models are left out; None for no limit.
     alpha_decay: factor on alpha for each version.
     """

@@ -65,6 +65,8 @@ def reestimate_statistics(
     While this runs, the BatchNorm layers normalise with the statistics of each batch; all other
     layers keep their mode. Afterwards modes and momenta are as before. Batches of one sample have
     no variance and are left out.
+    model: the network, which is run on the batches.
+    layers: the BatchNorm layers whose statistics change.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]
     seen = 0
@@ -88,7 +90,10 @@ NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._Instan
 
 
 def batchnorm_names(network: str, module: nn.Module) -> list[str]:
-    """Return the full names of all parameters and buffers of a network's BatchNorm layers."""
+    """Return the full names of all parameters and buffers of a network's BatchNorm layers.
+
+    network: the name of the network, with which the full names begin.
+    """
     names = []
     for path, layer in module.named_modules():
         if isinstance(layer, BATCHNORM):
@@ -100,9 +105,10 @@ class FedBN(Method):
     """FedAvg in which every client keeps its own normalisation layers.
 
     layers: "batch" keeps BatchNorm layers on the client, "all" every normalisation layer.
-    scope: the tensors of these layers that stay on the client, see `split_parameter_names`.
+    scope: the tensors of these layers that stay on the client. "statistics" keeps the running
+    statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
     name_rule: a text; instead of choosing layers by type, keep tensors with this text in their
-    name.
+    name. None chooses by type.
     reestimate: if True, a client without training so far is scored with BatchNorm statistics of its
     own samples, which takes a pass over them in every evaluation.
     """

@@ -1,8 +1,9 @@
 """FedBR: reduce the bias of local learning with a small shared set of pseudo-data.
 
 Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
-Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. With s+ = cos(P(z_p), P(z_g)) and s- =
-cos(P(z_p), P(z)) row by row,
+Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z are the features of the samples of a
+batch, z_p the features of pseudo-data, z_g their features by the received model, and P is a
+projection. With s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) row by row,
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples
@@ -62,6 +63,8 @@ def contrastive_loss(
 
     z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
     z_local: embeddings of real samples. Row j of one tensor is compared with row j of the others.
+    tau1, tau2: the temperatures of the similarity to the received model, and to the real samples.
+    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     Raises ValueError for another mode than "multiply" and "divide", and for a division by a
     temperature of 0 or less.
     """
@@ -107,6 +110,7 @@ def mixture_pseudo_data(
     inputs: [n, ...].
     labels: int64 [n] or float [n, C].
     indices: int64 [R, K], the samples; K = 0 leaves the means unchanged.
+    num_classes: C.
     """
     parts = indices.shape[1] + 1
     rows = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -119,7 +123,8 @@ def mixture_pseudo_data(
 def make_projector(features: int, projection: str) -> nn.Module:
     """Return the projection of features, three linear layers with ReLU.
 
-    projection: the widths of the layers, those of the paper or of the released code.
+    features: the number F of features.
+    projection: the widths of the layers: "paper" is (256, 256, 128), "code" is (2F, 2F, F).
     """
     hidden, out = (256, 128) if projection == "paper" else (2 * features, features)
     first, second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
@@ -144,7 +149,9 @@ class FedBR(Method):
     samples of the batch.
     pseudo_batch: B, the number of pseudo-samples in a step.
     pseudo_refresh: "round" draws B new pseudo-samples in every round, "once" for the whole run.
-    sources: what is drawn equally often among the collected means, see `pseudo_data.py`.
+    sources: how samples are drawn for means. "balanced" draws every client equally often,
+    "unbalanced" in proportion to its samples, and "classes" also each class of a client equally
+    often. Of a public set, "balanced" and "classes" draw its classes equally often.
     fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
     global_features: when the received model computes the features of pseudo-data: in every "step",
     or once for a job ("round").
@@ -280,9 +287,10 @@ class FedBR(Method):
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
 
     def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the received model's features of pseudo-data.
+        """Return the features of pseudo-data by the received model, without a gradient: [B, F].
 
-        They are computed once for a job if the pseudo-data are the same in each step.
+        They are computed in every step if the pseudo-data change in every step and
+        `global_features` is "step"; otherwise once for a job.
         """
 
         def compute() -> Tensor:

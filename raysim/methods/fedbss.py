@@ -104,7 +104,13 @@ def included_count(*, num_biased: int, fraction: float) -> int:
 def selected_indices(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """Return the samples of one epoch, ordered by loss: int64 positions in the client's samples."""
+    """Return the samples that take part in one epoch: int64 positions in the client's samples.
+
+    They are ordered by loss: all easy samples, and then a share of the biased ones.
+    losses, uncertainties: [N], of the client's samples.
+    epoch: from 1 to `total_epochs`.
+    kind: the growth of the share, as in `inclusion_fraction`.
+    """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
     num_biased = len(losses) - split["num_unbiased"]
@@ -116,7 +122,13 @@ def selected_indices(
 def loss_weights(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """Return the weight of each sample's loss in one epoch, [N]: 1 if unbiased, else a_e."""
+    """Return the weight of each sample's loss in one epoch, [N].
+
+    It is 1 for an easy sample, and the `inclusion_fraction` of the epoch for a biased one.
+    losses, uncertainties: [N], of the client's samples.
+    epoch: from 1 to `total_epochs`.
+    kind: the growth of the share, as in `inclusion_fraction`.
+    """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     weights = torch.ones_like(losses)
     biased = split["order"][split["num_unbiased"] :]
@@ -128,13 +140,14 @@ class FedBSS(Method):
     """A method that trains on easy samples first and adds hard ones epoch by epoch.
 
     warmup_rounds: the number of versions with plain training, before samples are selected (stage
-    2).
-    kind: the growth of the share of biased samples, see `inclusion_fraction`.
+    2). A job is in stage 2 if its base version is at least `warmup_rounds`, even if it arrives
+    late.
+    refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
+    which are client state.
+    kind: the growth of the share of biased samples from epoch 1 to the last epoch E. "cosine" is
+    eq. 6, "linear" is e / E in epoch e, "filter" is always 0, "all" is always 1.
     fraction_of: "samples": this share of the biased samples takes part, the easiest ones first;
     "loss": all samples take part, and the share is a factor on the loss of biased samples.
-    refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
-    which are client state. A job is in stage 2 if its base version is at least `warmup_rounds`,
-    even if it arrives late.
     """
 
     name = "fedbss"
@@ -200,7 +213,8 @@ class FedBSS(Method):
             losses, uncertainties = (torch.cat(column) for column in zip(*ranked, strict=True))
             if not bool(losses.isfinite().any()):
                 raise FloatingPointError(
-                    "the received model has no finite loss on any sample. Decrease local.lr."
+                    "fedbss: the received model has no finite loss on any sample of the client. "
+                    "Decrease local.lr."
                 )
             job.state["losses"], job.state["uncertainties"] = losses, uncertainties
             job.state["version"] = torch.full((1,), job.version)
@@ -248,9 +262,10 @@ class FedBSS(Method):
         return (job.drawn("weights").to(losses.dtype) * losses).mean()
 
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
-        """Return the positions of all easy samples, and of a part of the biased samples.
+        """Return the positions of an epoch's samples in the client's samples; None selects all.
 
-        The part grows from epoch to epoch.
+        All easy samples take part, and a share of the biased ones that grows from epoch to epoch.
+        epoch: from 1 to `epochs`.
         """
         if not self._selects(job.version):
             return None

@@ -73,10 +73,13 @@ def buffered_aggregate(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the direction [D] of a full buffer.
+    """Return the direction [D] of a full buffer: the weighted sum of its updates, divided.
 
     deltas: [K, D] in the order of arrival.
     staleness: int64 [K].
+    exponent: the exponent a of the weight (1 + staleness)^-a.
+    sample_weights: [K], factors on the weights; None for no factors.
+    normalization: the divisor: "count" for K, "weights" for the sum of the weights, "none" for 1.
     """
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
     return weighted_sum(deltas, weights) / buffer_divisor(
@@ -94,7 +97,12 @@ def buffered_step(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the new parameters: params + server_lr times `buffered_aggregate`, [D]."""
+    """Return the new parameters: params + server_lr times `buffered_aggregate`, [D].
+
+    params: the parameters of the current version, [D].
+    server_lr: the factor on the direction.
+    deltas, staleness, exponent, sample_weights, normalization: as for `buffered_aggregate`.
+    """
     direction = buffered_aggregate(
         deltas=deltas,
         staleness=staleness,
@@ -110,7 +118,8 @@ class FedBuff(Method):
 
     The schedule decides when to aggregate (`schedule=buffered`).
     exponent: the exponent a of the weight (1 + staleness)^-a.
-    normalization: the divisor of the sum, "count", "weights" or "none"; see `buffer_divisor`.
+    normalization: the divisor of the weighted sum. "count" is the number of updates, "weights" the
+    sum of their weights, "none" is 1.
     """
 
     name = "fedbuff"
@@ -143,7 +152,7 @@ class FedBuff(Method):
             )
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Give stale updates a smaller weight; by default the divisor is the number of updates."""
+        """Multiply each weight by (1 + staleness)^-exponent; set the divisor of the sum."""
         raw = torch.tensor(aggregation.weights, dtype=torch.float64)
         staleness = torch.tensor(aggregation.staleness)
         weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)

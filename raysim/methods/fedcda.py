@@ -105,6 +105,7 @@ def select_models(
     num_candidates: int64 [B], the number of cached models of each client, at most K.
     fixed_models: [F, D], models that are already chosen; F may be 0.
     fixed_losses: [F].
+    smoothness: the weight L of the divergence in the objective.
     """
     return greedy_selection(
         candidates=candidates,
@@ -130,7 +131,13 @@ def greedy_selection(
     """Return the index of the model that each of P clients chooses: int64 [P].
 
     The clients are cut into `num_batches` batches. The batches choose one after another, each as in
-    `select_models`, whose arguments are the same, with P clients instead of B.
+    `select_models`, and later batches see the earlier choices.
+    candidates: [P, K, D], the cached models, newest first.
+    candidate_losses: [P, K].
+    num_candidates: int64 [P], the number of cached models of each client, at most K.
+    fixed_models: [F, D], models that are already chosen; F may be 0.
+    fixed_losses: [F].
+    smoothness: the weight L of the divergence in the objective.
     """
     selection = _Selection(candidates[0, 0], candidates.shape[2])
     for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):
@@ -187,6 +194,10 @@ class _Selection:
         """Choose one model of each client, for a group of clients at a time; add them to the set.
 
         Return the index of each client's chosen model.
+        models: for each client, the models that may represent it.
+        losses: for each client, the loss of each of these models.
+        smoothness: the weight L of the divergence in the objective.
+        num_batches: the number of groups.
         """
         choices: list[int] = []
         for batch in np.array_split(np.arange(len(models)), num_batches):
@@ -282,8 +293,9 @@ class FedCDA(Method):
     memory: the number of cached models per client.
     batches: the number of batches into which participants are cut; each batch chooses in turn.
     smoothness: the weight L of the models' divergence in the objective.
-    warmup: the average in the first rounds, of the participants' models ("fedavg") or of the newest
-    model of every client that took part so far ("selected").
+    warmup_rounds: the number of first rounds in which no models are chosen.
+    warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"
+    the newest model of every client that took part so far.
     cache: where models are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """
@@ -406,6 +418,7 @@ class FedCDA(Method):
         """Select a model for each participant; return the direction to the selected models' mean.
 
         The result is float64 [layout.shared].
+        participants: the rows of the clients that choose a model.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]

@@ -90,10 +90,10 @@ class FedCM(Method):
         run.send("direction")
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Apply `update_direction` in place.
+        """Replace the gradient by the mixture of `update_direction`, in place.
 
-        The optimizer adds the whole weight decay later, but the mixture contains only the share
-        alpha of it; the rest is subtracted here.
+        The optimizer adds the full weight decay later, but only the share alpha of it belongs into
+        the mixture. Therefore (1 - alpha) times the weight decay is subtracted here.
         """
         is_plain_round = self.warm_start and job.version == 0
         if self.alpha == 1 or is_plain_round:

@@ -35,6 +35,9 @@ Variant = Literal["authors", "paper", "fedbr"]
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """Return the penalty on features [n, D], D >= 2; 0 for a single row.
 
+    variant: the form of the penalty. With K the correlation matrix: "paper" is |K|_F^2 / D^2.
+    "authors" is about n times as large and leaves out the diagonal of K. "fedbr" adds 1e-4 to the
+    standard deviations.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))
@@ -60,7 +63,9 @@ class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
     beta: the weight of the penalty.
-    variant: the form of the penalty: "authors", "paper" or "fedbr".
+    variant: the form of the penalty for n rows. "paper" is the printed equation, "authors" that of
+    the released code, which is about n times as large and leaves out the diagonal, and "fedbr" that
+    of FedBR's tables.
     """
 
     name = "feddecorr"

@@ -89,7 +89,7 @@ class FedDyn(Method):
         run.server_state("drift", run.zeros)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Apply `regularised_gradient` in place."""
+        """Replace the gradient by that of `regularised_gradient`, in place."""
         params, received = job.params[at], job.broadcast[at]
         correction = job.state["gradient"][at]
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))

@@ -72,8 +72,10 @@ def server_step_size(
 ) -> float:
     """Return FedExP's step size for the updates `deltas` [M, D].
 
+    epsilon: the number in the divisor of the step size.
     weights: [M], at least 0, normalised here; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
+    minimum: the smallest step size.
     Raises ValueError for weights that have no mean.
     """
     shares = _normalised(deltas, weights)
@@ -92,7 +94,12 @@ def server_step(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> Tensor:
-    """Return `params` [D] plus the step size times the mean update; see `server_step_size`."""
+    """Return `params` [D] plus the step size of `server_step_size` times the mean update.
+
+    deltas: [M, D], the updates.
+    epsilon, weights, epsilon_scale, minimum: as for `server_step_size`. The weights are also those
+    of the mean.
+    """
     eta = server_step_size(
         deltas=deltas,
         epsilon=epsilon,

@@ -138,6 +138,8 @@ def harmonized_aggregate(
 
     gradients: [m, d].
     weights: [m].
+    order: pairs [i, j] of rows; None means (0, 1), (0, 2), ..., (1, 2), ...
+    conflict_test: "original" tests the original updates, "current" the changed updates.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     products = gram_matrix(gradients.unbind()).numpy()
@@ -222,7 +224,10 @@ def _harmonize_in_tree(
         return changed
 
     def meet(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the sum of two updates, after removing conflicting parts from each."""
+        """Return the sum of two updates, after removing conflicting parts from each.
+
+        is_last_pair: True changes `b` by the changed `a`, False by the original `a`.
+        """
         overlap = inner(a, b)
         if overlap < 0:
             counts.conflicts += 1
@@ -312,9 +317,9 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Harmonise the updates in each tensor; return their weighted sum [layout.trained].
+        """Harmonise the updates in each tensor; return their weighted sum [d].
 
-        reference: the running mean of earlier updates [layout.trained].
+        reference: the running mean of earlier results, [d] for d trainable parameters.
         counts: its numbers of conflicts and of projections are increased.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights

@@ -45,7 +45,8 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
     """Return the margin tau * n^(-1/4) of each class: float64 [C], infinite for a count of 0.
 
     class_counts: [C], the client's samples n of each class.
-    count_floor: smaller counts are replaced by this one.
+    tau: the scale of the margins.
+    count_floor: the smallest count: any smaller one is replaced by it.
     """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
@@ -87,9 +88,13 @@ def calibrated_cross_entropy(
 ) -> Tensor:
     """Return FedLC's loss, the mean over the batch.
 
+    No gradient reaches the logits of classes with an infinite margin.
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
-    class_counts: [C]. No gradient reaches the logits of classes that are left out.
+    class_counts: [C], the client's samples of each class.
+    tau: the scale of the margins.
+    denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
+    count_floor: the smallest count: any smaller one is replaced by it.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -105,7 +110,8 @@ class FedLC(Method):
 
     tau: the scale of the margins.
     denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
-    count_floor: smaller counts of classes are replaced by this one; 0 leaves out missing classes.
+    count_floor: smaller counts of a class are replaced by this number. With 0, classes that the
+    client lacks are left out.
     """
 
     name = "fedlc"
@@ -142,7 +148,7 @@ class FedLC(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the cross-entropy of the logits minus the margins of the classes.
 
-        With `denominator="others"` the denominator leaves out the label's own class, as the paper
+        With `denominator="others"`, the softmax's sum leaves out the true class, as the paper
         prints it.
         """
         calibrated = out.logits - job.scratch["shifts"]

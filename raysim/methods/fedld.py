@@ -82,10 +82,13 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 def margin_control_penalty(
     *, logits: Tensor, lam: float, kind: str, labels: Tensor | None = None, threshold: float = 0.0
 ) -> Tensor:
-    """Return lam times the penalty on `logits` [B, C].
+    """Return lam times the penalty on `logits` [B, C], averaged over the batch.
 
-    kind: the form of the penalty, see `MarginControl`.
-    labels: int64 [B]; they and `threshold` have an effect only with kind="threshold".
+    kind: the form of the penalty for logits f. "marg_log" is log(1 + |f|^2), "logit_l2" is |f|^2,
+    "threshold" the squared excess of the margin over `threshold`. "batch_softmax" is log(1 + the
+    sum of all squared softmax probabilities of the batch), which is not a mean.
+    labels: int64 [B], needed for kind="threshold" only.
+    threshold: with kind="threshold", the margin up to which there is no penalty.
     Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
@@ -105,6 +108,8 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the logits times 1 - sigmoid(margin / temperature), [B, C].
 
     The factor has a gradient, too.
+    labels: int64 [B].
+    temperature: a smaller value makes the factor fall faster with the margin.
     """
     factors = torch.sigmoid(-margins(logits, labels) / temperature)
     return factors.unsqueeze(1) * logits
@@ -112,7 +117,11 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the cross-entropy of the damped `logits` [B, C], the mean over the batch."""
+    """Return the cross-entropy of the damped `logits` [B, C], the mean over the batch.
+
+    labels: int64 [B].
+    temperature: the temperature of `damped_logits`.
+    """
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 
 
@@ -230,7 +239,11 @@ def revise_gradients(
     """Return the updates [m, d] rebuilt from their principal directions.
 
     gradients: [m, d], the original updates.
-    normalization: the form of the directions' weights: "l2", "sum" or "none".
+    num_components: the largest number of directions.
+    normalization: the weights of the directions: each eigenvalue divided by the norm of the used
+    ones ("l2") or by the sum of all eigenvalues ("sum"), or 1 ("none").
+    tol: eigenvalues below this share of the largest one, and projections below this share of an
+    update's length, count as 0.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -248,8 +261,9 @@ def principal_gradient_aggregate(
 ) -> Tensor:
     """Return the weighted mean [d] of `revise_gradients`, computed from the original rows.
 
-    gradients: [m, d].
+    gradients: [m, d], the original updates.
     weights: [m].
+    num_components, normalization, tol: as for `revise_gradients`.
     Raises ValueError for weights that have no mean.
     """
     coefficients = _coefficients(
@@ -262,7 +276,9 @@ class PrincipalGradient(Method):
     """A server rule that rebuilds updates from the principal directions of all updates.
 
     fraction: the number of principal directions, as a share of the number of updates.
-    normalization: the form of the directions' weights: "l2", "sum" or "none".
+    normalization: the form of the directions' weights. A weight is the eigenvalue divided by the
+    norm of the used ones ("l2", which keeps the updates' lengths) or by the sum of all eigenvalues
+    ("sum"), or 1 ("none").
     tol: the relative size below which eigenvalues and projections count as zero.
     granularity: "model" rebuilds whole updates, "tensor" each tensor separately.
     """

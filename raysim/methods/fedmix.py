@@ -65,6 +65,7 @@ def mean_pairs(
     inputs: [n, ...].
     labels: int64 [n].
     indices: int64 [R, M], the samples of each mean.
+    num_classes: C.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}
@@ -80,6 +81,7 @@ def label_terms(
     logits: [B, C].
     labels: int64 [B].
     mean_targets: [B or 1, at most C]; missing columns are 0.
+    lam: the weight of the mean targets; the samples' labels have the weight 1 - lam.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -100,8 +102,11 @@ def loss_terms(
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
     logits: [B, C], the outputs of the model for `inputs`.
-    inputs: [B, ...], which must require a gradient.
-    mean_inputs: [B or 1, ...].
+    inputs: [B, ...], the scaled inputs, which must require a gradient.
+    labels: int64 [B].
+    mean_inputs, mean_targets: the means that are mixed in, [B or 1, ...] and [B or 1, C].
+    lam: the share of the means.
+    taylor_scale: "public" divides l3 by the batch size once more, "paper" does not.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
@@ -174,7 +179,10 @@ class FedMix(Method):
         self.fresh = fresh
 
     def setup(self, run: Setup) -> None:
-        """Replace the task loss; collect and send the pool, unless fresh pairs are drawn."""
+        """Replace the task loss; collect the clients' pairs of means, and send them to all clients.
+
+        With fresh=true nothing is collected, because each step draws from raw data.
+        """
         run.needs("classes", "numbers")
         run.targets("integer")
         if not self.lam:
@@ -213,20 +221,30 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Join the pairs of all clients into a pool."""
+        """Join the pairs of all clients into a pool in `server.state`.
+
+        parts: "inputs" and "targets", each with an array for every client.
+        """
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw rows of the pool without replacement, as int64 [R] for each step."""
+        """Draw rows of the pool without replacement, as int64 [R] for each step.
+
+        R is the size of the largest batch with pairs="each", and 1 with pairs="one".
+        """
         generator, pool = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
         chosen = [generator.choice(pool, size=rows, replace=False) for _ in job.plan.sizes]
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return scaled inputs that require a gradient, or NaiveMix's mixed inputs."""
+        """Return the batch with its inputs changed.
+
+        FedMix multiplies them by 1 - lam and lets them require a gradient. NaiveMix also adds lam
+        times the mean inputs.
+        """
         pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs
@@ -257,12 +275,19 @@ class FedMix(Method):
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
     def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return rows of the received pool: one row, or a row for each sample of the batch."""
+        """Return "inputs" and "targets" of the received pool for a batch.
+
+        With pairs="each" there is a row for each sample of the batch, with "one" a single row.
+        """
         chosen = job.drawn("chosen")[: len(batch.inputs)]
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return means of raw samples of other clients, drawn for all steps at the first step."""
+        """Return means of raw samples, "inputs" and "targets", for the samples of a batch.
+
+        The first step of a job draws the samples of all steps. Each mean is over samples of one
+        client, which may be any client.
+        """
         if job.step == 0:
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean
             job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))

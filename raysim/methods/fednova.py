@@ -47,8 +47,11 @@ def effective_steps(
 ) -> float:
     """Return how far `steps` steps of SGD move a parameter, for gradient 1 and learning rate 1.
 
-    As many steps without momentum and without a proximal term would move it equally far.
+    This is the number of steps without momentum and without a proximal term that move it equally
+    far.
+    momentum: the factor of the momentum; 0 without momentum.
     pull: the learning rate times the weight of a proximal term; 0 without one.
+    nesterov: True uses Nesterov's momentum.
     """
     moved, velocity = 0.0, 0.0
     for _ in range(steps):

@@ -60,7 +60,7 @@ class FedNTD(Method):
     """A method that distils the received model's outputs for all classes but the true one.
 
     beta: the weight of the distillation.
-    temperature: tau.
+    temperature: the number tau by which the outputs of both models are divided before the softmax.
     """
 
     name = "fedntd"

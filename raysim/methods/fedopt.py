@@ -56,7 +56,12 @@ def fedavgm_step(
 ) -> dict[str, Tensor]:
     """Return "params" and "momentum_buffer" after a step of server momentum; all tensors are [D].
 
+    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
+    momentum_buffer: the sum u of the updates, each multiplied by `momentum` in every later step.
+    server_lr: the server's learning rate eta.
+    momentum: the factor beta of the momentum.
+    nesterov: True uses Nesterov's momentum.
     """
     step, buffer = torch.empty_like(params), momentum_buffer.clone()
     run_compiled(_fedavgm, [step, delta, buffer], [server_lr, momentum], nesterov)
@@ -77,7 +82,8 @@ def fedadagrad_step(
 
     delta: the mean update, which points towards improvement.
     server_lr: the server's learning rate eta.
-    beta1, tau: the numbers of these names in the module's docstring.
+    beta1: the factor of the old first moment.
+    tau: the constant that is added to the root of the second moment.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau)
@@ -99,9 +105,10 @@ def fedadam_step(
 
     delta: the mean update, which points towards improvement.
     server_lr: the server's learning rate eta.
-    beta1, beta2, tau: the numbers of these names in the module's docstring.
-    step: the number of the server's step, counted from 1, by which both moments are corrected for
-    their start; None for no correction.
+    beta1, beta2: the factors of the old first and of the old second moment.
+    tau: the constant that is added to the root of the second moment.
+    step: the number of the server's step, from 1. It corrects both moments, which start near 0 and
+    are too small at first; None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)
@@ -121,7 +128,12 @@ def fedyogi_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedYogi step, all [D].
 
-    For the arguments see `fedadam_step`.
+    delta: the mean update, which points towards improvement.
+    server_lr: the server's learning rate eta.
+    beta1: the factor of the old first moment.
+    beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
+    tau: the constant that is added to the root of the second moment.
+    step: the number of the server's step, from 1, for bias correction; None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)
@@ -268,6 +280,8 @@ class FedAdagrad(_Adaptive):
     """A server rule with Adagrad: the second moment is a sum of squares.
 
     server_lr: the server's learning rate eta.
+    beta1: the factor of the old first moment.
+    tau: the constant that is added to the root of the second moment.
     """
 
     name = "fedadagrad"
@@ -302,6 +316,9 @@ class FedAdam(_Decaying):
     """A server rule with Adam: the second moment averages squares over time.
 
     server_lr: the server's learning rate eta.
+    beta1, beta2: the factors of the old first and of the old second moment.
+    tau: the constant that is added to the root of the second moment.
+    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
 
     name = "fedadam"
@@ -310,8 +327,11 @@ class FedAdam(_Decaying):
 class FedYogi(_Decaying):
     """A server rule with Yogi: the second moment follows the squared update in bounded steps.
 
-    In a step it changes by at most (1 - beta2) times the squared update.
     server_lr: the server's learning rate eta.
+    beta1: the factor of the old first moment.
+    beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
+    tau: the constant that is added to the root of the second moment.
+    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
 
     name = "fedyogi"
