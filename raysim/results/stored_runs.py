@@ -138,7 +138,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
     # If there is no run, read the first path: its error says what is missing.
     loaded = [load_run(path, urls.get(path, "")) for path in runs or paths_found]
     if runs and skipped:
-        warn(f"skipped, because no run wrote there: {', '.join(skipped)}")
+        warn(f"these paths are skipped, because no run wrote them: {', '.join(skipped)}")
     return loaded
 
 

@@ -132,7 +132,9 @@ class Fleet:
         sample_flops: function that returns the floating-point operations of the forward and
         backward pass of one sample.
         """
-        raise NotImplementedError(f"{type(self).__name__} must override speeds or devices.")
+        raise NotImplementedError(
+            f"{type(self).__name__}: the fleet overrides neither speeds nor devices. Override one."
+        )
 
     def presence(self, seed: int, clients: int) -> Availability | None:
         """Return the times at which each of `clients` clients is available; None means always.

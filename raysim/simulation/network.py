@@ -79,8 +79,7 @@ def _check_network(network: Network, spec: RunSpec) -> None:
     if len(empty) and not (network.on_clients or network.moves_clients):
         raise ValueError(
             f"topology: no client of {network.name} {empty[0]} has samples, so its model cannot be "
-            "trained. Use fewer models (such as topology.edges), or assign clients to them in "
-            "another way (such as topology.assign)."
+            "trained. Assign clients with samples to it, or use fewer models."
         )
     if network.replicas == 1:
         return
@@ -134,25 +133,27 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
         if declared.pools:
             raise ValueError(
                 f"topology: method '{declared.method}' trains one model on the data of all "
-                "clients, but the topology has several models. Leave one of them out."
+                "clients, but the topology has several models. Set topology=star, or leave the "
+                "method out."
             )
         if network.moves_clients and declared.needs_fixed_clients:
             raise ValueError(
                 f"topology: method '{declared.method}' needs the same clients for each model "
                 f"({declared.needs_fixed_clients}), and clients change between the models of the "
-                "topology. Leave one of them out."
+                "topology. Set topology=star, or leave the method out."
             )
         if network.chosen_by_loss and any(send.to == "client" for send in declared.sends):
             raise ValueError(
                 f"topology: method '{declared.method}' sends tensors to single clients, but in "
-                "this topology clients receive all models and choose one. Leave one of them out."
+                "this topology clients receive all models and choose one. Set topology=star, or "
+                "leave the method out."
             )
         part = server_part(declared)
         if network.on_clients and part:
             raise ValueError(
                 f"topology: method '{declared.method}' needs a server for several clients "
                 f"({part}), but in this topology each client has its own model and no server. "
-                "Leave one of them out."
+                "Set topology=star, or leave the method out."
             )
 
 
