@@ -130,10 +130,11 @@ NODE_BYTES = re.compile(r"node_\d+_(in|out)_bytes")
 class FinishedRun:
     """A finished run, with its coordinator, events and history.
 
-    finished: the last event, which has the checksums.
+    coordinator: the coordinator after the run.
+    finished: the last event, which has the checksums, and the jobs in flight when the run ended.
     rows: the rows of the history.
     failures: the jobs that ended with an error.
-    jobs: the records of all jobs.
+    jobs: the records of the jobs that ended in each round.
     aggregations: all aggregations, as they were planned.
     """
 
@@ -158,7 +159,10 @@ class FinishedRun:
 
     @property
     def bits(self) -> tuple[str, str]:
-        """The checksums of the model and of the client states; equal for bit-identical runs."""
+        """The checksums of the model, and of client states and server state.
+
+        Bit-identical runs have equal checksums.
+        """
         return self.finished.model_sha256, self.finished.state_sha256
 
     @property

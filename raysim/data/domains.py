@@ -155,7 +155,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
 
 
 def _without_words(names: list[str]) -> list[str]:
-    """Return class names in which "0 - zero" (torchvision's MNIST) is replaced by "0"."""
+    """Return class names without words: "0 - zero" (torchvision's MNIST) becomes "0"."""
     have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
     return [name.partition(" ")[0] for name in names] if have_words else names
 

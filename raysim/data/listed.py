@@ -52,7 +52,10 @@ class Listed(Partitioner):
 
     def _read_file(self) -> Any:
         if self.file is None:
-            raise ValueError(f"partition=listed needs partition.file, a JSON file with {FORM}.")
+            raise ValueError(
+                f"partition=listed needs partition.file, a JSON file with {FORM}. Set "
+                "partition.file=PATH."
+            )
         try:
             return parse_json(regular_file(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:

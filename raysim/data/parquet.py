@@ -220,9 +220,11 @@ class Parquet(Source):
         )
 
     def _find_columns(self, path: Path) -> ParquetColumns:
-        """Choose the columns of inputs, label and user, by the settings and a file's schema.
+        """Choose the columns of inputs, label and user.
 
-        path: the first file.
+        The settings decide, then the names and types of the columns.
+        path: the first file, whose columns are taken.
+        Raise ValueError if a column is missing, or if the columns cannot be an input.
         """
         types = _column_types(path)
         names = list(types)
@@ -375,7 +377,10 @@ def has_parquet_files(folder: Path) -> bool:
 # ---- files ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError with the file's name if reading fails inside `with`."""
+    """Raise ValueError with the file's name if reading fails inside `with`.
+
+    path: the file.
+    """
     try:
         yield
     except (OSError, pa.ArrowException) as error:

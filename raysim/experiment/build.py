@@ -322,6 +322,8 @@ def _choose_step_mode(
     """Set the lanes, the use of CUDA graphs and the precision of training steps in the spec.
 
     Lanes and graphs that are None in `runtime` are chosen by the model and the device.
+    runtime: the options of the group `runtime`.
+    Raise `RefusedError` if the device does not have the precision.
     """
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise RefusedError(

@@ -40,7 +40,7 @@ def to_yaml(config: Node) -> str:
 def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.") -> Node:
     """Read a configuration file.
 
-    advice: sentence that ends the error.
+    advice: sentence that ends the error and says what the user can do.
     Raise `RefusedError` if the file is broken, or is not a dictionary.
     """
     try:

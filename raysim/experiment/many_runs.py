@@ -211,7 +211,7 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
     """Return the last value of a metric, and its standard deviation over the seeds.
 
-    A missing number is None.
+    Both are None if no row has the value; the deviation is None for a single seed.
     rows: the history, which may be unfinished.
     metric: the name of the column.
     """

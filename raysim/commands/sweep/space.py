@@ -42,7 +42,7 @@ class Choice:
     def clip(self, value: object) -> object:
         """Return the value if it is in the list, else the first value of the list.
 
-        value: a value that Tune derived from the value of another trial.
+        value: a value that Tune or Optuna suggests.
         """
         return value if value in self.values else self.values[0]
 
@@ -80,7 +80,7 @@ class Interval:
     def clip(self, value: object) -> int | float:
         """Return the nearest number of the interval, rounded like a drawn number.
 
-        value: a number that Tune derived from the number of another trial.
+        value: a number that Tune or Optuna suggests.
         """
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:
@@ -147,7 +147,8 @@ def grid_points(space: Space) -> list[Point]:
 def corner_points(space: Space) -> list[Point]:
     """Return a few points that together have all listed values, and both ends of intervals.
 
-    Their number is the length of the longest list, or 2 if no list is longer than that.
+    Their number is the length of the longest list, or 2 if there are intervals and no list is
+    longer.
     """
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)
