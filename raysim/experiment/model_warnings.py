@@ -14,6 +14,8 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     """Return a warning if a user's classifier ends in a softmax.
 
     The usual loss, cross-entropy, takes logits and applies a softmax itself.
+    spec: the run's settings, task and loss.
+    model: the network, which is run on a batch of example inputs.
     """
     task = spec.task
     if not isinstance(spec.model, ExternalModel) or spec.loss:

@@ -253,7 +253,8 @@ def _needs_wrapper(place: str, part: object) -> bool:
 def _makes_module(part: object) -> bool:
     """Return True if an object is a PyTorch module, or a class or function that makes one.
 
-    The class or function may be in a `functools.partial` with named arguments.
+    A `functools.partial` of such a class or function counts too, if all its arguments have names. A
+    function is not called, so any function counts.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -363,7 +364,10 @@ def _title(part: object) -> str:
 
 # --- stored objects that are missing --------------------------------------------------------------
 def has_objects(config: Mapping[str, Any]) -> bool:
-    """Return True if a configuration describes objects that no file can store."""
+    """Return True if a configuration describes objects that no file can store.
+
+    The user must give these objects again to continue or load the run.
+    """
     nested = [value for value in config.values() if isinstance(value, Mapping)]
     return OBJECT in config or any(has_objects(node) for node in nested)
 
@@ -469,7 +473,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def _is_importable(cls: Any) -> bool:
-    """Return True if another process can import the class or function by name."""
+    """Return True if another process can import the class or function by name.
+
+    A class in `__main__` or inside a function or class cannot be imported.
+    """
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return False
     try:

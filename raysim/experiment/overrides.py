@@ -109,7 +109,10 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for an override for which Hydra's error would be unclear."""
+    """Raise `RefusedError` for a text for which the error of Hydra's parser would be unclear.
+
+    These are texts that are no UTF-8, calls of Ray Tune, and several settings in one argument.
+    """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
             f"{text!r} is not text in UTF-8. Rename the file that it names, or set the shell's "
@@ -169,7 +172,10 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """Letters that replace the characters that Hydra's grammar does not accept."""
+    """A translation of characters that Hydra's grammar does not accept into letters, and back.
+
+    text: the override; a sequence of letters that is not in it marks the translated characters.
+    """
 
     def __init__(self, text: str):
         self._mark = "Zq"
@@ -178,7 +184,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Replace the characters in a text by letters, so that the grammar accepts the text."""
+        """Return the text with each such character replaced by letters that the grammar accepts."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)
@@ -187,7 +193,11 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Replace the letters in all texts of a value by the original characters."""
+        """Return a value in whose texts the original characters are back.
+
+        value: a text, a list or a dictionary from Hydra's parser; any other value is returned as it
+        is.
+        """
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)
         if isinstance(value, QuotedString):

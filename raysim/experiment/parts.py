@@ -116,6 +116,7 @@ def build_methods(
     Learner and compressor are methods, too; they are left out if the configuration has none.
     allow: the packages besides raysim whose classes the configuration may name.
     objects: the user's objects, by place: a group such as "learner", or "method.NAME".
+    config: the run's configuration.
     Raise `RefusedError` for a class that cannot be used, and for two methods with the same name.
     """
     methods = build_list(config, "method", Method, allow, objects)
@@ -227,6 +228,7 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     """Return a run's settings and its execution options.
 
     They are the values of a configuration outside of parts such as data, model and methods.
+    node: the run's configuration.
     """
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     run_keys = {field.name for field in fields(RunSettings)}

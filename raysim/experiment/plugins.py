@@ -79,6 +79,8 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
     """Find a package in the current folder that has an option but is not allowed.
 
     Return the package and the option's file, or two empty texts if there is no such package.
+    group: the configuration group, such as "method".
+    option: the name of the option, such as "mine".
     """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts

@@ -63,13 +63,19 @@ OnRound = Callable[[Row], object]
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line without interpreting markup; print nothing if the text is ""."""
+    """Print a line on a console as it is, without interpreting Rich's markup.
+
+    Print nothing if the text is "".
+    """
     if text:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def warn(console: Console, text: str) -> None:
-    """Print a warning; print it to standard error if the console is quiet (prints nothing)."""
+    """Print a warning on a console.
+
+    If the console is quiet, so that it prints nothing, the warning goes to standard error.
+    """
     from rich.console import Console
 
     say(Console(stderr=True) if console.quiet else console, text)
@@ -92,7 +98,10 @@ class Follower:
         self._started: list[Observer] = []
 
     def follow_until(self, number: int) -> Row:
-        """Read events until a round is done, and return the round's row."""
+        """Read events until a round is done, and return the round's row.
+
+        number: the number of the round, from 1.
+        """
         with self._stop_on_error():
             while len(self.run.rows) < number:
                 self._handle(next(self.events))
@@ -192,7 +201,10 @@ def record(
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
-    """Return the description of a run for its observers."""
+    """Return the description of a run that its observers get: its folder, title and settings.
+
+    folder: the run's folder.
+    """
     facts = {
         "methods": [method.name for method in experiment.spec.methods],
         "title": experiment.spec.data.title,
@@ -360,7 +372,12 @@ def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> l
 
 
 def load_finished(experiment: Experiment, folder: Path, console: Console) -> Result:
-    """Return the result of a run that had finished before; send its missing rows to MLflow."""
+    """Return the result of a run that had finished before; send its missing rows to MLflow.
+
+    Rows are sent only if `tracking.uri` is set.
+    folder: the run's folder.
+    console: prints what happens to the rows.
+    """
 
     def print_line(text: str) -> None:
         say(console, text)

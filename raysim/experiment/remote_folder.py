@@ -85,6 +85,7 @@ def local_copy(
 
     A run without a URL is returned unchanged, without observers. Raise `RefusedError` if the URL
     cannot be used, and `RunStoppedError` if the files cannot be sent at the end.
+    console: prints a warning if files cannot be sent during the run.
     """
     out = experiment.execution.out
     if not out or not is_url(out):

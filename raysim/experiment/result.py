@@ -396,6 +396,7 @@ def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return the run's model, in which tensors have the given values.
 
     tensors: the values by full name.
+    spec: the run's settings and model.
     """
     model = build_networks(spec)[0]["model"]
     state = model.state_dict()

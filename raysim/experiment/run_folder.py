@@ -80,6 +80,8 @@ class Place:
 def choose_place(experiment: Experiment) -> Place:
     """Return a run's folder and the checkpoint to continue from. Nothing is written.
 
+    experiment: the run, with the settings `out` and `resume` that decide the folder and the
+    checkpoint.
     Raise `RefusedError` for a folder that another process uses or that holds another run.
     """
     resume = experiment.execution.resume
@@ -140,7 +142,10 @@ def _has_just_begun(folder: Path) -> bool:
 
 
 def begin_folder(experiment: Experiment, place: Place) -> None:
-    """Write the configuration into the folder of a run that starts or continues."""
+    """Write the configuration into the folder of a run that starts or continues.
+
+    place: the folder of the run, as `choose_place` returns it.
+    """
     config = to_yaml(experiment.config).encode()
     replace_file(place.folder / CONFIG, config)
     checkpoint_folder = experiment.spec.settings.checkpoint.folder
@@ -213,7 +218,11 @@ def _continue_checkpoint(address: str, place: Place, rounds: int) -> Place:
 
 
 def check_writable(folder: Path, options: Checkpoint) -> None:
-    """Raise `RefusedError` if the folder of a run or of its checkpoints cannot be written."""
+    """Raise `RefusedError` if the folder of a run or of its checkpoints cannot be written.
+
+    folder: the run's folder.
+    options: the settings `checkpoint.*`.
+    """
     folders = [("out", folder)]
     for checkpoint_folder in separate_checkpoint_folders(options, folder):
         folders.append(("checkpoint.folder", checkpoint_folder))
@@ -237,6 +246,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
     The list is empty in any other case.
     folder: the run's folder.
+    options: the settings `checkpoint.*`.
     """
     if not options.folder:
         return []
@@ -291,8 +301,10 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> None:
     """Raise `RefusedError` if a resumed run has another option of a group, such as method=moon.
 
-    stored, config: the stored configuration, and that of the resumed run.
-    store: the folder or URL of the stored configuration, for errors.
+    group: the group, such as "method".
+    stored: the configuration in the run's folder.
+    config: the configuration of the resumed run.
+    store: the folder or URL of `stored`, for errors.
     """
     stored_choices = stored.get("choices")
     choices = config.get("choices")

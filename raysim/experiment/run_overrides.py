@@ -125,12 +125,15 @@ def read_full_key(text: str) -> SettingOverride:
 
 
 def full_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the short keys of values, such as "init", by the full ones."""
+    """Return values with full keys in place of short ones, such as "init"."""
     return {SHORT_KEYS.get(key, key): value for key, value in values.items()}
 
 
 def check_no_plus(text: str) -> None:
-    """Raise `RefusedError` for "+key=value": in Hydra it adds a key, but here all keys exist."""
+    """Raise `RefusedError` for "+key=value": in Hydra it adds a key, but here all keys exist.
+
+    text: the override.
+    """
     if text.startswith("+"):
         raise RefusedError(
             f"'{text}' would add a setting that exists already. Write {text.lstrip('+')}."

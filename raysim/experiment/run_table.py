@@ -24,18 +24,27 @@ OLD_PLANS = {"sweep": "sweep.json"}  # plans of earlier versions, whose folders 
 
 
 def run_folder(folder: Path, name: str) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run.
+
+    folder: the folder of the study or sweep.
+    name: the name of the run.
+    """
     return folder / RUNS / name
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Return the file with the printed output of a run."""
+    """Return the file with the printed output of a run, and with the traceback if it failed.
+
+    folder: the folder of the study or sweep.
+    name: the name of the run.
+    """
     return folder / LOGS / f"{name}.txt"
 
 
 def plan_file(folder: Path, command: str) -> Path:
-    """Return the file with the plan.
+    """Return the file with the plan: the overrides of the command, and its --conf folders.
 
+    folder: the folder of the study or sweep.
     command: "study" or "sweep".
     """
     return folder / f"{command}.yaml"
@@ -133,7 +142,11 @@ def describe_outcome(
 
 
 def plus_minus(value: float | None, deviation: float | None) -> str:
-    """Return a value with its deviation: "0.8123 ± 0.0040"; "–" for None."""
+    """Return a value with its standard deviation as a text: "0.8123 ± 0.0040".
+
+    value: None gives "–".
+    deviation: None leaves out the deviation.
+    """
     if value is None:
         return "–"
     return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"

@@ -50,7 +50,7 @@ def _collect_objects(kind: Any, made: list[Any]) -> Iterator[None]:
 def last_scores(scores: AppScores) -> dict[str, float]:
     """Return the numbers that the app computed on the server in its last round, by name.
 
-    scores: what the app returned: a `Result`, or a `History` of an older server.
+    scores: the `Result` of a strategy, or the `History` of an older server.
     """
     numbers = {}
     for name, value in _last_values(scores):

@@ -336,7 +336,10 @@ class VirtualGrid(SimpleGrid):
         return unanswered
 
     def _answer(self, pending: Sequence[_Pending]) -> None:
-        """Let workers answer all messages that have no stored answer."""
+        """Let workers answer all messages that have no stored answer.
+
+        pending: the messages. If a client gets several, it answers them one after another.
+        """
         unanswered = self._prepare(pending)
         unanswered.sort(key=lambda one: (one.request.number, one.request.client))
         while unanswered:
@@ -501,7 +504,10 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
 
 
 def _list_entries(entries: Iterable[Entry]) -> str:
-    """Return the first entries as a text, with the number of the others."""
+    """Return the first entries as a text: "A, B, C and 2 more".
+
+    entries: names and shapes of arrays and values in replies.
+    """
     texts = [str(entry) for entry in sorted(entries)]
     shown = ", ".join(texts[:MAX_ENTRIES])
     rest = len(texts) - MAX_ENTRIES

@@ -55,6 +55,7 @@ def train(
     number: how many messages for training the client has received before.
     version: how many aggregations were made before.
     state: the packed records that the client has kept so far; b"" for none.
+    runner: the ClientApp.
     Raises AppError if the app fails.
     """
     content = model_records(
@@ -107,7 +108,10 @@ def evaluate(
 
 
 def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return the config of a message after adding the number of the round, which starts at 1."""
+    """Return the config of a message after adding the number of the round: version + 1.
+
+    version: how many aggregations were made before.
+    """
     values = {**config, ROUND: version + 1}
     for name in LEGACY_ROUNDS:
         if name in config:
@@ -124,7 +128,10 @@ def read_state(data: bytes) -> RecordDict:
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """Return the numbers in all metrics of a reply, by name."""
+    """Return the numbers in all records of a reply except parameters and status, by name.
+
+    content: the records of the reply.
+    """
     numbers: dict[str, float] = {}
     for name, record in content.items():
         if name.endswith(".status") or name in content.array_records:

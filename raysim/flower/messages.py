@@ -41,6 +41,9 @@ class GridMessage(Message):
 
     The constructor of `Message` uses the identity of a process that Flower has started. This class
     overrides the properties of `Message`, and so needs no such identity.
+    metadata: the sender, the receiver, the type and the times.
+    content: the records, or None if the message has an error.
+    error: the error, or None if the message has content.
     """
 
     def __init__(

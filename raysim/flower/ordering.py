@@ -48,6 +48,8 @@ def order_results(strategy: Any, grid: VirtualGrid) -> None:
     """Let a strategy sort results before it aggregates them.
 
     A second call with the same strategy and Grid changes nothing.
+    strategy: the strategy of Flower's older `Server`.
+    grid: knows the virtual time of each reply.
     """
     if getattr(strategy, _MARK, None) is grid:
         return

@@ -89,6 +89,7 @@ def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
     """Return the number of clients that a pyproject.toml gives; None without one.
 
     Only older projects give this number, in the default federation.
+    federations: the federations in the file, by name.
     """
     federation = federations.get(federations.get("default", ""), {})
     clients = federation.get("options", {}).get("num-supernodes")
@@ -147,6 +148,7 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 
     folder: the folder that contains the module; it is added to `sys.path`.
     setting: the setting and its value, for errors.
+    name: the full name of the module.
     Raises `RefusedError`, which contains the line of the app that failed.
     """
     import_optional("flwr", setting)
@@ -194,6 +196,7 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
     """Make a ClientApp from a ClientApp, a client_fn or a class of clients.
 
     setting: the setting and its value, for errors.
+    target: the object.
     Raises `RefusedError` for any other object.
     """
     from flwr.client import Client, NumPyClient

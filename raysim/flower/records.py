@@ -140,7 +140,7 @@ def count_array_bytes(content: RecordDict) -> int:
 
 
 def structure_of(content: RecordDict) -> frozenset[Entry]:
-    """Return the entries of all records: their names, and the shapes of arrays."""
+    """Return the entries of all records: names of values, names and shapes of arrays."""
     entries = set()
     for name, record in content.items():
         for key, value in record.items():

@@ -93,7 +93,10 @@ class StoredReplies:
         return Answer(content, self._file.read(state_size), error)
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Store the answer to a message; it is in the file when this function returns."""
+        """Store the answer to a message; it is in the file when this function returns.
+
+        request: the message.
+        """
         if self._file is None:
             return
         digest = self._digest(request)

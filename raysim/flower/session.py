@@ -319,6 +319,7 @@ def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
 
     A row counts the answered, failed and lost messages, and has the weighted means of the numbers
     in the replies.
+    records: the messages of the run.
     """
     groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
     for record in records:
@@ -345,6 +346,7 @@ def _means(members: list[MessageRecord]) -> dict[str, float]:
     """Return the weighted mean of each number in some replies.
 
     The weight of a reply is its number of examples; without this number, the weight is 1.
+    members: the replies of a group of messages.
     """
     totals: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)

@@ -169,7 +169,10 @@ def _save(booster: Any) -> bytes:
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a saved XGBoost model that contains the trees; both are parsed JSON."""
+    """Return the part with the trees of a saved XGBoost model.
+
+    saved: the model's JSON, parsed.
+    """
     model: dict[str, Any] = saved["learner"]["gradient_booster"]["model"]
     return model
 

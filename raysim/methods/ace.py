@@ -194,7 +194,7 @@ class ACE(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of the cache's rows; raise ValueError if the cache is too large."""
+        """Return the shape of the cache's rows: [D]. Raise ValueError if the cache is too large."""
         check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

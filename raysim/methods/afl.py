@@ -85,7 +85,7 @@ class AFL(Method):
         return has_samples / has_samples.sum()
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass, a third of training, for each sample."""
+        """Return the cost of a forward pass over the client's samples: a third of their number."""
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:

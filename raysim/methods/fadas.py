@@ -102,8 +102,10 @@ def _step(
 
     arrays: five tensors [D]: the result, the update, the first and the second moment, and the
     largest second moment so far.
+    server_lr: the factor on the step.
+    beta1, beta2: the factors of the old first and second moment.
+    eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1; None makes no bias correction.
-    server_lr, beta1, beta2, eps: as for `amsgrad_step`.
     """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
@@ -132,7 +134,8 @@ def _amsgrad(
     delta: the mean update.
     first, second, highest: the two moments, and the largest second moment so far.
     rate: the learning rate, with the bias correction of the first moment.
-    beta1, beta2: the factors of the old moments; weight1, weight2: those of the new values.
+    beta1, beta2: the factors of the old first and second moment.
+    weight1, weight2: the factors of the new values, 1 - beta1 and 1 - beta2.
     growth: the bias correction of the second moment.
     eps: the constant that is added to the root of the largest second moment.
     """
@@ -186,7 +189,7 @@ class FADAS(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return AMSGrad's step at the rate for the largest staleness."""
+        """Return AMSGrad's step along the mean update, at the rate for the largest staleness."""
         rate = self.server_lr
         if self.threshold is not None:
             rate = delay_adaptive_lr(

@@ -47,7 +47,11 @@ CONVERGED_DEVIATION = 0.1
 
 
 def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
-    """Return old + (new - old) * weights: a mixture of last and received parameters."""
+    """Return old + (new - old) * weights: a mixture of last and received parameters.
+
+    old, new: the parameters that the client trained last, and those that it received now.
+    weights: the mixing weights, in the same order; 1 takes the received parameter.
+    """
     return old + (new - old) * weights
 
 
@@ -78,6 +82,7 @@ def top_entries(layout: Layout, layers: int) -> list[Entry]:
     """Return the shared parameters of the model's last layers, by position.
 
     layers: the number of layers, counted from the model's head.
+    layout: the positions of all tensors in the vector.
     """
     entries = [entry for entry in layout.entries_in(["model"]) if not entry.personal]
     modules = list(dict.fromkeys(entry.path.rpartition(".")[0] for entry in entries))

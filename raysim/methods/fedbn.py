@@ -164,7 +164,10 @@ class FedBN(Method):
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Return the names of tensors in normalisation layers, found by type or by name."""
+        """Return the names of tensors in normalisation layers, found by type or by name.
+
+        networks: the networks of the run, by name; only "model" is searched.
+        """
         model = networks["model"]
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         if self.name_rule is not None:

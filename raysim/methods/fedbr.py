@@ -76,7 +76,11 @@ def contrastive_loss(
 
 
 def _similarity_scale(tau: float, temperature_mode: str) -> float:
-    """Return the factor by which a similarity is multiplied: tau or 1/tau."""
+    """Return the factor by which a similarity is multiplied: tau or 1/tau.
+
+    temperature_mode: "multiply" gives tau, "divide" gives 1/tau.
+    Raises ValueError for another mode, and for a division by a number that is not positive.
+    """
     if temperature_mode == "multiply":
         return tau
     if temperature_mode != "divide":

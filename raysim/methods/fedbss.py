@@ -191,9 +191,10 @@ class FedBSS(Method):
             run.skip("loss")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the pass that ranks the samples.
+        """Return the number of samples to which the pass that ranks the client's samples amounts.
 
-        The cost of training is not reduced, because the number of selected samples is not known.
+        A forward pass counts as a third of a trained sample. The cost of training is not reduced,
+        because the number of selected samples is not known.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 

@@ -100,8 +100,12 @@ def buffered_step(
     """Return the new parameters: params + server_lr times `buffered_aggregate`, [D].
 
     params: the parameters of the current version, [D].
+    deltas: [K, D] in the order of arrival.
+    staleness: int64 [K].
     server_lr: the factor on the direction.
-    deltas, staleness, exponent, sample_weights, normalization: as for `buffered_aggregate`.
+    exponent: the exponent a of the weight (1 + staleness)^-a.
+    sample_weights: [K], factors on the weights; None for no factors.
+    normalization: the divisor: "count" for K, "weights" for the sum of the weights, "none" for 1.
     """
     direction = buffered_aggregate(
         deltas=deltas,

@@ -221,7 +221,7 @@ class _Selection:
         Combinations are built client by client; the choice of the first client varies slowest.
         models: for each client, the models that may represent it.
         losses: for each client, the loss of each of these models.
-        smoothness: the factor of the divergence in the objective; see `selection_objective`.
+        smoothness: the weight L of the divergence in the objective.
         """
         all_models = [model for candidates in models for model in candidates]
         gram, products = self._gram(all_models)

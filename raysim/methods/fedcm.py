@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
-    """Return alpha * gradient + (1 - alpha) * server_direction, all [d]."""
+    """Return alpha * gradient + (1 - alpha) * server_direction, all [d].
+
+    gradient: the gradient of a local step.
+    server_direction: the mean direction of the previous round, as the server sent it.
+    """
     return alpha * gradient + (1.0 - alpha) * server_direction
 
 
@@ -104,7 +108,11 @@ class FedCM(Method):
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute the mean direction; each slice of parameters has its own number of steps."""
+        """Compute the direction of the model's movement, per step and learning rate.
+
+        It is the weighted mean over the clients of this round. Parameters that are trained together
+        have a number of steps and a learning rate of their own.
+        """
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         shares = (weights / weights.sum()).tolist()

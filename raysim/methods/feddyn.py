@@ -40,12 +40,22 @@ if TYPE_CHECKING:
 def regularised_gradient(
     grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float
 ) -> Tensor:
-    """Return FedDyn's gradient: grad - correction + alpha * (params - received), all [d]."""
+    """Return FedDyn's gradient: grad - correction + alpha * (params - received), all [d].
+
+    grad: the gradient of the client's loss.
+    params, received: the parameters now and at the start of the job.
+    correction: the client's state g_k.
+    alpha: the weight of the regularisation.
+    """
     return grad - correction + alpha * (params - received)
 
 
 def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
-    """Return the client's next correction: correction - alpha * (trained - received), all [d]."""
+    """Return the client's next correction: correction - alpha * (trained - received), all [d].
+
+    correction: the client's state g_k before the job.
+    trained, received: the parameters at the end and at the start of the job.
+    """
     return correction - alpha * (trained - received)
 
 
@@ -89,7 +99,7 @@ class FedDyn(Method):
         run.server_state("drift", run.zeros)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Replace the gradient by that of `regularised_gradient`, in place."""
+        """Replace the gradient by the result of `regularised_gradient`, in place."""
         params, received = job.params[at], job.broadcast[at]
         correction = job.state["gradient"][at]
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
@@ -102,7 +112,7 @@ class FedDyn(Method):
         job.state["gradient"] = updated_gradient(correction, trained, received, self.alpha)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Update the drift, and return the mean update minus drift / alpha."""
+        """Update the drift, and return the server's step: the mean update minus drift / alpha."""
         count = len(aggregation.updates)
         drift = server.state["drift"]
         drift = updated_drift(drift, direction, count, server.population, self.alpha)

@@ -97,8 +97,10 @@ def server_step(
     """Return `params` [D] plus the step size of `server_step_size` times the mean update.
 
     deltas: [M, D], the updates.
-    epsilon, weights, epsilon_scale, minimum: as for `server_step_size`. The weights are also those
-    of the mean.
+    epsilon: the number in the divisor of the step size.
+    weights: [M], the weights of the mean, at least 0; None means uniform weights.
+    epsilon_scale: "count" multiplies epsilon by M, "one" does not.
+    minimum: the smallest step size.
     """
     eta = server_step_size(
         deltas=deltas,
@@ -111,14 +113,20 @@ def server_step(
 
 
 def _normalised(deltas: Tensor, weights: Tensor | None) -> Tensor:
-    """Return weights that sum to 1, float64 [M]; equal ones if `weights` is None."""
+    """Return weights that sum to 1, float64 [M]; equal weights if `weights` is None.
+
+    deltas: the M updates.
+    """
     if weights is None:
         weights = torch.ones(len(deltas))
     return weights.double() / weight_total(weights)
 
 
 def squared_norm(values: np.ndarray) -> float:
-    """Return |values|^2 of a vector [d] in one pass: float32 within blocks, float64 over them."""
+    """Return |values|^2 of a vector [d] in one pass.
+
+    Blocks of the vector are summed in float32, and the sums of the blocks in float64.
+    """
     cut = len(values) // _BLOCK * _BLOCK
     blocks, rest = values[:cut].reshape(-1, _BLOCK), values[cut:]
     sums = blocks[:, None, :] @ blocks[:, :, None]

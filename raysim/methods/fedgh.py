@@ -70,7 +70,11 @@ Pairs: TypeAlias = Iterable[Sequence[int]]
 
 @dataclass
 class _ConflictCounts:
-    """The numbers of conflicting pairs of updates, and of projections, in a round."""
+    """Counts of an aggregation for the history.
+
+    conflicts: the number of pairs of updates that are in conflict.
+    projections: the number of projections that removed a conflict.
+    """
 
     conflicts: int = 0
     projections: int = 0
@@ -204,8 +208,9 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients, float64 [m]: the tree's result is the sum of the updates times these.
+    """Return one coefficient for each update: float64 [m].
 
+    The sum of the updates times these coefficients is the result of the tree.
     products: the Gram matrix [m + 1, m + 1] of m updates; the last row and column belong to the
     running mean.
     factors: [m], the factor by which each update is multiplied before the tree pairs them.

@@ -130,6 +130,7 @@ def raw_rows(
     For each of `rows` means in each step, a client is drawn, and then `samples` of this client's
     samples. All draws are uniform and with replacement.
     partition: the rows of each client.
+    generator: the random generator of the job.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
     first = partition.offsets[clients]

@@ -243,7 +243,11 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """The base of FedAdagrad, FedAdam and FedYogi: a server rule with two moments of updates."""
+    """The base of FedAdagrad, FedAdam and FedYogi: a server rule with two moments of updates.
+
+    server_lr: the server's learning rate eta.
+    tau: the constant that is added to the root of the second moment.
+    """
 
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
@@ -262,7 +266,10 @@ class _Adaptive(Method):
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change of the parameters for a mean update; update both moments."""
+        """Return the change of the parameters for a mean update; update both moments.
+
+        direction: the mean update.
+        """
         step = torch.empty_like(direction)
         moments = [server.state["first_moment"], server.state["second_moment"]]
         _adapt([step, direction, *moments], **self._settings(server.version + 1))
@@ -293,6 +300,9 @@ class FedAdagrad(_Adaptive):
 class _Decaying(_Adaptive):
     """The base of FedAdam and FedYogi, which average the second moment with the factor beta2.
 
+    server_lr: the server's learning rate eta.
+    beta1, beta2: the factors of the old first and of the old second moment.
+    tau: the constant that is added to the root of the second moment.
     bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
 
