@@ -365,7 +365,7 @@ class IdleWorkers(Observer):
 
     It is used if a run plans one aggregation at a time, so that workers may have nothing to do.
     say: function that prints a line.
-    reason: why the run does so, as a sentence without its full stop.
+    reason: why the run plans one aggregation at a time, as a sentence without its full stop.
     """
 
     def __init__(self, say: PrintLine, reason: str):

@@ -785,7 +785,10 @@ def _failures(groups: Sequence[RunGroup]) -> PagePart:
 
 
 def _column_sum(group: RunGroup, key: str) -> float | None:
-    """Return the sum of a column over all rounds and seeds; None if no run has the column."""
+    """Return the sum of a column over all rounds and seeds; None if no run has the column.
+
+    key: the name of the column of the history.
+    """
     values = finite_values(row.get(key) for run in group.runs for row in run.rows)
     return sum(values) if values else None
 
@@ -812,7 +815,10 @@ def _read_errors(path: Path) -> list[str]:
 
 # --- settings and how to repeat -------------------------------------------------------------------
 def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Return the page's part with the keys whose values differ between settings, or None."""
+    """Return the page's part with the keys whose values differ between settings.
+
+    Return None if there are no such keys.
+    """
     if len(groups) < 2:
         return None
     different, left_out = distinguishing_settings([group.runs[0] for group in groups])

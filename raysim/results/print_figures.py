@@ -75,7 +75,8 @@ def draw_figure(
 def _label_ends(figure: Figure, ax: Axes) -> bool:
     """Write the label of each line at its end, in its colour, without overlaps.
 
-    Returns False, and writes nothing, if there are many lines or lines end at different x.
+    Return False, and write nothing, if there is one line, if there are more than
+    `MAX_DIRECT_LABELS` lines, or if the lines end at different x coordinates.
     """
     import matplotlib
 

@@ -510,8 +510,8 @@ def arrange_groups(
     """Return settings with new labels and in a new order.
 
     labels: the new label for each old one.
-    order: labels, old or new. Each other setting follows the settings of its data and split; at
-    the end if there are none.
+    order: the labels of some settings, old or new, in the wanted order. A setting that is not in
+    `order` comes after the settings with the same data and split; if there are none, it comes last.
     Raises `ValueError` for a setting that does not exist.
     """
     known = [group.label for group in groups]
@@ -652,7 +652,8 @@ def difference_rows(
 ) -> list[dict[str, object]]:
     """Return a row for each comparison of a setting with the first setting on the same data.
 
-    A row has the numbers, the interval and the p-values.
+    A row has the metric, the labels of both settings, and all numbers of their `Difference`, such
+    as its mean, its confidence interval and its p-values.
     """
     rows: list[dict[str, object]] = []
     for tested in columns:

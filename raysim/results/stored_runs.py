@@ -63,7 +63,7 @@ def is_result_file(name: str) -> bool:
 
 
 def is_report_file(name: str) -> bool:
-    """Return True for a file that reports read.
+    """Return True for a file that `raysim report` reads.
 
     name: the file's path inside a folder of runs.
     """
@@ -226,8 +226,9 @@ def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Map each key whose values differ between runs to the values of all runs.
+    """Map each key whose values differ between runs to the values of all runs, as text.
 
+    The values are in the order of the runs.
     The options of groups come first.
     """
     settings = [{**chosen_options(run.config), **flat_settings(run.config)} for run in runs]
@@ -271,7 +272,12 @@ def _is_implied_default(
 
 
 def _defaults(group: str, option: str) -> dict[str, str]:
-    """Return the values in the file of one of raysim's options; {} if there is no such option."""
+    """Return the values in the configuration file of an option, as text, by dotted key.
+
+    Return {} if raysim has no such file.
+    group: the group of the option, such as "partition".
+    option: the name of the option, such as "dirichlet".
+    """
     path = conf_folder() / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
         return {}

@@ -82,13 +82,13 @@ class Column:
 
     @property
     def is_tested(self) -> bool:
-        """Return True if some row was tested against the reference."""
+        """Return True if at least one row was tested against its reference row."""
         return any(test is not None and test.holm is not None for test in self.tests)
 
     def best(self) -> set[int]:
-        """Return the rows with the best score.
+        """Return the numbers of the rows that are marked as the best of their group.
 
-        The set is empty if all scores are equal, or if only one row has a score.
+        A group has none if all its scores are equal, or if only one of its rows has a score.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -304,8 +304,10 @@ def _escape(text: str) -> str:
 
 
 def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without a newline at its end.
+    """Return a table in Markdown, without a newline at its end.
 
+    head: the titles of the columns.
+    rows: the texts of each row.
     No cell may contain a vertical bar.
     """
     lines = (head, ["---"] * len(head), *rows)

@@ -102,6 +102,8 @@ class TextSamples(Observer):
     """An observer that writes samples.txt, if the data is text and clients share a model.
 
     If each client has its own model, the observer prints how to get texts from these models.
+    spec: the run.
+    note: function that prints a line.
     """
 
     def __init__(self, spec: RunSpec, note: PrintLine):

@@ -87,7 +87,10 @@ def print_theme() -> dict[Any, object]:
 
 
 def page_theme(dark: bool) -> dict[Any, object]:
-    """Return the settings of a figure for a light or a dark page."""
+    """Return the settings of a figure for a light or a dark page, for `matplotlib.rc_context`.
+
+    dark: True for a dark page.
+    """
     ink, paper = ("#e6e8ea", "#16191d") if dark else (INK, "#ffffff")
     backgrounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     return theme(ink) | dict.fromkeys(backgrounds, paper)

@@ -32,6 +32,7 @@ def draw_topology(
 ) -> bool:
     """Write a picture of the clients, the replicas and their links.
 
+    network: the replicas, the clients that each of them serves, and their links.
     clients: the columns of clients.parquet.
     rows: the history.
 

@@ -61,13 +61,13 @@ class NoTracker:
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Do nothing."""
+        """Do nothing, because nothing is recorded with `tracking=none`."""
 
     def wait_until_known(self) -> None:
-        """Do nothing."""
+        """Do nothing, because nothing is recorded with `tracking=none`."""
 
     def log(self, row: Row) -> None:
-        """Do nothing."""
+        """Do nothing, because nothing is recorded with `tracking=none`."""
 
     def finish(
         self,
@@ -76,7 +76,7 @@ class NoTracker:
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Do nothing."""
+        """Do nothing, because nothing is recorded with `tracking=none`."""
 
 
 class StoredTracker:
@@ -314,7 +314,15 @@ class Tracker(StoredTracker):
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin a run like `StoredTracker.start`, and start the thread that sends it."""
+        """Begin or continue a run, and start the thread that sends it.
+
+        config: the configuration of the run, by key; MLflow shows it as parameters.
+        tags: the tags that MLflow shows.
+        rows: the earlier history of a resumed run.
+        parent: the folder of the tracked study or sweep to which this run belongs; None without
+        one.
+        data: name and digest of the data set, and other facts about it.
+        """
         with self._wake:
             self._begin(config, tags, rows, parent, data, sender="run")
             self._has_news = True
@@ -329,7 +337,10 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row, as `StoredTracker.log` does, but store nothing here: the thread sends it."""
+        """Give a row of the history to the thread, which sends it.
+
+        Skip a round that was added before the run was resumed.
+        """
         with self._wake:
             if round_of(row) > self._last_round:
                 self._last_round, self._has_news = round_of(row), True
@@ -343,7 +354,13 @@ class Tracker(StoredTracker):
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Tell the thread to send the remaining rows, the summary and the files; do not wait."""
+        """Tell the thread to send the remaining rows, the summary and the files; do not wait.
+
+        artifacts: the files to send.
+        status: a status of MLflow: FINISHED, FAILED or KILLED.
+        model: `PENDING` if the model is not saved in MLflow's format yet; None if it is, or if
+        there is no model.
+        """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
             self._is_ending = True

@@ -108,8 +108,9 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 
 
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
-    """Return how many workers fit on a GPU, in addition to its share of the client states.
+    """Return how many workers fit on a GPU, which also has its share of the client states.
 
+    need: the memory that workers need.
     clients: the number of clients that have states.
     gpus: the number of GPUs that share the states.
     """

@@ -102,8 +102,8 @@ def assign_groups(
     A worker that trains a whole group returns one sum of its updates, so groups are split as rarely
     as possible. They are split in half until the busiest worker has at most `MAX_SLOWDOWN` times
     the load that it would have if jobs were assigned one by one.
-    groups: parts of the summation tree of an aggregation (see `tree_sum`). The jobs of a group are
-    in the order in which they are aggregated.
+    groups: the jobs below some parts of the tree in which the updates of an aggregation are added
+    up. The jobs of a group are in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.
     keeps_nodes: True splits groups among nodes before workers, so that a node can add up the sums

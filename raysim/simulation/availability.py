@@ -47,7 +47,7 @@ class Availability(ABC):
 
     @abstractmethod
     def available(self, client: int, now: float) -> bool:
-        """Return True if the client is available."""
+        """Return True if the client is available at the virtual time `now`, in seconds."""
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:
@@ -193,12 +193,16 @@ class Diurnal(Availability):
         self._length = hours * HOUR
 
     def available(self, client: int, now: float) -> bool:
-        """Return True if the client is in its daily available hours."""
+        """Return True if the virtual time `now` is in the client's daily available hours."""
         midnight = self._midnight[client]
         return now < midnight + (_interval(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return when the client's available hours next start or end, but at most `until`."""
+        """Return the virtual time at which the client's available hours next start or end.
+
+        now: the virtual time in seconds after which to look.
+        until: the result if there is no change before this time.
+        """
         midnight = self._midnight[client]
         days = _interval(now - midnight, DAY)
         end = midnight + (days * DAY + self._length)
@@ -212,7 +216,10 @@ class Diurnal(Availability):
         return np.asarray(now < midnight + (_intervals(now - midnight, DAY) * DAY + self._length))
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return when each client's availability next changes, float64 [clients]."""
+        """Return when each client's availability next changes, float64 [clients].
+
+        now: float64 [clients], for each client the virtual time in seconds after which to look.
+        """
         midnight = self._midnights[clients]
         days = _intervals(now - midnight, DAY)
         end = midnight + (days * DAY + self._length)
@@ -306,7 +313,11 @@ class MarkovAvailability(Availability):
         return state
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the time of the next step that changes the client's state, but at most `until`."""
+        """Return the virtual time of the next step that changes the client's availability.
+
+        now: the virtual time in seconds after which to look.
+        until: the result if there is no change before this time.
+        """
         step = _interval(now, self._step_s)
         if (step + 1) * self._step_s >= until:
             return until
@@ -460,7 +471,11 @@ class Intervals(Availability):
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the client's next start or end of an interval, but at most `until`."""
+        """Return the virtual time at which an interval of the client next starts or ends.
+
+        now: the virtual time in seconds after which to look.
+        until: the result if there is no change before this time.
+        """
         row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
         if place < last:
@@ -475,7 +490,11 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return four arrays [clients]: for each client, the four values that `_find` returns."""
+        """Return the arrays (row, begin, end, position), each [clients].
+
+        They have the values that `_find` returns for one client after another.
+        now: float64 [clients], the virtual time of each client in seconds.
+        """
         rows = self._rows[clients]
         begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)
         if self._wrap:
@@ -498,7 +517,10 @@ class Intervals(Availability):
         return np.asarray((places - self._firsts[rows]) % 2 == 1)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return when each client's availability next changes, float64 [clients]."""
+        """Return when each client's availability next changes, float64 [clients].
+
+        now: float64 [clients], for each client the virtual time in seconds after which to look.
+        """
         rows, begin, end, places = self._find_all(clients, now)
         first, last = self._firsts[rows], self._lasts[rows]
         times = np.full(len(clients), math.inf)

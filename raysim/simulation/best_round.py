@@ -36,8 +36,8 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        The result has two arrays: each client's validation score in its best round, [clients], and
-        the scores of its test samples in that round, in the form of `hits`.
+        The result has two arrays: the validation score of each client in its best round, [clients],
+        and the score of each test sample in the best round of its client, client after client.
         clients: the scored clients.
         validation: [clients], the validation scores; nan for a client without validation samples.
         hits: the score of each test sample, client after client.
@@ -77,7 +77,7 @@ class BestRounds:
         return int(best[1]), None if np.isnan(best[2]) else float(best[2])
 
     def state(self) -> Mapping[str, np.ndarray]:
-        """Return everything as arrays, for a checkpoint."""
+        """Return the best rounds of all clients and of the shared model, for a checkpoint."""
         return self._arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:

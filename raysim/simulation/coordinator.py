@@ -223,6 +223,8 @@ class Coordinator:
     ) -> None:
         """Correct the planned traffic where updates are larger or smaller than planned.
 
+        aggregation: the plan of the aggregation, whose traffic is corrected.
+        jobs: the jobs of the aggregation.
         results: an update or a failure for each job.
         """
         floats = 0

@@ -133,8 +133,7 @@ class Dispatcher:
         """Allow workers to sum the updates of some jobs.
 
         All of these jobs belong to one aggregation of one replica.
-        group: the numbers of the jobs, in the order of aggregation (the leaves of the tree of
-        sums).
+        group: the numbers of the jobs, in the order in which they are aggregated.
         """
         self._trees.plan(group)
 
@@ -190,7 +189,10 @@ class Dispatcher:
         return assigned
 
     def _chunks(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        """Divide a worker's jobs into calls, each of which returns a limited number of vectors."""
+        """Divide a worker's jobs into calls, each of which returns a limited number of vectors.
+
+        A vector is the update of a job, or the sum of the updates of several jobs.
+        """
         if len(jobs) <= self._max_vectors:
             yield jobs
             return

@@ -55,7 +55,9 @@ class Scoring:
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    reports: for each view (a kind of model, see the module), the calls that score it.
+    reports: the calls by what they score: "shared", "own", "finetuned" and "common" are the views
+    of a client; "mean" is the mean of all replicas; "sets" are whole sets of samples, if a method
+    computes the scores itself.
     members: the clients whose local models the loss decomposition compares; else empty.
     models: for each of these clients, the calls that score its local model; in the last entry, the
     calls that score the next shared model.
@@ -629,7 +631,9 @@ class Evaluator:
     def _decomposition_columns(self, scoring: Scoring) -> Row:
         """Return the columns with the terms of equation 2 of the FedLD paper.
 
-        The terms are weighted by the clients' numbers of samples.
+        The terms are global_loss, local_loss, distribution_shift and aggregation. They are weighted
+        by the clients' numbers of samples.
+        scoring: the scoring that `decompose` has started.
         """
         place = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))

@@ -92,7 +92,7 @@ class JobTable:
 
     @property
     def rows(self) -> Iterable[JobRow]:
-        """The rows of the table."""
+        """The planned jobs that have not ended, each with its state."""
         return self._rows.values()
 
     @property
@@ -219,7 +219,8 @@ class JobTable:
     ) -> tuple[JobRecord, ...]:
         """Remove the jobs that end with an aggregation from the table; return their records.
 
-        updates: an update or a failure for each aggregated job.
+        updates: an update or a failure for each aggregated job, in the order of
+        `aggregation.aggregated`.
         """
         self._aggregations.popleft()
         for job, update in zip(aggregation.aggregated, updates, strict=True):
@@ -257,6 +258,8 @@ class JobTable:
         """Continue from a checkpoint; the planner must already be restored.
 
         Jobs that were in flight get the state "dispatched". `resume` lets workers train them again.
+        aggregations: the planned aggregations in the checkpoint.
+        rows: the jobs in the checkpoint, with their states.
         """
         self._aggregations.extend(aggregations)
         for row in rows:

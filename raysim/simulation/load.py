@@ -186,6 +186,7 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 class StepMessages:
     """The server's compressed steps as messages, and the version that each client has.
 
+    A step is the change of the parameters from one version to the next.
     A client receives the messages of all versions since its last job. If the parameters are smaller
     than these messages, the client receives the parameters.
 

@@ -451,10 +451,10 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return the stacks of a worker, which the previous call requested.
+        """Return which code the threads of a worker execute: their stacks, as text.
 
-        Return "" if they are not known yet. Each call also starts a task on the worker's node that
-        reads the current stacks.
+        Each call starts a task on the worker's node that reads the current stacks, and returns the
+        stacks that the task of an earlier call has read; "" if there are none yet.
         """
         text = ""
         request = self._stacks.get(worker)
@@ -576,7 +576,8 @@ class RayRuntime:
 
         Raises WorkerDiedError if the worker's node is lost.
         Raises ProcessLostError if the new actor does not start.
-        Raises RunStoppedError if its results would not be bit-identical to the driver's.
+        Raises RunStoppedError if its results would not be bit-identical to results of the driver
+        (the process that the user has started).
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
@@ -636,6 +637,8 @@ class RayRuntime:
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare the identity of a worker that replaces a dead one with the driver's identity.
 
+        An identity is the hardware and software on which the bits of results depend. The driver is
+        the process that the user has started.
         answer: a reference to the new worker's identity.
         Raises RunStoppedError if the results would not be bit-identical to the driver's.
         Raises WorkerDiedError if the worker is lost with its node.
@@ -656,8 +659,9 @@ class RayRuntime:
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
-        """Return the identity of a worker; None if it cannot be found out.
+        """Return the identity of a worker's process; None if it cannot be found out.
 
+        An identity is the hardware and software on which the bits of results depend.
         A worker with another version of raysim or of a library may die before it can answer. In
         that case a Ray task on the worker's node reports the identity.
         answer: a reference to the identity that the worker itself reports.

@@ -75,7 +75,7 @@ def living_nodes() -> list[Mapping[str, Any]]:
 
 
 def avoid_silent_nodes(bundles: int) -> list[dict[str, str]] | None:
-    """Return label selectors that keep bundles away from nodes that do not answer.
+    """Return Ray's label selectors that keep bundles away from nodes that do not answer.
 
     Return None if all nodes answer.
     bundles: the number of bundles; the result has a selector for each of them.
@@ -103,7 +103,11 @@ class ClusterState(NamedTuple):
 
 
 def cluster_state(address: str) -> ClusterState:
-    """Return the state of the cluster at an address; an empty one if Ray is too old."""
+    """Return what the head of a cluster knows about its nodes.
+
+    The result knows no node if the installed version of Ray cannot report this.
+    address: the address of the cluster's head.
+    """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
     except ImportError:

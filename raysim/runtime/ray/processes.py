@@ -161,7 +161,8 @@ def start_processes(
     parts: the schedule and the fleet.
     size: the number of workers and their resources.
     say: function that gets a text about what the run waits for.
-    places: the arguments `folder` and `resume` of the coordinator.
+    places: two texts: the folder for the model and the checkpoints ("" writes none), and the
+    address of the checkpoint to continue from ("" starts a new run).
     """
     spec = share_frozen_weights(spec)
     request, shared = (run_bundles(size), options.strategy), ray.put(spec)
