@@ -205,7 +205,7 @@ def describe_objects(
         if place in PARTS and isinstance(part, type):
             raise _wrong_object(place, part, "")
         for key, override in overrides.items():
-            raise _no_effect(place, part, key, override)
+            raise _no_effect_error(place, part, key, override)
         parts[place] = part
     return UserObjects(parts, {place: object_node(part) for place, part in parts.items()})
 
@@ -217,7 +217,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
     return RefusedError(f"{argument}={part!r} does not fit: {advice}")
 
 
-def _no_effect(place: str, part: object, key: str, override: SetValue) -> RefusedError:
+def _no_effect_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
     """Return the error for an override that would change nothing.
 
     part: the part from Python: a finished object, a function, or the class of a network.
@@ -317,7 +317,7 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
                 f"{name}={fixed[name]!r}. Keep one of them."
             )
         if name not in (*parameters, *CUSTOM_MODEL_KEYS):
-            raise _no_effect("model", source, key, override)
+            raise _no_effect_error("model", source, key, override)
     target = _network_node(CustomModel(source))[TARGET]
     values = _merge(_stored_values(stored, target, *fixed), overrides)
     recipe_values = {key: values.pop(key) for key in CUSTOM_MODEL_KEYS if key in values}

@@ -302,7 +302,7 @@ def _tracking(
         return []
 
     tracker = make_tracker(folder, options.uri, say=print_line)
-    spec, study = experiment.spec, _study_of(folder)
+    spec, study = experiment.spec, _tracked_study(folder)
     tags: dict[str, object] = {
         "kind": "run",
         "method": "+".join(method.name for method in spec.methods) or "fedavg",
@@ -331,7 +331,7 @@ def _can_be_rebuilt(experiment: Experiment) -> bool:
     return not spec.packages and not spec.own_metrics and not has_objects(experiment.config)
 
 
-def _study_of(folder: Path) -> Path | None:
+def _tracked_study(folder: Path) -> Path | None:
     """Return the folder STUDY if `folder` is STUDY/runs/NAME and the study is tracked, else None.
 
     A study is tracked if its folder has a tracking.json that can be read.

@@ -143,7 +143,7 @@ class Result:
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
-        The keys of its `state_dict` are those of the user's model.
+        Its `state_dict` has the same keys as that of the user's model.
         best: True loads the weights of the best round instead: the round with the best validation
         score, or, without validation samples, with the lowest training loss.
         `summary["best_model"]` names it.

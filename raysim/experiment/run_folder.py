@@ -116,7 +116,7 @@ def _latest_place(experiment: Experiment) -> Place:
         )
     check_writable(folder, options)
     for address in (str(folder), options.folder):
-        _check_run_in(address, experiment.config)
+        _check_folder_has_same_run(address, experiment.config)
     finished_rounds = _finished_rounds(folder)
     if finished_rounds >= rounds:
         note = f"{folder} has finished its {finished_rounds} rounds: nothing to do"
@@ -192,7 +192,7 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
             "of the run with out=DIR."
         )
     for other in (checkpoints, str(run_folder or folder)):
-        _check_run_in(other, experiment.config)
+        _check_folder_has_same_run(other, experiment.config)
     is_same_run = folder.resolve() == run_folder
     if run_folder is None:
         is_same_run = (folder / CONFIG).is_file()
@@ -256,7 +256,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
     return [store.path]
 
 
-def _check_run_in(address: str | None, config: Node) -> None:
+def _check_folder_has_same_run(address: str | None, config: Node) -> None:
     """Raise `RefusedError` if a folder has results or checkpoints of a different run.
 
     A run is different if its stored configuration has other values that decide the bits.
@@ -281,7 +281,7 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
     """
     stored_values = flatten(stored)
     values = {key: _hide_password(value) for key, value in flatten(config).items()}
-    for key in _keys_of_bits([*stored_values, *values]):
+    for key in _keys_that_decide_bits([*stored_values, *values]):
         if key in stored_values and key in values and stored_values[key] == values[key]:
             continue
         _check_same_option(key.partition(".")[0], stored, config, store)
@@ -322,7 +322,7 @@ def _format_choice(group: str, choice: object) -> str:
     return join_options(choice, group) if isinstance(choice, list) else str(choice)
 
 
-def _keys_of_bits(keys: list[str]) -> Iterator[str]:
+def _keys_that_decide_bits(keys: list[str]) -> Iterator[str]:
     """Yield the keys that decide the bits of a run, so that a resumed run cannot change them.
 
     keys: all full keys of the two configurations, such as "local.lr"; a key may be there twice.

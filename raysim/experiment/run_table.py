@@ -78,7 +78,8 @@ def store_plan(
     command: "study" or "sweep".
     overrides: the overrides of the command.
     conf: the user's own folders of options.
-    facts: additional values that the command reads again when it continues; None for none.
+    facts: additional values that the command reads again when it continues, such as the
+    fingerprint of a sweep; None for none.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}

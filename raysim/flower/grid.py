@@ -190,7 +190,7 @@ class VirtualGrid(SimpleGrid):
             created_at=self.clock.now,
             ttl=ttl,
         )
-        app_message = _own_message(message, request)
+        app_message = _with_raysim_metadata(message, request)
         return _Pending(request, app_message, self.clock.now, arrival)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -514,7 +514,7 @@ def _list_entries(entries: Iterable[Entry]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
-def _own_message(message: Message, request: Request) -> GridMessage:
+def _with_raysim_metadata(message: Message, request: Request) -> GridMessage:
     """Return a copy of the ServerApp's message in which raysim sets ids, time and time limit.
 
     request: has the message's id, its content, its virtual time and its `ttl`.

@@ -5,7 +5,7 @@ The run's model, of any kind, is the one that `model` sets. Each job trains this
 used.
 
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020), for
-the Trainer; the aggregation is that of the run.
+the Trainer. The updates are aggregated as in any run.
 
 Choices
 - The loss is the run's (`loss`). Learning rate, batch size, epochs or steps, and weight decay come
@@ -56,7 +56,7 @@ class HFTrainer(Method):
         import_optional("accelerate", "learner=hf_trainer")
         transformers = import_optional("transformers", "learner=hf_trainer")
         try:
-            transformers.TrainingArguments("unused", **self._quiet(), **self.options)
+            transformers.TrainingArguments("unused", **self._silent_arguments(), **self.options)
         except TypeError as error:
             raise ValueError(
                 f"learner.options={self.options}: {error}. "
@@ -92,7 +92,7 @@ class HFTrainer(Method):
                 callbacks=self.callbacks(job),
             )
             trainer.remove_callback(transformers.PrinterCallback)
-            with _few_collected_objects():
+            with _exclude_from_collection():
                 output = trainer.train()
         steps = int(output.global_step)
         batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
@@ -113,9 +113,9 @@ class HFTrainer(Method):
             "max_grad_norm": local.clip or 0.0,
         }
         values |= {"max_steps": local.steps} if local.steps else {"num_train_epochs": local.epochs}
-        return values | self._quiet() | self.options
+        return values | self._silent_arguments() | self.options
 
-    def _quiet(self) -> dict[str, Any]:
+    def _silent_arguments(self) -> dict[str, Any]:
         """Return arguments for the Trainer, so that it writes no files and prints nothing."""
         return {
             "report_to": "none",
@@ -127,7 +127,7 @@ class HFTrainer(Method):
 
 
 @contextmanager
-def _few_collected_objects() -> Iterator[None]:
+def _exclude_from_collection() -> Iterator[None]:
     """Exclude all existing objects from garbage collections inside `with`.
 
     The Trainer collects all objects of the process at its end. Without this exclusion, the

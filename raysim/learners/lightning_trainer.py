@@ -3,8 +3,8 @@
 The run's model is the one that `model` sets. Each job trains this model as a `LightningModule` with
 a new `lightning.Trainer`. To train with your own module, derive a class and override `module`.
 
-Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer; the aggregation is that of the
-run.
+Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer. The updates are aggregated as in
+any run.
 
 Choices
 - The default module has the run's loss and the optimizer of torch that `local.optimizer` names,
@@ -52,7 +52,7 @@ class LightningTrainer(Method):
         lightning = import_optional("lightning", "learner=lightning")
         try:
             with _silence():
-                lightning.Trainer(**_quiet() | {"accelerator": "cpu"} | self.options)
+                lightning.Trainer(**_silent_arguments() | {"accelerator": "cpu"} | self.options)
         except TypeError as error:
             raise ValueError(
                 f"learner.options={self.options}: {error}. Use arguments of lightning.Trainer."
@@ -90,7 +90,9 @@ class LightningTrainer(Method):
         place: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
         if device.type == "cuda":
             place = {"accelerator": "gpu", "devices": [device.index or 0]}
-        values = _quiet() | place | length | {"gradient_clip_val": local.clip} | self.options
+        values = (
+            _silent_arguments() | place | length | {"gradient_clip_val": local.clip} | self.options
+        )
         module = self.module(job)
         with _silence():
             trainer = lightning.Trainer(**values)
@@ -128,7 +130,7 @@ def _default_module(job: LocalJob) -> Any:
     return Module()
 
 
-def _quiet() -> dict[str, Any]:
+def _silent_arguments() -> dict[str, Any]:
     """Return arguments for the Trainer, so that it writes no files and prints nothing."""
     return {
         "logger": False,

@@ -4,7 +4,7 @@ Each client continues the training of an estimator from the received coefficient
 averages `coef_` and `intercept_` as it averages the weights of a network.
 
 Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), for the
-estimators; the aggregation is that of FedAvg (McMahan et al., AISTATS 2017).
+estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
 
 Choices
 - An estimator that has `partial_fit` is trained by one call of it for each epoch of a job

@@ -5,7 +5,7 @@ trees. The server appends the trees of all clients. It multiplies the leaves of 
 by the weight of the client, so that a round adds the mean of the clients' predictions.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
-The aggregation by bagging is that of the XGBoost examples of Flower and NVFlare.
+The XGBoost examples of Flower and NVFlare aggregate by bagging, too.
 
 Departures from these examples
 - Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, so that

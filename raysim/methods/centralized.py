@@ -8,8 +8,8 @@ How the run works
 - All training rows belong to one client, in ascending order, so their split over clients does not
   matter. Batches are drawn from all of them. Client k's share of the gradients is n_k / n, as in
   FedAvg.
-- The optimizer, the batch size and the number of rounds are those of the federated run. The model
-  is scored after each round. A round processes as many samples as a cohort of average clients. With
+- The optimizer, the batch size and the number of rounds are set as in a federated run. The model is
+  scored after each round. A round processes as many samples as a cohort of average clients. With
   local.epochs=E and a share s of the clients in a cohort, these are E s passes over all samples,
   or as many batches if E s is no whole number. With local.steps=S and m clients in a cohort, these
   are S m batches.

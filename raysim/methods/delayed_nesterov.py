@@ -12,11 +12,11 @@ of updates between two changes of the momentum:
     other t         x <- x + eta (c beta m + D_t / N)
 
 Stale updates move the model at once, and the momentum only as a mean of N. With c = 0 the sum of N
-steps is one step of Nesterov's momentum with the mean of the N updates. The coefficients are also
-those of the optimizer in the code of HALoS (github.com/utnslab/halos), which follows the paper.
+steps is one step of Nesterov's momentum with the mean of the N updates. The optimizer
+in the code of HALoS (github.com/utnslab/halos), which follows the paper, has the same coefficients.
 
 Departures from the paper
-- The signs are those of updates, not of gradients.
+- Steps are added, because D_t is an update; the paper subtracts gradients.
 - A schedule that aggregates several updates at once counts their mean as one D_t. The method is
   meant for `schedule=immediate`, with weights that do not depend on samples.
 - The paper also gives slow clients fewer local steps; here all have the same.

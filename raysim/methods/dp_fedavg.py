@@ -28,9 +28,9 @@ The two epsilons
 - If devices decide which clients take part (availability, over-selection, deadlines), neither
   number holds. Stale updates, shared BatchNorm statistics, and methods that upload or read more
   than the updates are refused.
-- The accountant is that of dp-accounting, with Renyi divergences at integer orders. The noise comes
-  from the seed of the run, and anyone who knows the seed knows the noise. The method therefore
-  measures the cost of privacy and protects nobody.
+- The package dp-accounting computes both numbers, with Renyi divergences at integer orders. The
+  noise comes from the seed of the run, and anyone who knows the seed knows the noise. The method
+  therefore measures the cost of privacy and protects nobody.
 
 Departures from the papers
 - s is m / 20, as in the paper, but at least z, because for few clients m / 20 would leave no budget

@@ -26,7 +26,7 @@ def mmd(
     kernel: "gaussian" uses the sum of `kernel_num` Gaussian kernels. Kernel q = 0, 1, ... is
     exp(-|a - b|^2 / w_q). Its width w_q is kernel_mul^(q - kernel_num // 2) times the mean squared
     distance of all rows, which is a constant in gradients. "moments" returns the mean squared
-    difference of the means plus that of the unbiased covariances instead.
+    difference of the means plus the mean squared difference of the unbiased covariances instead.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """

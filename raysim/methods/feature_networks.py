@@ -49,7 +49,7 @@ def make_rtnet(
     """Return RTNet, a network from generated features [B, source] to residuals [B, features].
 
     source: the number of generated features of a row.
-    features: the number of residuals of a row: that of the model's features.
+    features: D, the number of the model's features, and of the residuals of a row.
     hidden: the width of the hidden layer.
     num_classes: C.
     norm: True ends with a BatchNorm.

@@ -15,9 +15,9 @@ to x.
 Departures from the paper
 - A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
-  The loss of a pass is that of its last batch. There are at least eleven passes, as in the authors'
-  code, and at most 100.
-- A client is scored with y' + (x - y') W, where W is the one of its last job. Before the client has
+  The loss of a pass is the loss of its last batch. There are at least eleven passes, as in the
+  authors' code, and at most 100.
+- A client is scored with y' + (x - y') W, where W comes from its last job. Before the client has
   a W, it is scored with x.
 - The number of passes is not known at dispatch, so the cost assumes the largest number.
 """

@@ -7,8 +7,8 @@ section 5.2. A client received version tau and returns the model y when the serv
 
     sigma(s): constant 1; polynomial (s + 1)^-a; hinge 1 if s <= b, else 1 / (a (s - b) + 1)
 
-The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is that of
-FedProx: `method=fedasync+fedprox`.
+The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is the
+term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper
 - Models that arrive at the same time, and the models of a larger buffer, are mixed one after

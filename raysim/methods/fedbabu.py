@@ -8,8 +8,8 @@ the body.
 
 Departures from the paper
 - finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
-- The scores before fine-tuning are those of the shared model on each client's test samples. The
-  columns that end in `_finetuned` are those of the clients' own models.
+- Before fine-tuning, the shared model is scored on each client's test samples. The columns that end
+  in `_finetuned` have the scores of the clients' own models.
 - In local training the body has the run's optimizer. Weight decay does not change the head.
 """
 

@@ -14,8 +14,8 @@ Departures from the paper
 - The counters of batches stay on the client with the statistics. If they are shared, they take the
   maximum over the clients.
 - A client that never trained has the initial model's layers, as in the released code. With
-  ``reestimate`` it has statistics of its own instead: those of its training samples under the
-  shared model, from one pass in train mode.
+  ``reestimate`` it has statistics of its own instead: the shared model makes one pass over the
+  client's training samples in train mode.
 """
 
 from __future__ import annotations

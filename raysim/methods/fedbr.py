@@ -18,8 +18,8 @@ Departures from the paper
   is only possible with multiplication, so "multiply" is the default and "divide" the other form.
 - Row j of the pseudo-batch is compared with row j of the real batch, which gives one negative for
   each, as in the code. Eq. (2) is an expectation.
-- The global features are those of the pseudo-data of each step, as in the paper, and the frozen
-  extractor is in eval mode. The code computes them once, for the first step, in train mode;
+- The received model computes z_g of the pseudo-data in each step, as in the paper; it is frozen and
+  in eval mode. The code computes z_g once, for the first step, in train mode;
   global_features="round" does so in eval mode.
 """
 

@@ -6,7 +6,8 @@ next model.
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants, in
 random order, are cut into B batches. Each batch in turn chooses one cached model for each of its
-clients. With S the set of all chosen models and those of absent clients, it minimises
+clients. With S the set of all chosen models, including those chosen earlier for absent
+clients, it minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of S
 

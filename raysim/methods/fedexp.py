@@ -17,8 +17,8 @@ Departures from the paper
   epsilon_scale="count" with epsilon_decay=0.996004.
 - Both sums have the run's weights; in paper and code, clients are of equal size and weights are
   uniform.
-- Only trainable parameters count. Buffers are averaged, which the code omits, and those of the
-  newest model are evaluated.
+- Only trainable parameters count. Buffers are averaged, which the code omits, and the evaluated
+  model has the buffers of the newest model.
 - D is the mean update before other methods (InCo) change it. A divisor that is not the sum of the
   weights (FedBuff) scales the step, not the ratio.
 - A client uploads |D_i|^2 with its update, so that updates can be summed before the server has

@@ -25,9 +25,9 @@ Departures from the paper
 - Read literally, eq. (7) has w_l = 1 ("none"), and updates grow. The code divides lambda_l by the
   sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
   claims.
-- Lengths are those of single updates. Their mean is longer than FedAvg's if the updates have a
-  common part (1.2 times if it is as long as the rest, for m = 5). For a fair comparison, try FedAvg
-  with a larger server step, too.
+- Every single update keeps its length. The mean of the updates is longer than FedAvg's if they have
+  a common part (1.2 times if it is as long as the rest, for m = 5). For a fair comparison, try
+  FedAvg with a larger server step, too.
 - The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.
@@ -125,7 +125,7 @@ def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) ->
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 
 
-def _heaviest(targets: Tensor) -> Tensor:
+def _heaviest_class(targets: Tensor) -> Tensor:
     """Return the labels [B]; for soft targets [B, C], the class with the largest weight."""
     if targets.ndim == 1:
         return targets
@@ -163,7 +163,7 @@ class MarginControl(Method):
         """Add the penalty on the logits."""
         if not self.lam:
             return loss
-        labels = _heaviest(out.batch.targets) if self.kind == "threshold" else None
+        labels = _heaviest_class(out.batch.targets) if self.kind == "threshold" else None
         return loss + margin_control_penalty(
             logits=out.logits,
             lam=self.lam,
@@ -193,7 +193,7 @@ class DampedMargin(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the cross-entropy of the damped logits."""
         targets = out.batch.targets
-        damped = damped_logits(out.logits, _heaviest(targets), self.temperature)
+        damped = damped_logits(out.logits, _heaviest_class(targets), self.temperature)
         return job.task.objective.loss(damped, targets)
 
 
