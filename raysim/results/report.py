@@ -566,7 +566,12 @@ def result_columns(
 
 
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
-    """Return a column with a row for each group of runs, from a column with a row for each run."""
+    """Return a column with a row for each group of runs, from a column with a row for each run.
+
+    A row shows the mean of the group's runs, and their deviation if there are several.
+    column: the column with a row for each run.
+    groups: the groups, whose runs are the rows of `column` in this order.
+    """
     numbers = iter(column.scores)
     data = iter(column.groups or [])
     by_seed: list[dict[str, float | None]] = []

@@ -36,15 +36,16 @@ class StateHome(NamedTuple):
 
 
 def total_work(unit: Sequence[Job]) -> float:
-    """Return the work of a unit: the number of samples of all its jobs."""
+    """Return the work of a unit (jobs that one worker trains): the samples of all its jobs."""
     samples: float = sum(map(_work_of, unit))
     return samples
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return one unit for each client; the units with the most work come first.
+    """Return one unit for each client; the units with the most samples come first.
 
-    Each unit contains the client's jobs in the order of their dispatch.
+    A unit is a sequence of jobs that one worker trains. It contains the client's jobs in the order
+    of their dispatch.
     """
     units: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.number):
@@ -170,7 +171,7 @@ def _distribute(
 ) -> _Shares:
     """Distribute units over places: the longest unit first, always to the place with least load.
 
-    A place is a worker or a node.
+    A unit is a set of jobs that are trained together; a place is a worker or a node.
     loads: the initial load of each place: the samples that its workers must already train, divided
     by its number of workers.
     capacities: the number of workers of each place: 1 for a worker.
@@ -191,6 +192,7 @@ def _split_until_balanced(
 ) -> list[list[_Unit]] | None:
     """Split units until the load of every place is at most `limit`; return each place's units.
 
+    A unit is a set of jobs below one part of the summation tree; a place is a worker or a node.
     Return None if a load is still above the limit after the largest number of splits.
     loads: the initial load of each place (a worker or a node): the samples that its workers must
     already train, divided by its number of workers.
@@ -249,6 +251,7 @@ def _split_among_nodes(
 ) -> list[list[_Unit]] | None:
     """Split units among nodes, then split each node's units among its workers.
 
+    A unit is a set of jobs below one part of the summation tree.
     Return the units of each worker; None if a load stays above the limit.
     loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.

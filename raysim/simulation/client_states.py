@@ -315,7 +315,7 @@ class ClientStates:
         return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """Return a client's committed state; None for the initial state.
+        """Return a client's committed state; None if the client is still in the initial state.
 
         Wait until the state is available in this process.
         """
