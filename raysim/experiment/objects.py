@@ -148,8 +148,8 @@ def separate_objects(
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
     """Return the names for `evaluate.metrics`, and the metrics that are objects, by name.
 
-    metrics: names, functions and metrics. The name of a function that another process can import is
-    its path.
+    metrics: names, functions and metrics; None for none. A function that another process can import
+    gets its full path as its name, such as "mine.metrics.brier".
     Raise `RefusedError` for anything else.
     """
     if metrics is None:
@@ -357,7 +357,10 @@ def _merge(values: Mapping[str, Any], overrides: Overrides) -> Node:
 
 
 def _title(part: object) -> str:
-    """Return the name of a user's object for titles and tables."""
+    """Return the name of a user's object for titles and tables.
+
+    part: an object, or a `CustomModel` that holds the network's class or function.
+    """
     source = part.source if isinstance(part, CustomModel) else part
     return str(getattr(source, "__name__", type(source).__name__)).strip("<>").lower()
 
@@ -422,7 +425,12 @@ def object_node(part: object) -> Node:
 
 
 def _network_node(part: CustomModel) -> Node:
-    """Return the configuration of a user's network, with the function or class that makes it."""
+    """Return the configuration node of a user's network.
+
+    It has the class or function that makes the network, with its arguments. If a file cannot store
+    these, the node only describes the network.
+    part: the network with its settings.
+    """
     source = part.source
     is_maker = inspect.isfunction(source) or isinstance(source, type)
     maker: Any = source if is_maker else type(source)

@@ -50,7 +50,7 @@ _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\
 class NumberRange:
     """A range of numbers of one type, from `low` to `high`.
 
-    tags: tags of Hydra, such as "log".
+    tags: what the override says about the range, such as "log" for a search on a logarithmic scale.
     """
 
     low: int | float
@@ -156,6 +156,7 @@ def _expand_counts(text: str) -> str:
     """Return a text in which a range such as "0..4" is written as "0,1,2,3,4".
 
     A quoted value stays unchanged.
+    text: the override.
     """
 
     def expand(count: re.Match[str]) -> str:

@@ -120,9 +120,10 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Return the run with another results folder.
+    """Return a copy of the run with another results folder.
 
     checkpoints: the address at which the run stores its checkpoints.
+    folder: the new results folder.
     """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint

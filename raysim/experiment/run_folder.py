@@ -62,10 +62,11 @@ FREE_KEYS = (
 class Place:
     """The folder that a run writes to, and the checkpoint that the run continues from.
 
+    folder: the run's folder.
     exists: True if the folder exists already.
-    resume: a checkpoint's address; "" for a new run.
+    resume: the checkpoint's address; "" for a new run.
     is_finished: True if the folder holds the complete run.
-    note: a line for the user.
+    note: a sentence for the user that says where the run starts; "" for none.
     is_restart: True if the run restarts by itself after a process was lost.
     """
 
@@ -169,8 +170,9 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return where a run that continues from a checkpoint writes: its old folder or a new one.
+    """Return the folder in which a run continues from a checkpoint, and the checkpoint.
 
+    The folder is that of the checkpoint's run, or a new one that the user named with `out`.
     address: the checkpoint's address.
     """
     if not is_remote(address):

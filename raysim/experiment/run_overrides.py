@@ -27,7 +27,11 @@ LIST_KEYS = (
 
 
 class SetValue(NamedTuple):
-    """A value that the user set, and the text of the override."""
+    """A value that the user set for a key.
+
+    value: the value.
+    text: the override as the user wrote it, such as "local.lr=0.1", for errors.
+    """
 
     value: Any
     text: str

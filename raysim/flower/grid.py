@@ -314,8 +314,10 @@ class VirtualGrid(SimpleGrid):
 
     # --- answers ------------------------------------------------------------------------------
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
-        """Give stored answers to those messages that have one; return the other messages.
+        """Take stored answers where there are any; return the messages without an answer.
 
+        A message that is lost or has an answer is skipped.
+        pending: the messages.
         Raises ReplayError if a message differs from the stored run.
         """
         unanswered = []
@@ -385,7 +387,12 @@ class VirtualGrid(SimpleGrid):
                 self._keep(one, answer)
 
     def _call(self, worker: int, requests: Sequence[Request]) -> list[Answer]:
-        """Let a worker answer messages; if the worker dies, let a new worker answer them."""
+        """Let a worker answer messages; if the worker dies, let a new worker answer them.
+
+        worker: the number of the worker.
+        requests: the messages.
+        Raises WorkerDiedError if the new workers die, too.
+        """
         for attempt in range(MAX_ATTEMPTS):
             with self._lock:
                 current = [self._request_with_state(request) for request in requests]
@@ -421,6 +428,7 @@ class VirtualGrid(SimpleGrid):
         """Return the replies to these messages, record them, and stop tracking the messages.
 
         A message that was lost, or whose app failed, gets a reply with an error.
+        pending: the messages, each lost or answered.
         """
         delivered: list[Message] = []
         for one in pending:
@@ -495,7 +503,10 @@ class VirtualGrid(SimpleGrid):
 
 
 def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
-    """Return the error of messages with which worker after worker died."""
+    """Return the error for messages that could not be answered, because each worker died.
+
+    requests: the messages.
+    """
     clients = ", ".join(str(request.client) for request in requests)
     return WorkerDiedError(
         f"{MAX_ATTEMPTS} workers died while they answered messages (clients: {clients}). "

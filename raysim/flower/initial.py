@@ -107,6 +107,7 @@ class _FirstMessageGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Return the clients' replies; stop the ServerApp at the first training message.
 
+        messages: if one of them is for training, it is kept in `first`.
         timeout: has no effect.
         """
         replies = []
@@ -203,6 +204,7 @@ def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
 def from_client(runner: AppRunner) -> InitialModel:
     """Return the parameters that client 0 returns from `get_parameters`.
 
+    runner: the ClientApp.
     Raises AppError if the client does not return any.
     """
     content = RecordDict({"getparametersins.config": ConfigRecord()})

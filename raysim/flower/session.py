@@ -155,6 +155,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
     """Seed the random generators, and call the ServerApp.
 
     Return the last object in which its strategy or server kept scores; None if there is none.
+    grid: the Grid through which the ServerApp sends messages.
     Raises RunStoppedError, which contains the line of the app that failed.
     """
     context = Context(

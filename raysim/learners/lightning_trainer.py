@@ -61,7 +61,7 @@ class LightningTrainer(Method):
     def setup(self, run: Setup) -> None:
         """Declare that clients train with `train_client`.
 
-        Raises ValueError if `local.optimizer` is none of `OPTIMIZERS`.
+        Raises ValueError if `local.optimizer` is not "sgd", "adam" or "adamw".
         """
         run.require(
             run.local.optimizer in OPTIMIZERS,

@@ -129,11 +129,13 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: the standard deviation z of the noise, in units of what one client can change in a round.
+    noise: the standard deviation z of the noise, in units of the clipping bound. It is the noise of
+    a sum of updates without clipping bits; with them, the sum gets more (z_D).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.
-    bit_noise: the noise of the clipping bits; None is the larger of m / 20 (m clients) and `noise`.
+    bit_noise: the standard deviation of the noise on the number of updates that are not clipped;
+    None is the larger of m / 20 (m clients) and `noise`.
     delta: the probability delta of the guarantee; None is clients^-1.1.
     """
 
@@ -232,9 +234,11 @@ class DPFedAvg(Method):
         return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Report the clipping bound, the share of updates within it, and epsilon.
+        """Report the clipping bound, the share of updates within it, and epsilon in the history.
 
         Epsilon is the privacy loss of all rounds so far.
+        bound: the clipping bound of this round.
+        within: the share of updates that the bound did not clip, with noise if the bound adapts.
         """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}

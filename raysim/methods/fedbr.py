@@ -246,7 +246,10 @@ class FedBR(Method):
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K]."""
+        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K] a step.
+
+        generator: the random generator of the job.
+        """
         shape = (self.pseudo_batch, self.mix_samples)
         return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
@@ -280,9 +283,11 @@ class FedBR(Method):
         return mixed["inputs"], mixed["targets"]
 
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
-        """Return the contrastive loss of pseudo-data row j with row j of the batch.
+        """Return the contrastive loss of row j of the pseudo-data with row j of the batch.
 
         If the batch is smaller, its rows repeat.
+        pseudo: [B, F], the features of pseudo-data by the trained model.
+        real: the features of the batch.
         """
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]

@@ -177,6 +177,7 @@ class FedExP(Method):
         """Return the step size times the mean update.
 
         The step size is computed from the updates before other methods changed them.
+        direction: the mean update, after other methods changed it.
         """
         assert aggregation.combined is not None, "a step has a combined direction"
         eta = self._step_size(aggregation.combined, aggregation, server.version)

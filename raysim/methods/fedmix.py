@@ -214,7 +214,10 @@ class FedMix(Method):
 
     # --- the pool ------------------------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return pairs of means of the client's samples, which are drawn with replacement."""
+        """Return a client's pairs (mean input, mean label) for the pool: "inputs" and "targets".
+
+        The samples of a mean are drawn with replacement.
+        """
         size = (self.means, self.samples_per_mean)
         drawn = client.generator.integers(len(client.inputs), size=size)
         indices = torch.from_numpy(drawn).to(client.inputs.device)
