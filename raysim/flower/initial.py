@@ -52,8 +52,9 @@ def make_initial(
 ) -> InitialModel:
     """Return the initial parameters, from a function, a ServerApp or a client.
 
-    The first of these that is set is used. The global random generators are seeded from the
-    runner's seed.
+    The function is used if it is set, otherwise the ServerApp if it is set, otherwise a client. The
+    global random generators are seeded from the runner's seed.
+    runner: the ClientApp, with the run's seed and the number of clients.
     function: "module:function" that returns the parameters, or "".
     server_app: "module:object" of a ServerApp, or "".
     client_app: "module:object" of the ClientApp, named in errors.

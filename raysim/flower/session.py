@@ -260,7 +260,7 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 class _WatchingGrid(OrderedGrid):
     """A Grid that keeps what a run's summary needs.
 
-    model: the last parameters that the ServerApp sent; None if it sent none.
+    model: the parameters in the last message that had any; None if no message had.
     """
 
     def __init__(self, *arguments: Any):

@@ -118,7 +118,7 @@ class APFL(Method):
         return min(1.0, max(0.0, alpha - job.rate * slope))
 
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the task loss of the mixture of the local and the shared model."""
+        """Return the task loss of the mixture of the client's own and the shared model."""
         personal = job.network("model")
         mixture = mix(personal, job.model, job.scratch["alpha"])
         outputs = functional_call(personal, mixture, (out.batch.inputs,))

@@ -68,5 +68,8 @@ def rows_of(
 
 
 def padded(column: Tensor, rows: int) -> Tensor:
-    """Return a copy of a column [R, ...], extended with zeros for new rows to length `rows`."""
+    """Return a copy of a column [R, ...] with `rows` entries, of which the new ones are 0.
+
+    column: one value, or an array, for each row of a cache.
+    """
     return torch.cat([column, column.new_zeros(rows - len(column), *column.shape[1:])])

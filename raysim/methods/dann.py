@@ -214,7 +214,11 @@ class Dann(Method):
         return discriminator_loss(logits, job.scratch["domain"])
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the adversarial term."""
+        """Add -lam times the discriminator's loss to the task loss.
+
+        With mode=grl the discriminator's loss is added, and only its gradient for the features is
+        multiplied by -lam.
+        """
         discriminator, domain = job.network("discriminator"), job.scratch["domain"]
         if self.mode == "grl":
             reversed_features = _Reversal.apply(out.features, self.lam)

@@ -254,7 +254,7 @@ class FedBR(Method):
         return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
     def projected_contrast(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the contrastive loss with constant features, which the projector maximises."""
+        """Return the contrastive loss, which the projector maximises, for constant features."""
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
@@ -311,7 +311,10 @@ class FedBR(Method):
         return job.once("global", compute)
 
     def _features(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the features of pseudo-data; BatchNorm's running statistics stay unchanged."""
+        """Return the trained model's features of pseudo-data.
+
+        BatchNorm's running statistics stay unchanged.
+        """
 
         def compute() -> Tensor:
             with job.keep_statistics():

@@ -376,7 +376,11 @@ class FedCDA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the direction to the mean of the selected models, buffers included."""
+        """Return the difference from the current version to the mean of the selected models.
+
+        It includes the buffers. In a warm-up with warmup="fedavg" it is the mean of the
+        participants' models instead.
+        """
         state = server.state
         rows = rows_of(aggregation, server, self.cache, "models")
         for name in ("pushes", "selected", "losses", "rounds"):
@@ -402,8 +406,8 @@ class FedCDA(Method):
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
         """Record a new model of a client, and select it; return the memory for the model.
 
-        The caller must write the new model into this memory, [layout.shared]. It still holds the
-        client's oldest model.
+        The caller must write all shared tensors of the new model into this memory, as one vector.
+        It still holds the client's oldest model.
         row: the client's row in the cache.
         loss: the client's loss.
         """
@@ -416,9 +420,9 @@ class FedCDA(Method):
         return state["models"][row, place]
 
     def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
-        """Select a model for each participant; return the direction to the selected models' mean.
+        """Select a model for each participant; return the step to the mean of all selected models.
 
-        The result is float64 [layout.shared].
+        The step is the difference from the current version: float64, for all shared tensors.
         participants: the rows of the clients that choose a model.
         """
         state = server.state
@@ -456,9 +460,9 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
 
 
 def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the direction to the mean of the participants' models.
+    """Return the difference from the current version to the mean of the participants' models.
 
-    The result is bit-identical to FedAvg's direction with equal weights.
+    The result is bit-identical to FedAvg's step with equal weights.
     """
     movements = []
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
