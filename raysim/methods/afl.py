@@ -69,9 +69,9 @@ class AFL(Method):
         run.needs_fixed_clients("the server has a weight for each of them")
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
-            f"method.afl: {run.clients_with_samples} clients have training samples, but AFL is "
-            "limited because it projects a weight of each in every round. Use at most "
-            f"{MAX_CLIENTS} clients, or another method.",
+            f"method.afl: {run.clients_with_samples} clients have training samples, but method "
+            f"'afl' supports at most {MAX_CLIENTS}, because each round sorts their weights. "
+            f"Set partition.clients={MAX_CLIENTS} or less, or choose another method.",
         )
         run.warn_if_single("its weights change nothing")
         for other in ("fedasync", "fedcda", "ca2fl", "ace"):

@@ -172,8 +172,8 @@ class DPFedAvg(Method):
         run.needs_clients("its noise hides a client among others")
         run.require(
             not run.has_stale_updates,
-            "schedule: method 'dp_fedavg' accounts for synchronous rounds, but with this "
-            "schedule updates may be stale. Choose a schedule of rounds.",
+            "schedule: method 'dp_fedavg' computes epsilon for synchronous rounds, but with this "
+            "schedule updates may be stale. Choose schedule=synchronous.",
         )
         run.check(self._check_privacy)
         if self.noise:
