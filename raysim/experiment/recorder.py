@@ -155,7 +155,7 @@ class Follower:
             raise
 
     def _notify_all(self, error: BaseException) -> None:
-        """Tell an error to every observer, even if an earlier observer fails."""
+        """Tell all observers that have started about an error, even if one of them fails."""
         problems: list[Exception] = []
         while self._started:
             try:

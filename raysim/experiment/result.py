@@ -208,7 +208,8 @@ class Result:
     def client_model(self, client: int) -> nn.Module:
         """Return the model with which a client is scored, in eval mode on the CPU.
 
-        It has the client's personal tensors, and methods such as Ditto have personalised it.
+        Its shared tensors are those of the final version, and its personal tensors the client's
+        own. If a method such as Ditto scores clients with a personalised model, it is that model.
         Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
         client states.
         """
@@ -221,7 +222,9 @@ class Result:
         """Return a client's state by full name: personal tensors, and what methods declare.
 
         A client that never trained has its initial state. The result is empty if clients have no
-        state. Raise `RefusedError` under the same conditions as `client_model`.
+        state.
+        Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
+        client states.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))

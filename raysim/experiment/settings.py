@@ -25,13 +25,15 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 class RuntimeOptions(RayOptions):
     """The settings of a run's workers: where they run, and their resources.
 
-    name: workers are in this process, on a local Ray, or on a cluster.
+    name: "inprocess" is one worker in this process, "local" workers on a Ray of this machine,
+    "cluster" workers on a Ray cluster.
     threads: CPU threads of each worker.
     lanes: the number of clients that a worker trains at once; None chooses the number that was
     fastest in our measurements.
     graph: True records training steps once and replays them (CUDA graphs); None chooses what was
     fastest in our measurements.
-    precision: the number format of matrix products in a training step.
+    precision: the number format of matrix products in a training step, "float32", "tf32" (on a GPU)
+    or "bfloat16". Parameters are always float32.
     """
 
     name: Literal["inprocess", "local", "cluster"] = "local"

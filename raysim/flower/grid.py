@@ -272,9 +272,10 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send the messages of one of several threads, and return the replies.
+        """Send the messages of a thread that Flower started, and return the replies.
 
-        For each message, wait for a free worker.
+        Flower's older `Server` calls its clients in threads. Before each message, the thread waits
+        for a free worker.
         """
         with self._lock:
             sent = self._push(messages)

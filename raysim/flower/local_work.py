@@ -29,7 +29,7 @@ class Trained:
     """What the reply to a message for training contains.
 
     arrays: the trained parameters, by name.
-    state: the packed records that the client keeps.
+    state: the packed records that the client keeps; b"" for none.
     result: the loss and the metrics of the reply.
     """
 

@@ -75,8 +75,8 @@ class Request:
 class Answer:
     """A client's answer: a reply, or an error.
 
-    content: the packed records of the reply.
-    state: the packed records that the client keeps.
+    content: the packed records of the reply; b"" for an error.
+    state: the packed records that the client keeps; b"" for none.
     error: the text of the error; "" for a reply.
     """
 

@@ -60,7 +60,11 @@ class SklearnKMeans(Learner):
         above("learner.spread", self.spread, 0.0)
 
     def initial(self, task: Task, rng: np.random.Generator) -> bytes:
-        """Return random centers, with the count 0 for each."""
+        """Return random centers, with the count 0 for each.
+
+        task: gives the number of features.
+        rng: the random generator from which the centers are drawn.
+        """
         centers = rng.normal(0.0, self.spread, (self.clusters, int(np.prod(task.shape))))
         return self._to_bytes(centers, np.zeros(self.clusters))
 

@@ -107,6 +107,9 @@ class SklearnLinear(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return zeros by name: "coef" [rows, features] and "intercept" [rows].
 
+        There is a row for each class; for two classes, or a regression, there is one row.
+        task: the learning task.
+        rng: has no effect.
         Raises ValueError if the estimator does not fit the kind of task.
         """
         kind = "classification" if self.is_classifier else "regression"

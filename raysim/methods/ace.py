@@ -66,6 +66,7 @@ def active_clients(
 
     dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
     max_staleness: None counts all cached updates.
+    version: the current version.
     """
     known = dispatch_versions >= 0
     return (

@@ -41,7 +41,10 @@ MAX_CLIENTS = 100_000
 
 
 def project_onto_simplex(values: Tensor) -> Tensor:
-    """Return the point of the probability simplex that is nearest to `values` [n]."""
+    """Return the point of the probability simplex that is nearest to `values` [n].
+
+    Its entries are at least 0 and sum to 1.
+    """
     largest_first = values.sort(descending=True).values
     excess = largest_first.cumsum(0) - 1.0
     counts = torch.arange(1, len(values) + 1, dtype=values.dtype)
@@ -93,7 +96,10 @@ class AFL(Method):
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh updates by the learnt weights. Only ratios count, so the largest weight is 1."""
+        """Multiply the weight of each update by the learnt weight of its client.
+
+        Only ratios count, so the learnt weights are divided by the largest one.
+        """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())
         if largest == 0:

@@ -49,5 +49,5 @@ class CoordinateMedian(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the coordinate-wise median of the updates with a weight above 0."""
+        """Return the coordinate-wise median of the updates; an update of weight 0 is left out."""
         return combine_by_coordinate(coordinate_median, aggregation, server)

@@ -108,7 +108,7 @@ class _Reversal(torch.autograd.Function):
 class Dann(Method):
     """A method that trains features from which a discriminator cannot guess the client.
 
-    lam: weight of the adversarial term.
+    lam: the weight with which the discriminator's loss is subtracted from the classifier's loss.
     width: width of the discriminator's three linear layers.
     discriminator_steps: the number of discriminator steps for each step of the classifier.
     rate: factor on local.lr for the discriminator.

@@ -78,11 +78,12 @@ def _step(
     every: int,
     activation: float,
 ) -> None:
-    """Write the server's step into `arrays[0]`; the other arrays are updated in place.
+    """Write the server's step into `arrays[0]`; the momentum and the sum change in place.
 
     arrays: the result, the update, the momentum and the sum of updates.
     step: the number of the step, from 1; the momentum changes every `every` steps.
     server_lr: the server's learning rate.
+    momentum: the factor of the old momentum.
     activation: the share of the momentum in the steps between its changes.
     """
     is_due = step % every == 0
@@ -113,6 +114,7 @@ def _delayed_nesterov(
     delta: the update.
     buffer: the momentum.
     rate: the server's learning rate.
+    momentum: the factor of the old momentum.
     """
     for i in range(len(into)):
         total[i] = total[i] + delta[i]

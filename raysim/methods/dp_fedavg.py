@@ -92,9 +92,9 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Return the Renyi divergence of one round for each order in `_ORDERS`.
+    """Return the Renyi divergence of one round, for each order that the accountant uses.
 
-    noise: the noise multiplier z: the deviation of the noise, divided by the clipping bound.
+    noise: the noise z: the standard deviation of the noise, divided by the clipping bound.
     clients, cohort: the number of all clients, and of the clients of a round.
     poisson: True if each client joins a round independently; False if rounds have a fixed size.
     """

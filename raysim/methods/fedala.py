@@ -160,7 +160,10 @@ class FedALA(Method):
         job.state["trained"] = parts_of(job.params, top_entries(job.layout, self.layers))
 
     def personalise(self, client: PersonalModel) -> None:
-        """Mix the current model and the client's last one, if the client has weights."""
+        """Load the mixture of the current version and the client's last model for scoring.
+
+        Nothing changes for a client that has no mixing weights yet.
+        """
         weights = client.state["weights"]
         if not len(weights):
             return

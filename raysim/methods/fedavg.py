@@ -49,7 +49,7 @@ def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
 def weight_total(weights: Tensor) -> float:
     """Return the sum of the weights [m].
 
-    Raises ValueError for weights with which no mean can be computed.
+    Raises ValueError unless all are finite, none is negative and at least one is positive.
     """
     values = weights.tolist()
     total = math.fsum(values)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class FedBABU(Method):
     """A method that trains the body only, and fine-tunes a head for each client's score.
 
-    epochs: epochs of fine-tuning; 0 for none.
-    finetune: the part that is fine-tuned, "head" or "all".
+    epochs: epochs of fine-tuning before a client is scored; 0 for none.
+    finetune: the part that is fine-tuned, "head", or "all" for head and body.
     """
 
     name = "fedbabu"

@@ -43,9 +43,11 @@ def split_parameter_names(
 ) -> dict[str, list[str]]:
     """Split tensor names into those that travel ("shared") and that do not ("personal").
 
-    A tensor is personal if its module (the name before the last dot) is in ``norm_modules`` and it
-    belongs to the ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another
-    scope.
+    names: the names of all tensors, such as "bn1.weight".
+    norm_modules: the names of the normalisation layers, such as "bn1".
+    scope: which tensors of these layers are personal. "statistics" selects the running statistics,
+    "affine" the scales and offsets, "all" both, and "none" nothing.
+    Raises ValueError for another scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]

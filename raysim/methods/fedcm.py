@@ -70,7 +70,7 @@ class FedCM(Method):
     """A method that mixes every local gradient with the last round's mean direction.
 
     alpha: the share of the new gradient; 1 is FedAvg.
-    warm_start: skip mixing in round 1.
+    warm_start: True does not mix in round 1, in which there is no direction yet.
     """
 
     name = "fedcm"

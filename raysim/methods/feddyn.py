@@ -66,6 +66,7 @@ def updated_drift(
 
     mean_change: [d], the participants' mean update.
     participants, clients: the numbers of participants and of all clients.
+    drift: [d], the server state h.
     """
     return drift - alpha * participants / clients * mean_change
 

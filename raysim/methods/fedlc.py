@@ -55,7 +55,8 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the margins in `dtype`, to subtract from logits; infinity becomes a large number.
 
-    In a softmax both have the same effect, but with soft targets 0 times infinity would be nan.
+    In a softmax, infinity and a large number have the same effect. With soft targets, infinity
+    would be multiplied by 0, which gives nan.
     """
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 

@@ -152,9 +152,10 @@ class FedMix(Method):
     lam: the share of the means; 0 is FedAvg.
     means: the number of pairs (mean input, mean label) that each client sends before round 0.
     samples_per_mean: the number of samples in each mean.
-    pairs: a pair for "each" sample of a step, or "one" for all.
+    pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all.
     naive: True mixes inputs with the means themselves (NaiveMix).
-    taylor_scale: the scale of the gradient term, as in the "paper" or in "public" implementations.
+    taylor_scale: "paper" takes the mean of the gradient term over the batch, "public" divides it by
+    the batch size once more, as public implementations do.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 

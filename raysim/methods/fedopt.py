@@ -235,7 +235,7 @@ class FedAvgM(Method):
         run.server_state("momentum", run.zeros)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change of the parameters that `fedavgm_step` makes."""
+        """Return the change of the parameters that `fedavgm_step` makes; update the momentum."""
         step = torch.empty_like(direction)
         arrays = [step, direction, server.state["momentum"]]
         run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)
