@@ -74,7 +74,7 @@ class ExecutionOptions:
     """The settings of a run's execution, and of the files that it keeps.
 
     All other settings are in `RunSettings` and in the classes of the run's parts.
-    out: the run's folder; None: a dated folder in runs.
+    out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
     thresholds: scores; the summary has the first round that reaches each of them (`rounds_to`).
     profile: True measures how the wall time is spent.

@@ -143,21 +143,26 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (contrast); 0 switches it off.
-    tau1, tau2: the temperatures of the contrast; `temperature_mode` multiplies or divides by them.
+    tau1, tau2: the temperatures of the contrast, for the similarity of pseudo-data to their
+    features by the received model, and to real samples.
+    temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
-    projection: the widths of the projector's layers: "paper" is (256, 256, 128), "code" is
-    (2F, 2F, F) for F features, and "none" leaves the projector out.
-    pseudo: how pseudo-data are made. "rsm" (the paper's random sample mean): each client sends
-    `means_per_client` (None: B) means of `samples_per_mean` of its samples before round 0.
-    "mixture": at every step, each of B means of a public `proxy` set is mixed with `mix_samples`
-    samples of the batch.
+    projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
+    F) for F features, and "none" leaves the projector out.
+    pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
+    means of its samples before round 0. With "mixture", at every step, means of a public set are
+    mixed with samples of the batch.
     pseudo_batch: B, the number of pseudo-samples in a step.
     pseudo_refresh: "round" draws B new pseudo-samples in every round, "once" for the whole run.
+    means_per_client: with "rsm", the number of means that a client sends; None is B.
+    samples_per_mean: the number of samples in a mean.
+    proxy: with "mixture", the data source of the public set; otherwise None.
+    mix_samples: with "mixture", the number of the batch's samples that are mixed with a mean.
     sources: how samples are drawn for means. "balanced" draws every client equally often,
     "unbalanced" in proportion to its samples, and "classes" also each class of a client equally
     often. Of a public set, "balanced" and "classes" draw its classes equally often.
     fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
-    global_features: when the received model computes the features of pseudo-data: in every "step",
+    global_features: when the received model computes the features of pseudo-data, in every "step",
     or once for a job ("round").
     """
 

@@ -155,8 +155,8 @@ def harmonized_aggregate(
 class FedGH(Method):
     """A server rule that removes conflicts between updates before they are averaged.
 
-    order: the order of the pairs: "lexicographic", (0, 1), (0, 2), ... by client number, or
-    "random".
+    order: "lexicographic" takes the pairs (0, 1), (0, 2), ... by client number, "random" takes them
+    in random order.
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     granularity: "model" harmonises whole updates, "tensor" each tensor separately.
     """
