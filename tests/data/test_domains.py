@@ -94,7 +94,7 @@ def test_error_names_domains_of_other_classes_or_shape(root: Path) -> None:
         Domains(domains=["usps", "letters"], **settings).build()
     with pytest.raises(
         ValueError,
-        match=r"mnist .*\(1, 28, 28\).*usps \(1, 16, 16\).*data\.size",
+        match=r"mnist .*\(1, 28, 28\).*usps .*\(1, 16, 16\).*data\.size",
     ):
         Domains(domains=["usps", "mnist"], **settings).build()
 
