@@ -347,9 +347,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A client's training samples before round 0, from which a method computes arrays.
+    """A client's training samples, from which a method computes arrays before round 0.
 
-    `Setup.gather` passes one such object for each client to its argument `client`, a function.
+    A method calls `Setup.gather(client, server)` with two functions. raysim then calls
+    `client(contribution)` once for each client, with an object of this class.
 
     client: the number of the client.
     gather: a function that reads the client's training samples and returns (inputs, labels).

@@ -196,7 +196,11 @@ class Learner(Method):
         return 1 + math.ceil(size / 4)
 
     def fit_client(self, job: LocalJob) -> LocalResult | None:
-        """Pass a client's parameters and samples to `fit`, and store the returned parameters."""
+        """Call `fit` with the received parameters and the client's samples.
+
+        The parameters that `fit` returns are stored in the job's network; if they are bytes, in the
+        job's upload. Return the `LocalResult` of `fit`, or None.
+        """
         network: LearnerNetwork = job.model.net  # type: ignore[assignment]
         if network.content is not None:
             network.content = _decode(job.received["model"])

@@ -117,7 +117,7 @@ def _read_run_config(text: str) -> dict[str, Any]:
         return flatten(tomllib.loads(lines), "--run-config")
     except tomllib.TOMLDecodeError as error:
         raise RefusedError(
-            f"--run-config '{text}': is not valid TOML ({error}). Texts need quotes, as in "
+            f"--run-config '{text}' is not valid TOML ({error}). Texts need quotes, as in "
             "--run-config \"name='value'\"."
         ) from error
 

@@ -91,7 +91,10 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
     def encode(text: str) -> Ints:
         unknown = sorted(set(text) - token_of.keys())
         if unknown and not has_other:
-            raise ValueError(f"the data does not contain the character {unknown[0]!r}")
+            raise ValueError(
+                "the vocabulary has only the characters of the data, and "
+                f"{unknown[0]!r} is not one of them; leave it out"
+            )
         return np.array([token_of.get(letter, other) for letter in text], np.int64)
 
     def decode(tokens: Sequence[int]) -> str:

@@ -49,7 +49,8 @@ class Samples:
     class_names: the names of the model's outputs.
     domain_names: the names of the domains, in the order of their numbers.
     kind: the kind of the task, such as "regression".
-    tokens: the number of different tokens and the padding; None if inputs are not token sequences.
+    tokens: the number of different tokens, and the number of the token that fills up short
+    sequences; None if inputs are not token sequences.
     columns: a text that says which columns are inputs, labels and users, for the plan of a run.
     fields: the parts of a row of inputs, if samples have several inputs.
     targets: the parts of a row of labels, if they are structures.

@@ -315,9 +315,11 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
         "samples"
     )
     if not count:
-        raise ValueError(f"{selection}. Increase it, or set evaluate.unseen=0.")
+        raise ValueError(f"{selection}. Increase evaluate.unseen, or set it to 0.")
     if count == len(candidates):
-        raise ValueError(f"{selection}, so that no client is left to train. Decrease it.")
+        raise ValueError(
+            f"{selection}, so that no client is left to train. Decrease evaluate.unseen."
+        )
     unseen = np.sort(stream(seed, "unseen").permutation(candidates)[:count])
     if not partition.test.counts[unseen].any():
         raise ValueError(

@@ -179,8 +179,9 @@ class WebDataset(Source):
         columns = self.columns or [ending for ending in sample if ending not in (label, user)]
         if not columns:
             raise ValueError(
-                f"{place}: the samples have the endings {endings}, so that none is left for the "
-                "input. Set data.columns or data.label."
+                f"{place}: the samples have only the endings {endings}, and these hold labels or "
+                "users. Set data.columns to the endings of the input, or data.label to another "
+                "ending."
             )
         return columns, label, user
 

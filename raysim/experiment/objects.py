@@ -457,7 +457,10 @@ def _argument_names(cls: type) -> list[str]:
     parameters = inspect.signature(cls).parameters.values()
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"{cls.__name__} has an argument without a name")
+            raise TypeError(
+                f"{cls.__name__}: the constructor's argument {parameter} cannot be set by name. "
+                "Replace *args, **kwargs and positional-only arguments by named ones."
+            )
     return [parameter.name for parameter in parameters]
 
 

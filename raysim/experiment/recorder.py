@@ -113,7 +113,7 @@ class Follower:
             self._handle(next(self.events))
 
     def follow_to_end(self) -> None:
-        """Read all events to the end of the run."""
+        """Wait until the run ends, pass each event to the observers, and finish these."""
         with self._stop_on_error():
             # The events are exhausted first: the runtime stops its workers before results are
             # drawn and sent.

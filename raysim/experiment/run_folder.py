@@ -291,12 +291,12 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
             raise RefusedError(
                 f"{key}={format_value(values[key])} is set, but the run in {store} has no such "
                 f"key: it is another run, or a version of raysim before {__version__} wrote it. "
-                "Choose another folder with out."
+                "Choose another folder with out=DIR."
             )
         value = format_value(values[key]) if key in values else "absent"
         raise RefusedError(
             f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
-            f"in {store}. Set it back, or choose another folder with out."
+            f"in {store}. Set it back, or choose another folder with out=DIR."
         )
 
 
@@ -316,7 +316,7 @@ def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> 
     if options[0] != options[1]:
         raise RefusedError(
             f"{group}={options[0]} differs from {group}={options[1]} of the run in {store}. Set it "
-            "back, or choose another folder with out."
+            "back, or choose another folder with out=DIR."
         )
 
 

@@ -73,14 +73,15 @@ def make_initial(
         if not runner.app.uses_client_fn:
             raise RefusedError(
                 f"learner.app={client_app}: nothing provides the initial parameters. "
-                "Set learner.parameters=module:function, or learner.folder to the app's project."
+                "Set learner.parameters=module:function, a function that returns the model, or "
+                "learner.folder to the app's project."
             )
         try:
             return from_client(runner)
         except AppError as error:
             raise RefusedError(
                 f"learner.app={client_app}: get_parameters of client 0 fails ({error}). "
-                "Set learner.parameters=module:function."
+                "Set learner.parameters=module:function, a function that returns the model."
             ) from error
 
 

@@ -160,8 +160,9 @@ class FedBN(Method):
                 "find BatchNorm layers by their type."
             )
         else:
+            kind = "BatchNorm" if self.layers == "batch" else "normalisation layer"
             run.warn(
-                "method 'fedbn' finds no BatchNorm in the model and runs as FedAvg. Choose a "
+                f"method 'fedbn' finds no {kind} in the model and runs as FedAvg. Choose a "
                 "model with BatchNorm, such as model=small_cnn model.norm=batch."
             )
 

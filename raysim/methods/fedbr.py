@@ -251,8 +251,9 @@ class FedBR(Method):
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K] a step.
+        """Draw for each step which samples of its batch each pseudo-sample is mixed with.
 
+        Return for each step positions in the batch, int64 [pseudo_batch, mix_samples].
         generator: the random generator of the job.
         """
         shape = (self.pseudo_batch, self.mix_samples)

@@ -156,7 +156,11 @@ class FedBuff(Method):
             )
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each weight by (1 + staleness)^-exponent; set the divisor of the sum."""
+        """Multiply each weight by (1 + staleness)^-exponent.
+
+        The weighted sum of the updates is divided as `normalization` says: by their number, by the
+        sum of the weights, or by 1.
+        """
         raw = torch.tensor(aggregation.weights, dtype=torch.float64)
         staleness = torch.tensor(aggregation.staleness)
         weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)

@@ -224,9 +224,9 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation, [B, Z] each, that features were drawn with.
+    """Return the mean and the standard deviation of the distribution of features, [B, Z] each.
 
-    features: what `Gaussian.features` returned, or the first rows of it.
+    features: [B, Z], the tensor that `Gaussian.features` returned, or its first B rows.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

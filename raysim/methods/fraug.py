@@ -426,7 +426,11 @@ class FRAug(Method):
         return [balanced_labels(size, classes, first + step) for step, size in enumerate(sizes)]
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Update the prototypes, and return the classifier's loss."""
+        """Update the prototypes, and return the classifier's loss, which replaces `loss`.
+
+        It is the cross-entropy of the real features, mixed with that of the generated ones as in
+        `classification_loss`. As long as their weight is 0, only the real features count.
+        """
         real, labels = out.features.detach(), out.batch.targets
         self._move_prototypes(job, real, labels)
         rho = self._rho(job)

@@ -106,13 +106,15 @@ def _settings(
 def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
-    """Mix each row of `rows` [n, k] with the same row of `sources` [n, k], in place.
+    """Mix each row g of `rows` [n, k] with the same row g0 of `sources` [n, k], in place.
 
-    The function is compiled. Sums are in float64.
+    The new row is m g / (|g| + eps) + theta m g0 / (|g0| + eps), with m = (|g| + |g0|) / 2 and
+    theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max). The function is compiled. Sums are in
+    float64.
     clamp_max: the largest factor theta.
     clip: the largest absolute value of an entry of the result; inf for no bound.
     eps: added to divisors.
-    conflict: True mixes only the rows that oppose their source.
+    conflict: True mixes only the rows with <g, g0> < 0.
     """
     chunk = 64  # rows whose factors are computed at once
     square = np.empty(chunk, rows.dtype)

@@ -215,9 +215,10 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training the policy: `policy_steps` forward and backward passes.
+        """Return the cost of training the policy: the samples of all its steps together.
 
-        A pass has `policy_batch` samples, or all samples of a smaller client. A client's first job
+        The unit is a forward and a backward pass of one sample. There are `policy_steps` steps of
+        `policy_batch` samples, or of all samples of a client with fewer. A client's first job
         costs nothing, because the client has no model of its own yet.
         """
         if not job.earlier_jobs:

@@ -156,7 +156,11 @@ class _Unit(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """The units of each place (a worker or a node), and the load of each place."""
+    """A division of jobs among places; a place is a worker or a node.
+
+    units: for each place, the groups of jobs that it trains.
+    loads: for each place, the samples that it then must train, divided by its number of workers.
+    """
 
     units: list[list[_Unit]]
     loads: list[float]

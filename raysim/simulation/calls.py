@@ -111,7 +111,7 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, and only it had sums that the run needs"
+                    f"worker {call.worker} is lost, with sums of updates that no other process has"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:
@@ -352,14 +352,14 @@ class WorkerCalls:
         calls = self._unanswered[worker]
         if has_states:
             raise ProcessLostError(
-                f"{name} {node.reason}, and only it had client states that the run needs"
+                f"{name} {node.reason}, and its client states are on no other node"
             )
         if not remaining:
             raise ProcessLostError(f"{name} {node.reason}, and no other worker is left")
         for call in calls:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"{name} {node.reason}, and only it had sums of updates that the run needs"
+                    f"{name} {node.reason}, and its sums of updates are on no other node"
                 )
         if worker in self.active:
             self.active.remove(worker)

@@ -198,7 +198,10 @@ class ClientStates:
         self._stored.update(zip(numbers, refs, strict=True))
 
     def note_sizes(self, result: TrainingResult) -> None:
-        """Record the size in bytes of each state that the jobs of an answered call made."""
+        """Record the size in bytes of the new client state of each job.
+
+        result: what a worker returned for a call that trained these jobs.
+        """
         for update, state_bytes in zip(result.updates, result.states, strict=False):
             self._note_size(update.job, state_bytes)
 

@@ -60,7 +60,8 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
         part_of[part_of == part_of[second]] = part_of[first]
         parts -= 1
     raise AssertionError(
-        "two parts are left, but no pair of clients lies across them; this is a bug"
+        "two parts are left, but no pair of clients has one client in each of them. This is a "
+        "bug in raysim; please report it."
     )
 
 

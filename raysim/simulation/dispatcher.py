@@ -45,17 +45,18 @@ class TrainCall(Call):
     jobs: the jobs.
     groups: the groups of these jobs whose updates the worker sums.
     floats: the number of floats that the call returns, without client states.
-    updates: the updates (or failures) that are not collected yet, by number of the job.
-    sums: the sums of updates that are not collected yet, by group.
-    remote_sums: the sums that are still on the worker's node, by group.
-    is_collected: True if at least one update of the call is collected.
+    updates: the updates (or failures) that the coordinator has received and no aggregation has
+    used yet, by number of the job.
+    sums: the same for sums of updates, by group.
+    remote_sums: references to sums of updates that are stored on the worker's node and have not
+    been sent to the coordinator, by group.
+    is_collected: True if an aggregation has used at least one update of the call.
     """
 
     jobs: Sequence[Job] = ()
     groups: Sequence[Group] = ()  # the worker sums the updates of each group
     floats: int = 0  # floats that the call returns, without client states
-    # By job or group: results that are not collected yet. Remote sums are still on the worker's
-    # node.
+    # Results that no aggregation has used yet.
     updates: dict[int, Update | Failure] = field(default_factory=dict)
     sums: dict[Group, np.ndarray] = field(default_factory=dict)
     remote_sums: dict[Group, RemoteSum] = field(default_factory=dict)

@@ -554,7 +554,10 @@ class Evaluator:
 
         reports: each report has the scores of a client's test samples, followed by the scores of
         its validation samples.
-        suffix: the end of the columns' names, which says which models were scored.
+        suffix: the end of the columns' names: "_finetuned" for the models after fine-tuning, "" for
+        the models before it.
+        scoring: the evaluation to which the reports belong; the scores of each client are added to
+        its `client_scores`.
         """
         row: Row = {}
         if not reports:

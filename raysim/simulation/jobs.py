@@ -236,7 +236,11 @@ class JobTable:
         return self._record(row.job, row.state, aggregation.version + 1, staleness)
 
     def unfinished(self) -> tuple[JobRecord, ...]:
-        """Return the records of the jobs that were not aggregated before the run ended."""
+        """Return a record of each job that has not ended when the run ends.
+
+        The state in these records is "in flight". Jobs that were aggregated, lost, discarded or
+        failed before are not among them.
+        """
         next_round = self._replicas.version + 1
         return tuple(self._record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
 

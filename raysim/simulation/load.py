@@ -141,7 +141,7 @@ class Loads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job.
 
-        version: the base version: the current one, or 0 for an estimate.
+        version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
         accepted: the number of earlier jobs that were aggregated.
         """
@@ -232,7 +232,7 @@ class PeerLoads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job: samples, and floats received and sent.
 
-        version: the base version: the current one, or 0 for an estimate.
+        version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
         accepted: the number of earlier jobs that were aggregated.
         """
@@ -265,7 +265,7 @@ class ChoiceLoads:
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
         """Return the load of a client's next job: samples, and floats received and sent.
 
-        version: the base version: the current one, or 0 for an estimate.
+        version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
         accepted: the number of earlier jobs that were aggregated.
         """

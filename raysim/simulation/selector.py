@@ -49,10 +49,11 @@ class LossPass:
         now: float,
         load: tuple[float, int, int],
     ) -> Trip:
-        """Return when a job ends that is dispatched at `now` and starts after the pass.
+        """Return the virtual time at which a job ends, and whether its update arrives.
 
-        The result also says whether the update arrives. It does not if the client becomes
-        unavailable during the pass, or if the device loses the job.
+        The job is dispatched at `now`, but its training starts `seconds` later, when all losses are
+        known. The update does not arrive if the client becomes unavailable before that, or if the
+        device loses the job.
 
         devices: the simulated devices of the clients.
         participation: the number of the client's earlier jobs; random numbers depend on it.
@@ -287,8 +288,9 @@ class Selector:
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
         """Return the virtual seconds that each of these clients needs to send its update.
 
-        The result is float64 [len(clients)]. All updates of a client count like its first one. It
-        is 0 if the fleet does not tell how long sending takes.
+        The result is float64 [len(clients)]. The seconds are those of the client's first update,
+        even if its later ones have other sizes. They are 0 if the fleet does not tell how long
+        sending takes.
         """
         if not isinstance(self._devices, DevicesWithPhases):
             return np.zeros(len(clients))

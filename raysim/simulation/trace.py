@@ -281,8 +281,9 @@ def _read_batch(
 def _join_intervals(
     start: np.ndarray, end: np.ndarray, is_same_row: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join intervals of a client that touch each other.
+    """Join intervals that touch each other and are in the same row of the trace.
 
+    A row of the trace has all intervals of one recorded client.
     Return the starts and ends that remain, [start, end, start, end, ...], and a bool mask over the
     starts and ends of all intervals, which is True for those that remain.
     start, end: the start and end of each interval.

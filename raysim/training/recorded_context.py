@@ -155,7 +155,7 @@ class Sizes:
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
+        """The number of training steps of the job, one for each of its batches."""
         return len(self.sizes)
 
 

@@ -351,7 +351,12 @@ class Step:
         return group
 
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
-        """Return the parts of a group of parameters; each part has its own optimizer."""
+        """Divide the parameters of a group into parts, each with its own optimizer.
+
+        The parameters of a part have the same kind of optimizer and the same factor on the learning
+        rate. With muon, parameters with fewer than two dimensions use adamw.
+        entries: the places of the group's parameters in the vector.
+        """
         factors = rate_factors(entries, self._rates)
         places_of: dict[tuple[OptimizerKind, float], list[int]] = {}
         for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):

@@ -78,8 +78,8 @@ class UpdateBuilder:
     ) -> Update:
         """Return the update of a trained job.
 
-        Its delta is the trained minus the received parameters; it overwrites the shared part of the
-        trainer's vector.
+        The update's delta is the trained minus the received parameters. The function computes it in
+        the shared part of the trainer's vector, so the trained parameters are overwritten.
 
         job: the job as it was dispatched.
         running: the job as it was trained.

@@ -45,7 +45,10 @@ class WorkerSums:
 
     @property
     def totals(self) -> dict[tuple[int, ...], Tensor]:
-        """The sum of each group, on the device. If all jobs of a group failed, it has no sum."""
+        """The sum of each group, on the device, by the numbers of the group's jobs.
+
+        A group is missing if all of its jobs failed.
+        """
         totals: dict[tuple[int, ...], Tensor] = {}
         for group, group_sum in self._sums.items():
             if group_sum.total is not None:

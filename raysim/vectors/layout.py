@@ -260,7 +260,10 @@ class Vector:
         return VectorStorage(data, counters, views)
 
     def use_storage(self, storage: VectorStorage) -> None:
-        """Let the modules use the flat tensors of `storage`, which keep their values."""
+        """Let the modules use the flat tensors of `storage` as their parameters and buffers.
+
+        Nothing is copied: afterwards the modules have the values that are in `storage`.
+        """
         self.data, self.counters = storage.data, storage.counters
         for places, parameter, view in zip(
             self._places, self._parameters, storage.views, strict=True

@@ -204,7 +204,7 @@ class TestCommand:
     def test_submit_accepts_results_outside_the_jobs_folder(self, words: tuple[str, ...]) -> None:
         check_command(job_command(*words), find_files())
 
-    def test_submit_refuses_wrong_names_before_the_upload(
+    def test_submit_checks_keys_and_commands_before_the_upload(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["submit", "run", "out=/s/a", "roundz=3"]) == 2

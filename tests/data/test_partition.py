@@ -218,7 +218,7 @@ def test_dirichlet_is_drawn_again_until_clients_have_minimum() -> None:
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
-def test_dirichlet_groups_get_samples_by_group_size() -> None:
+def test_dirichlet_client_groups_get_samples_by_their_size() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]

@@ -147,7 +147,7 @@ def test_fedmix_mean_labels_are_zero_for_outputs_without_class() -> None:
 # --- the pool ---------------------------------------------------------------------------------
 
 
-def test_fedmix_mean_has_rows_of_one_client() -> None:
+def test_fedmix_each_mean_uses_samples_of_one_client() -> None:
     partition = CSR(np.array([7, 3, 5, 1, 9, 2]), np.array([0, 1, 1, 4, 6]))
     rows = raw_rows(partition, 50, 4, 3, np.random.default_rng(0))
     assert rows.shape == (50, 4, 3) and rows.dtype == np.int64

@@ -59,7 +59,7 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_inco_mixes_kernels_of_one_entry_as_a_whole_tensor() -> None:
+def test_inco_mixes_whole_tensor_if_a_kernel_is_one_number() -> None:
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
@@ -140,7 +140,7 @@ def test_inco_warns_of_model_without_pairs_of_blocks(
     assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
-def test_inco_pairs_transformer_norms_of_the_same_block() -> None:
+def test_inco_pairs_norm_layers_of_the_same_transformer_block() -> None:
     names = [
         "net.blocks.3.norm1.weight",
         "net.blocks.3.norm2.weight",

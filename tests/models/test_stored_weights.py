@@ -180,7 +180,7 @@ def test_models_with_adapters_store_rounded_base_weights(
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "nf4"])
-def test_lora_base_is_refused_without_adapters(base: Literal["bfloat16", "nf4"]) -> None:
+def test_lora_base_dtype_is_refused_if_rank_is_zero(base: Literal["bfloat16", "nf4"]) -> None:
     with pytest.raises(ValueError, match=rf"model\.lora\.base={base}"):
         Lora(0, base=base)
     with pytest.raises(ValueError, match=r"model\.lora\.base"):

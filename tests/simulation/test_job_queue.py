@@ -69,7 +69,7 @@ def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_take_bundle_says_is_first_until_a_job_is_accepted() -> None:
+def test_take_bundle_passes_is_first_true_until_job_is_accepted() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

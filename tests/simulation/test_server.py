@@ -189,7 +189,7 @@ class Doubling(Method):
 @pytest.mark.parametrize(
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
-def test_buffers_are_not_scaled_by_server_rate_or_divisor(method: Method) -> None:
+def test_server_rate_and_divisor_do_not_scale_model_buffers(method: Method) -> None:
     result = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(result.vector[TRAINED:], plain.vector[TRAINED:])

@@ -98,7 +98,7 @@ def test_corrections_change_the_perturbed_gradient() -> None:
     assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
 
 
-def test_terms_of_the_loss_are_in_both_gradients() -> None:
+def test_method_loss_term_is_in_first_and_second_gradient() -> None:
     class Pull(Method):
         name = "pull"
 

@@ -93,7 +93,10 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The speed of a workload.
+    """The speed of a workload, in raysim and in bare PyTorch loops that do the same training.
+
+    The textbook loop uses `torch.optim.SGD`. The tuned loop has no optimizer object and updates one
+    flat vector in a single operation.
 
     workload: the name of the workload.
     lanes: the number of clients that raysim trained at once in a process.

@@ -207,7 +207,7 @@ def measure_pairs(
     for block in range(blocks):
         for name, time_pair in pairs.items():
             seconds[name].append(time_pair())
-        say(f"block {block + 1} of {blocks}")
+        say(f"measured all methods {block + 1} of {blocks} times")
 
     results = []
     for name, measured in seconds.items():

@@ -211,8 +211,9 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare every setting with the reference, over the seeds that both have.
 
-    Only settings with equal values of all other keys (`_other_keys`) are compared; the first of
-    them is the reference. Holm's correction covers all comparisons.
+    Settings form a group if they have equal values of all keys that the study varies but does not
+    compare (`_other_keys`), for example the same data and split. The first setting of a group is
+    its reference, with which the other ones are compared. Holm's correction covers all groups.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:

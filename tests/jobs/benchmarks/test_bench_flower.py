@@ -56,7 +56,7 @@ def test_cut_idx_file_has_the_first_share_of_its_images():
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 
 
-def test_copied_data_sets_have_a_share_of_their_samples(tmp_path):
+def test_copy_data_keeps_only_a_share_of_the_rows(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
