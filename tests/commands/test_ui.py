@@ -43,7 +43,7 @@ def test_ui_starts_a_server_and_opens_the_charts(runs: Path, port: int) -> None:
         assert command.stdout is not None
         lines = [command.stdout.readline() for _ in range(3)]
         server = f"http://127.0.0.1:{port}/"
-        charts = r"#/experiments/1/runs\?workflowType=machine_.*\n"
+        charts = r"#/experiments/1/runs\?workflowType=machine_.*orderByKey=tags.*\n"
         match = re.fullmatch(f"charts: ({server}){charts}", lines[1])
         assert match, lines
         assert "MLflow" in urllib.request.urlopen(match[1]).read().decode()

@@ -24,10 +24,12 @@ from raysim.primitives.errors import RefusedError
 from raysim.results.mlflow_server import find_experiment_id, make_experiment, set_mlflow_environment
 
 HOST = "127.0.0.1"
-# The filter hides studies and sweeps, because MLflow would fold their runs below them.
+# The filter hides studies and sweeps. In its usual order (by creation) MLflow would show them
+# nevertheless, with their runs folded below them and without curves. So runs are sorted by name.
 CHARTS = (
     "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     "&searchFilter=tags.kind%20!%3D%20%27study%27%20and%20tags.kind%20!%3D%20%27sweep%27"
+    "&orderByKey=tags.%60mlflow.runName%60&orderByAsc=true"
 )
 START_TIMEOUT_S = 600.0  # long, because a server that fails ends at once anyway
 POLL_INTERVAL_S = 0.2
