@@ -13,7 +13,7 @@ from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
 from raysim.flower.clock import Arrival, VirtualClock
 from raysim.flower.local_work import numbers_of
 from raysim.flower.messages import RUN_ID, GridMessage, client_number, node_id, reply
-from raysim.flower.records import Entry, count_array_bytes, structure_of, unpack_records
+from raysim.flower.records import RecordEntry, count_array_bytes, structure_of, unpack_records
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.simple_grid import SimpleGrid
 from raysim.flower.worker import Answer, Request, copy_records
@@ -113,7 +113,7 @@ class VirtualGrid(SimpleGrid):
         self._batch_times: dict[int, tuple[float, int]] = {}
         self.fatal_error: ReplayError | WorkerDiedError | None = None
         self._last_group: tuple[float, str] = (0.0, "")  # virtual time and type of messages
-        self._structures: dict[int, frozenset[Entry]] = {}  # of its replies, by client
+        self._structures: dict[int, frozenset[RecordEntry]] = {}  # of its replies, by client
 
     def is_owner(self) -> bool:
         """Return True if this thread runs the ServerApp, False in a thread that Flower started."""
@@ -515,7 +515,7 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
     )
 
 
-def _list_entries(entries: Iterable[Entry]) -> str:
+def _list_entries(entries: Iterable[RecordEntry]) -> str:
     """Return the first entries as a text: "A, B, C and 2 more".
 
     entries: names and shapes of arrays and values in replies.

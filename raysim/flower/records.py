@@ -17,7 +17,7 @@ _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 _VALUES = (bool, int, float, str, bytes, np.generic)
 
 
-class Entry(NamedTuple):
+class RecordEntry(NamedTuple):
     """An array or a value in a record of a message's content.
 
     record: the name of the record.
@@ -139,13 +139,13 @@ def count_array_bytes(content: RecordDict) -> int:
     return total
 
 
-def structure_of(content: RecordDict) -> frozenset[Entry]:
+def structure_of(content: RecordDict) -> frozenset[RecordEntry]:
     """Return the entries of all records: names of values, names and shapes of arrays."""
     entries = set()
     for name, record in content.items():
         for key, value in record.items():
             shape = _shape_of(value) if isinstance(record, ArrayRecord) else ()
-            entries.add(Entry(name, key, shape))
+            entries.add(RecordEntry(name, key, shape))
     return frozenset(entries)
 
 

@@ -23,7 +23,7 @@ SEGMENT_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StoredArray:
     """The place of an array in a file, with the array's name, type and shape."""
 
     key: str
@@ -45,7 +45,7 @@ class SpillFile:
     def __init__(self, folder: Path | str = ""):
         self._file = _UnnamedFile(folder, "client states")
         self._places: dict[int, tuple[int, int]] = {}  # by client: start and bytes of its place
-        self._pieces: dict[int, list[_Piece]] = {}  # by client
+        self._pieces: dict[int, list[_StoredArray]] = {}  # by client
         self._end = 0
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -62,7 +62,7 @@ class SpillFile:
         pieces = []
         for key, array in arrays.items():
             self._file.write(start, array, self._end)
-            pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
+            pieces.append(_StoredArray(key, array.dtype, array.shape, start, array.nbytes))
             start += _aligned_bytes(array)
         self._pieces[client] = pieces
 
