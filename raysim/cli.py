@@ -1041,7 +1041,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         if names == ["gpu"]:
             return _bench_gpu(arguments)
         # Before the measurement, so that no result is lost.
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.absolute().parent)
         if names == ["steps"]:
             from raysim.commands.bench import steps
 

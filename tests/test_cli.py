@@ -290,7 +290,9 @@ class TestRefusals:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         Path("a").write_text("file")
-        assert "a'" in printed(["bench", "W3", "--out", "a/b.json"], capsys, status=2)
+        assert "/a is not a folder" in printed(
+            ["bench", "W3", "--out", "a/b.json"], capsys, status=2
+        )
 
     @pytest.mark.parametrize(
         ("words", "command"),

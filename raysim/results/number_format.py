@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from raysim.primitives.checks import finite_values
@@ -51,43 +52,33 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def format_bytes(
-    value: float | None, *, like: float | None = None, unit_of: float | None = None
-) -> str:
-    """Return a number of bytes with its unit: 1234567 becomes "1.23 MB".
+@dataclass(frozen=True)
+class UnitFormat:
+    """A function that writes numbers with a unit and a prefix: 1234567 B become "1.23 MB".
 
-    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
-    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
+    unit: the unit without a prefix, such as "B" for bytes.
     """
-    return _with_unit(format_count(value, like=like, unit_of=unit_of), "B")
+
+    unit: str
+
+    def __call__(
+        self, value: float | None, *, like: float | None = None, unit_of: float | None = None
+    ) -> str:
+        """Return a number with this unit and a prefix k, M, G or T.
+
+        like: the mean, if `value` is its deviation, which gets the same prefix and decimals.
+        unit_of: a number whose prefix is used. None uses the prefix of `like`, or else of the
+        value.
+        """
+        text = format_count(value, like=like, unit_of=unit_of)
+        if text == MISSING:
+            return text
+        return f"{text}{self.unit}" if text[-1].isalpha() else f"{text} {self.unit}"
 
 
-def format_watt_hours(
-    value: float | None, *, like: float | None = None, unit_of: float | None = None
-) -> str:
-    """Return an energy in Wh with its unit: 1234567 becomes "1.23 MWh".
-
-    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
-    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
-    """
-    return _with_unit(format_count(value, like=like, unit_of=unit_of), "Wh")
-
-
-def format_grams(
-    value: float | None, *, like: float | None = None, unit_of: float | None = None
-) -> str:
-    """Return a mass in grams, such as emitted CO2, with its unit: 1234 becomes "1.23 kg".
-
-    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
-    unit_of: a number whose unit is used. None uses the unit of `like`, or else of the value.
-    """
-    return _with_unit(format_count(value, like=like, unit_of=unit_of), "g")
-
-
-def _with_unit(text: str, unit: str) -> str:
-    if text == MISSING:
-        return text
-    return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
+format_bytes = UnitFormat("B")
+format_watt_hours = UnitFormat("Wh")
+format_grams = UnitFormat("g")  # a mass, such as that of emitted CO2
 
 
 def format_count(

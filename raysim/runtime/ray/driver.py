@@ -304,7 +304,7 @@ def run(
     stack_source = coordinator.stack_source.remote()
     has_begun = has_succeeded = False
     ray_messages: MessageFile | None = None
-    stack = ExitStack()
+    open_files = ExitStack()
 
     def write_coordinator_stacks() -> Path | None:
         """Write the stacks of the coordinator's threads into a file; return it, or None.
@@ -338,7 +338,7 @@ def run(
                     yield event
                     if folder and not has_begun:
                         has_begun = True
-                        ray_messages = stack.enter_context(messages_written_to(Path(folder)))
+                        ray_messages = open_files.enter_context(messages_written_to(Path(folder)))
                 if ray_messages is not None and not ray_messages.is_empty:
                     say(f"Ray's own messages are in {ray_messages.path}")
                     ray_messages = None  # a run says it once
@@ -351,7 +351,7 @@ def run(
     except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
         raise _process_lost(error) from None
     finally:
-        with stack:
+        with open_files:
             release_processes(processes, has_succeeded)
 
 
