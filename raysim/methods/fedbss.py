@@ -1,4 +1,4 @@
-"""FedBSS: after some plain rounds, train on easy samples first and add hard ones by epoch.
+"""FedBSS: after some plain rounds, train on easy samples first and add biased ones by epoch.
 
 Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The
 received model gives sample i the class probabilities p_i:
@@ -17,7 +17,7 @@ Choices where the paper is silent or inconsistent
 - Ties: equal losses keep the client's order, the most uncertain sample is the first in that order,
   and losses equal to the border's are unbiased. Non-finite losses sort last; an uncertainty that is
   nan never marks the border.
-- The models are averaged uniformly, in both stages.
+- The models are averaged uniformly, in plain rounds and later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SampleSplit(TypedDict):
     """A client's samples by ascending loss.
 
     order: int64 [N], positions in the client's samples.
-    num_unbiased: the number of easy samples, which come first in `order`.
+    num_unbiased: the number of unbiased samples, which come first in `order`.
     """
 
     order: Tensor
@@ -64,10 +64,11 @@ def uncertainty(*, probabilities: Tensor) -> Tensor:
 
 
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
-    """Order samples by loss, split at the most uncertain one (FedBSS: eqs. 3 and 5).
+    """Order samples by loss, and split them at the most uncertain one (FedBSS: eqs. 3 and 5).
 
-    losses, uncertainties: [N], for N >= 1 samples. The unbiased part is never empty; the biased
-    part may be empty.
+    The most uncertain sample and all samples with at most its loss are unbiased. The samples with a
+    higher loss are biased; there may be none.
+    losses, uncertainties: [N], for N >= 1 samples.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)
     ranked, order = torch.sort(comparable, stable=True)
@@ -77,9 +78,9 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSpli
 
 
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
-    """Return the share of biased samples in an epoch (FedBSS: eq. 6, or a variant).
+    """Return the share of the biased samples that take part in an epoch (FedBSS: eq. 6).
 
-    epoch: from 1 to E = total_epochs.
+    epoch: the number e of the epoch, from 1 to E = total_epochs.
     kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0, "all" is 1.
     Raises ValueError for another kind or an epoch outside 1..E.
     """
@@ -106,7 +107,7 @@ def selected_indices(
 ) -> Tensor:
     """Return the samples that take part in one epoch: int64 positions in the client's samples.
 
-    They are ordered by loss: all easy samples, and then a share of the biased ones.
+    All unbiased samples take part, and a share of the biased ones. Both are ordered by loss.
     losses, uncertainties: [N], of the client's samples.
     epoch: from 1 to `total_epochs`.
     kind: the growth of the share, as in `inclusion_fraction`.
@@ -124,7 +125,7 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss in one epoch, [N].
 
-    It is 1 for an easy sample, and the `inclusion_fraction` of the epoch for a biased one.
+    It is 1 for an unbiased sample, and the `inclusion_fraction` of the epoch for a biased one.
     losses, uncertainties: [N], of the client's samples.
     epoch: from 1 to `total_epochs`.
     kind: the growth of the share, as in `inclusion_fraction`.
@@ -137,17 +138,18 @@ def loss_weights(
 
 
 class FedBSS(Method):
-    """A method that trains on easy samples first and adds hard ones epoch by epoch.
+    """A method that trains on unbiased samples first and adds biased ones epoch by epoch.
 
-    warmup_rounds: the number of versions with plain training, before samples are selected (stage
-    2). A job is in stage 2 if its base version is at least `warmup_rounds`, even if it arrives
-    late.
-    refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
-    which are client state.
+    Unbiased samples have at most the loss of the client's most uncertain sample, biased ones have
+    more.
+    warmup_rounds: the number of versions with plain training. A job selects samples if its base
+    version is at least `warmup_rounds`, even if it arrives late.
+    refresh: a client computes the losses and uncertainties of its samples in every `refresh`-th of
+    its jobs that select samples. Other jobs use the stored values.
     kind: the growth of the share of biased samples from epoch 1 to the last epoch E. "cosine" is
     eq. 6, "linear" is e / E in epoch e, "filter" is always 0, "all" is always 1.
-    fraction_of: "samples": this share of the biased samples takes part, the easiest ones first;
-    "loss": all samples take part, and the share is a factor on the loss of biased samples.
+    fraction_of: "samples": this share of the biased samples takes part, those with the lowest loss
+    first; "loss": all samples take part, and the share is a factor on the loss of biased samples.
     """
 
     name = "fedbss"
@@ -168,7 +170,7 @@ class FedBSS(Method):
         self.fraction_of = one_of("method.fedbss.fraction_of", fraction_of, FRACTIONS)
 
     def setup(self, run: Setup) -> None:
-        """Keep losses and uncertainties of the client's samples; select the samples of an epoch."""
+        """Require a classification task; declare the client state and the selection of samples."""
         run.needs("classes")
         local = run.local
         key, parts = "epochs", local.epochs
@@ -191,10 +193,10 @@ class FedBSS(Method):
             run.skip("loss")
 
     def cost(self, job: Participation) -> float:
-        """Return the number of samples to which the pass that ranks the client's samples amounts.
+        """Return the cost of ranking the client's samples, in trained samples.
 
-        A forward pass counts as a third of a trained sample. The cost of training is not reduced,
-        because the number of selected samples is not known.
+        Ranking needs a forward pass over all samples, which costs a third of training on them. The
+        cost of training is not reduced, because the number of selected samples is not known.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
@@ -205,7 +207,7 @@ class FedBSS(Method):
         """
         if not self._selects(job.version):
             return
-        count = int(job.state["count"])  # stage-2 participations
+        count = int(job.state["count"])  # jobs so far that selected samples
         if count % self.refresh == 0:
             job.model.eval()
             with torch.no_grad():
@@ -265,7 +267,7 @@ class FedBSS(Method):
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return the positions of an epoch's samples in the client's samples; None selects all.
 
-        All easy samples take part, and a share of the biased ones that grows from epoch to epoch.
+        All unbiased samples take part, and a share of the biased ones that grows with the epoch.
         epoch: from 1 to `epochs`.
         """
         if not self._selects(job.version):

@@ -12,8 +12,9 @@ Departures from the paper
   "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
 - Weights are used as they are. FLSim divides all of them by the weight of staleness 1, which
   multiplies them by sqrt(2).
-- The model's floating-point buffers (BatchNorm's statistics) are averaged as values, with weights
-  that sum to one and rate 1. With other weights the statistics would shrink. If changes were
+- The model's floating-point buffers (BatchNorm's statistics) become the weighted mean of the
+  clients' values. Their weights are divided by their sum, and the server's learning rate is not
+  applied. Without the division the statistics would shrink. If changes were
   averaged instead of values, a stale change could make a variance negative.
 - Updates that are in the buffer when the run ends are not used.
 """
@@ -138,7 +139,11 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Refuse, or warn about, weights that change the length of the step."""
+        """Check that only the staleness changes the length of the server's step.
+
+        Unless the step is divided by the sum of the weights, refuse `weighting=samples`, and warn
+        if another method changes weights.
+        """
         if self.normalization == "weights":
             return
         run.require(

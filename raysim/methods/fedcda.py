@@ -351,7 +351,11 @@ class FedCDA(Method):
         run.server_state("rounds", lambda server: torch.empty(0, memory, dtype=torch.int64))
 
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
-        """Check the memory and the size of the search; return the shape of a client's models."""
+        """Return the shape of a client's cached models: (number of models, floats of a model).
+
+        Raise an error if the cache needs more than `budget` GiB, or if a search has too many
+        combinations.
+        """
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))
         remedy = f"method.fedcda.memory={fitting}" if fitting else ""
@@ -376,10 +380,10 @@ class FedCDA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the difference from the current version to the mean of the selected models.
+        """Return the mean of the selected models minus the current version: all shared floats.
 
-        It includes the buffers. In a warm-up with warmup="fedavg" it is the mean of the
-        participants' models instead.
+        In the warm-up rounds with warmup="fedavg", return the mean of the participants' models
+        minus the current version.
         """
         state = server.state
         rows = rows_of(aggregation, server, self.cache, "models")

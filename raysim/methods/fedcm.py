@@ -11,10 +11,11 @@ Algorithm 1:
 
 Departures from the paper
 - Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
-  warm_start=True round 1 is plain SGD, as in FedBR's code.
-- Weight decay is part of g; with local.clip the part of it that mixing removes is clipped too.
-  With local momentum the gradient is mixed first and momentum sees v. FedBR's code shifts the
-  momentum buffer in place, which is another method.
+  warm_start=True the first round is plain SGD, as in FedBR's code.
+- Weight decay is part of g. The optimizer adds the full weight decay after mixing and clipping
+  (local.clip). Therefore v contains -(1 - alpha) times the weight decay when it is clipped.
+- With local momentum the gradient is mixed first, and the momentum buffer averages v. FedBR's code
+  changes the momentum buffer in place, which is another method.
 - K_i is the number of steps that the client really made, separately for each group of parameters
   (FedBR's projector, DANN's discriminator); eta_l is the local learning rate in the round of the
   movement.
@@ -70,7 +71,7 @@ class FedCM(Method):
     """A method that mixes every local gradient with the last round's mean direction.
 
     alpha: the share of the new gradient; 1 is FedAvg.
-    warm_start: True does not mix in round 1, in which there is no direction yet.
+    warm_start: True does not mix in the first round, in which there is no direction yet.
     """
 
     name = "fedcm"
@@ -96,8 +97,9 @@ class FedCM(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Replace the gradient by the mixture of `update_direction`, in place.
 
-        The optimizer adds the full weight decay later, but only the share alpha of it belongs into
-        the mixture. Therefore (1 - alpha) times the weight decay is subtracted here.
+        The optimizer adds the full weight decay later, but the mixture contains only alpha times
+        the weight decay. Therefore (1 - alpha) times the weight decay is subtracted here.
+        grad: the gradient by the parameters `job.params[at]`.
         """
         is_plain_round = self.warm_start and job.version == 0
         if self.alpha == 1 or is_plain_round:

@@ -19,8 +19,9 @@ Departures from the paper
   uniform.
 - Only trainable parameters count. Buffers are averaged, which the code omits, and the evaluated
   model has the buffers of the newest model.
-- D is the mean update before other methods (InCo) change it. A divisor that is not the sum of the
-  weights (FedBuff) scales the step, not the ratio.
+- eta_t is computed from the mean update before other methods (InCo) change it. Some methods
+  (FedBuff) divide the weighted sum of updates by another number than the sum of the weights. This
+  number changes the length of the server's step, but not eta_t.
 - A client uploads |D_i|^2 with its update, so that updates can be summed before the server has
   them.
 - The code's variant with server momentum, which has no maximum, is left out.

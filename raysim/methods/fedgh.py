@@ -27,11 +27,11 @@ Departures from the paper
   and the test matter if an update has two conflicts. The history counts conflicts and projections.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
-- The hierarchy's last two are not sorted, as in the code: a is the sum that was made first. With
-  s = <a, b> computed before either changed, a <- a - s / (|b|^2 + eps) b, and then with the new a
-  b <- b - s / (|a|^2 + eps) a. If a and b are almost opposite, the new a is short and b can grow,
-  at most by |s| / (2 sqrt(eps)). If an aggregation has only two updates, a is the one that the
-  server aggregates first.
+- In "fedgh_hierarchical" the last pair (a, b) is treated as in the code. It is not sorted: a is the
+  sum of the first pair of the previous level. With s = <a, b> of the unchanged a and b, first
+  a <- a - s / (|b|^2 + eps) b, and then, with the changed a, b <- b - s / (|a|^2 + eps) a. If a and
+  b are almost opposite, the changed a is short and b can grow, by at most |s| / (2 sqrt(eps)). If
+  an aggregation has only two updates, a is the one that the server aggregates first.
 - The hierarchy is uniform, as in the code, unless weighting or another method says otherwise. Then
   an update counts with its weight over the mean weight, in sums and compared with eps.
 """
@@ -231,7 +231,8 @@ def _harmonize_in_tree(
     def meet(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
         """Return the sum of two updates, after removing conflicting parts from each.
 
-        is_last_pair: True changes `b` by the changed `a`, False by the original `a`.
+        is_last_pair: True subtracts the changed `a` from `b`, False the original `a`, each times a
+        factor.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -297,7 +298,7 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean update in round 0, and later the mean of the harmonised updates.
+        """Return the mean of the harmonised updates; in the first round return the mean update.
 
         The server keeps a running mean of the results, which orders the updates in the trees.
         """

@@ -17,7 +17,8 @@ Departures from the paper
 - A client with one class has loss 0 and no gradient. Only weight decay, other methods' terms and
   BatchNorm's statistics change its model. The history has the share of such clients as
   `fedlc.one_class`.
-- Outputs that are not classes of the data (VHL's) have no margin.
+- Outputs that are not classes of the data (the method vhl adds such outputs) stay in the sum with
+  margin 0.
 - With soft targets (Mixup), "all" is the cross-entropy with them, and "others" mixes the losses of
   both labels. FedMix has its own loss and is refused.
 """

@@ -18,10 +18,10 @@ Departures from the paper
   taylor_scale="public".
 - The factor of l3 is lam (1 - lam), as in the algorithm and by Taylor's theorem; the paper's
   formula prints lam.
-- The pool of pairs is built once, from all clients with samples. A step draws from it without
-  replacement, a pair for each sample (FedBR's comparison) or one for the batch (pairs="one", the
-  original). A mean is over `samples_per_mean` samples, drawn with replacement (FedBR's code); the
-  original averages all samples of a client.
+- The server collects the pairs (xbar, ybar) of all clients with samples once, before round 0. A
+  step draws from these pairs without replacement: a pair for each sample (FedBR's comparison) or
+  one for the batch (pairs="one", the original). A mean is over `samples_per_mean` samples, drawn
+  with replacement (FedBR's code); the original averages all samples of a client.
 - fresh=True draws means of the raw data of clients in each step, as FedBR's code does. It is for
   reproducing numbers only: no client has other clients' data, and the traffic is not counted.
 - With BatchNorm, grad_u is the gradient of the whole batch's loss, because every row influences
@@ -193,29 +193,29 @@ class FedMix(Method):
         run.owns("loss")
         if self.fresh:
             return
-        pool = self.means * run.clients_with_samples
+        pairs = self.means * run.clients_with_samples
         run.require(
-            self.pairs == "one" or run.local.batch <= pool,
-            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pool} "
+            self.pairs == "one" or run.local.batch <= pairs,
+            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pairs} "
             f"pairs, fewer than local.batch={run.local.batch}. Set method.fedmix.means="
             f"{-(-run.local.batch // max(1, run.clients_with_samples))} or more.",
         )
         run.gather(self.own_means, self.join_means)
-        run.send("inputs", floats=pool * math.prod(run.task.shape), once=True)
-        run.send("targets", floats=pool * run.task.num_classes, once=True)
+        run.send("inputs", floats=pairs * math.prod(run.task.shape), once=True)
+        run.send("targets", floats=pairs * run.task.num_classes, once=True)
         run.draw("chosen", self.draw_pairs)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of one more pass, for the second derivative.
+        """Return the cost of the second derivative in trained samples: as much as the training.
 
-        In units of a forward pass, a step costs 1 and its backward pass 2. The gradient of the
-        inputs adds 1, and differentiating it adds 2: together 6 instead of 3.
+        A usual step costs three forward passes: one forward, two for the backward pass. Here the
+        gradient of the inputs costs one more, and its derivative two more.
         """
         return job.trained_samples if self.lam and not self.naive else 0.0
 
-    # --- the pool ------------------------------------------------------------------------------
+    # --- the pairs of all clients --------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return a client's pairs (mean input, mean label) for the pool: "inputs" and "targets".
+        """Return a client's pairs: mean inputs as "inputs", mean labels as "targets".
 
         The samples of a mean are drawn with replacement.
         """
@@ -226,7 +226,7 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Join the pairs of all clients into a pool in `server.state`.
+        """Store the pairs of all clients as "inputs" and "targets" in `server.state`.
 
         parts: "inputs" and "targets", each with an array for every client.
         """
@@ -235,13 +235,13 @@ class FedMix(Method):
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw rows of the pool without replacement, as int64 [R] for each step.
+        """Draw pairs without replacement: for each step their row numbers, int64 [R].
 
         R is the size of the largest batch with pairs="each", and 1 with pairs="one".
         """
-        generator, pool = job.stream("pairs"), len(job.received["inputs"])
+        generator, pairs = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
-        chosen = [generator.choice(pool, size=rows, replace=False) for _ in job.plan.sizes]
+        chosen = [generator.choice(pairs, size=rows, replace=False) for _ in job.plan.sizes]
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
@@ -250,7 +250,7 @@ class FedMix(Method):
         FedMix multiplies them by 1 - lam and lets them require a gradient. NaiveMix also adds lam
         times the mean inputs.
         """
-        pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
+        pair = self._fresh_pair(job, batch) if self.fresh else self._received_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs
         if self.naive:
@@ -279,8 +279,8 @@ class FedMix(Method):
         """Return the largest number of pairs (mean input, mean label) that a step mixes in."""
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
-    def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return "inputs" and "targets" of the received pool for a batch.
+    def _received_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
+        """Return the received pairs that were drawn for this step, as "inputs" and "targets".
 
         With pairs="each" there is a row for each sample of the batch, with "one" a single row.
         """

@@ -14,9 +14,9 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- There is no bias correction, as in Algorithm 2. bias_correction=True corrects m and v as
-  TensorFlow's Adam does, which adds tau to the uncorrected sqrt(v). PyTorch's Adam corrects sqrt(v)
-  before it adds epsilon, which is a different rule.
+- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies the step by
+  sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's Adam does. So tau is added to the uncorrected
+  sqrt(v). PyTorch's Adam adds its epsilon to the corrected sqrt(v), which is a different rule.
 - v starts at tau^2 (the paper allows any v0 >= tau^2); in the authors' code it starts at 0.
 - beta2 = 0.99, as in the paper; the authors' code has 0.999. FedAvgM uses Nesterov's momentum only
   with nesterov=True.

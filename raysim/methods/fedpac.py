@@ -20,14 +20,15 @@ Clients upload their label counts with the statistics.
 
 Departures from the paper
 - The budget: the authors train the head for one epoch and then the extractor for E epochs, so
-  local.epochs is the sum; set it to head_epochs + E. The head phase has the steps of `head_epochs`
-  = h passes over all of the client's samples, but at most the share h / (h + 1) of all steps. This
-  limit matters with local.steps, and if an epoch uses only some samples. local.lr is the
+  local.epochs is the sum; set it to head_epochs + E. The head phase has the steps of head_epochs
+  passes over all of the client's samples, but at most head_epochs / (head_epochs + 1) of all steps.
+  This limit matters with local.steps, and if an epoch uses only some samples. local.lr is the
   extractor's rate. Each phase has its own optimizer.
-- h and V are measured with the received extractor, the class means that become prototypes with the
-  trained one, as in the authors' code; always in eval mode, without augmentation, over all samples.
-  The authors' extractor never leaves eval mode. Here it trains in train mode, and is in eval mode
-  in the head phase, which therefore does not change running statistics.
+- h and V are measured with the received extractor, as in the authors' code. The class means of
+  which the server makes prototypes are measured with the trained extractor. Both use all samples,
+  in eval mode and without augmentation.
+- The authors' extractor never leaves eval mode. Here it trains in train mode. In the head phase it
+  is in eval mode, so that this phase does not change running statistics.
 - A class that no participant of the last aggregation holds has no prototype. Its samples are pulled
   to the client's own mean of the received extractor's features. In the first round there are no
   prototypes, and R is 0. The authors' code fails in both cases.

@@ -1,6 +1,6 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
-Local steps mix in gradients at a point a step uphill, which prefers flat minima.
+Each local step mixes the gradient with the gradient at a point uphill, which prefers flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K
@@ -12,8 +12,8 @@ local steps:
     upload theta_K - lam c_k;                       the server takes the plain mean
 
 Departures from the paper
-- The paper calls both the share of the second gradient and, in its experiments, the step uphill
-  alpha. Here `alpha` is the share and `rho` the step, which is not normalised.
+- In the paper, alpha is the share of g_2; in its experiments, alpha is also the step uphill. Here
+  `alpha` is the share, and `rho` is the step uphill. g_1 is not normalised in this step.
 - F is the task loss with the terms that other methods add to it, in both gradients. The proximal
   term, c_k, other corrections of the gradient, weight decay and momentum are added afterwards.
 - x^t is the model with which training starts; under PartialFed it is a mixture of the received and
@@ -42,9 +42,13 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def mixed_gradient(grad: Tensor, uphill: Tensor, alpha: float) -> Tensor:
-    """Return (1 - alpha) * grad + alpha * uphill: [n]."""
-    return torch.lerp(grad, uphill, alpha)
+def mixed_gradient(grad: Tensor, uphill_grad: Tensor, alpha: float) -> Tensor:
+    """Return (1 - alpha) * grad + alpha * uphill_grad, [n].
+
+    grad: the gradient at the model's parameters, [n].
+    uphill_grad: the gradient at the point uphill, [n].
+    """
+    return torch.lerp(grad, uphill_grad, alpha)
 
 
 def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, lam: float) -> Tensor:

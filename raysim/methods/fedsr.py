@@ -129,7 +129,10 @@ class Gaussian(Classifier):
 
 
 class Reference(nn.Module):
-    """A trained Gaussian for each class, and the trained factor s on features compared with it."""
+    """The trained reference Gaussians of the classes, and the trained factor s.
+
+    Features are multiplied by s before they are compared with the Gaussian of their class.
+    """
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()

@@ -171,9 +171,10 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 
 
 def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return the override with which only the adapter `left_out` is missing, for an error.
+    """Return the override, for an error, that gives adapters to all layers but that of `left_out`.
 
     Its form is "model.lora.layers=c_attn+c_proj", with the last part of each layer's name.
+    left_out: an adapter of the model.
     """
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
     names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)

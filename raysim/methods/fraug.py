@@ -1,7 +1,8 @@
 """FRAug: train the classifier also on synthetic features that look like the client's own.
 
-A generator, which all clients share, makes features that no single client has. A second network for
-each client, which never travels, transforms them to look like the features of its client.
+A generator, which all clients share, makes features that no single client has. Each client also has
+a representation transformation network (RTNet), which never travels. It makes generated features
+look like the features of its client.
 
 Source: Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID
 Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
@@ -36,12 +37,13 @@ Departures from the paper
 - rho and beta follow the global round, not the iteration, as in the authors' code, and are constant
   after round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
   ramp_rounds=300 multiplies gamma by 300/T instead.
-- Nothing bounds the norm of generated features. It grows fast with the distance "mse". It grows
-  slowly with MMD, because the widths of the kernels grow with the distances. A smaller lambda_G
-  or rate of the generator helps: after 40 rounds on scikit-learn's digits with MMD, generated
-  features have a norm of 65, 17 and 8 with lambda_G = 10, 1 and 0, and of 27 with lambda_G = 10
-  and a fifth of the rate; real ones have 13. The history has both norms, and the share of
-  synthetic features that the head classifies correctly. A run whose norms differ too much warns.
+- Nothing bounds the norm of generated features. If D is the mean squared error (the option "mse"),
+  the norm grows fast. With MMD it grows slowly, because the widths of the kernels grow with the
+  distances. A smaller lambda_G or a smaller learning rate of the generator helps. For example,
+  after 40 rounds on scikit-learn's digits with MMD, real features have a norm of 13. Generated ones
+  have 65, 17 and 8 with lambda_G = 10, 1 and 0, and 27 with lambda_G = 10 and a fifth of the rate.
+  The history has both norms, and the share of synthetic features that the head classifies
+  correctly. A run whose norms differ too much warns.
 - BatchNorm is recognised by its type. The authors' code uses names, which miss the shortcuts of a
   ResNet.
 - Optimizers keep their state from round to round, as in the authors' code; keep_optimizer=False
@@ -213,7 +215,8 @@ class FRAug(Method):
     "constant", whose formulas are in `raysim/methods/ramps.py`.
     ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
     weight: the largest share beta of generated features in the classifier's loss.
-    residual: the strength of residuals in the classifier's step; None follows the ramp.
+    residual: the factor on RTNet's output, which is added to features in the classifier's step;
+    None uses the ramp rho.
     prototype_weight: the share mu of a batch's means in the prototypes.
     prototype_ramp: True multiplies this share by a ramp that reaches 1 in the last round.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
@@ -223,8 +226,8 @@ class FRAug(Method):
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
     - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
     - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
-    - residual=1 (smoothing): residuals have full strength from the first round, as in the authors'
-      code.
+    - residual=1 (smoothing): RTNet's output is added in full from the first round, as in the
+      authors' code.
     """
 
     name = "fraug"
@@ -464,7 +467,8 @@ class FRAug(Method):
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return RTNet's loss.
 
-        Its BatchNorm normalises both kinds of generated features separately, in the authors' order.
+        As in the authors' code, RTNet first computes features around prototypes, and then features
+        around real features. Its BatchNorm normalises the two batches separately.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")

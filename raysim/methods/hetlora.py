@@ -185,10 +185,12 @@ class HetLoRA(Method):
 
 
 def _add_term(grad: Tensor, at: slice, place: slice, values: Tensor, factor: Tensor) -> None:
-    """Add the derivative of factor * |values| to the gradient of these values.
+    """Add the derivative of factor * (norm of `values`) to the gradient of these values.
 
     grad: the gradient of the parameters in the slice `at` of the vector.
-    place: the slice of the vector that holds `values`; outside of `at` nothing is added.
+    place: the slice of the vector that holds `values`; if `at` does not contain it, nothing is
+    added.
+    factor: a scalar tensor.
     """
     if at.start <= place.start and place.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)

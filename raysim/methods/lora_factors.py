@@ -56,10 +56,11 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse what does not fit a method that splits the product B A into new factors.
+    """Refuse methods and layers that do not fit a method that splits B A into new factors.
 
-    These are the methods of `KEEPERS`, which keep values for each parameter, and grouped
-    convolutions, in which B A has other entries than the layer's weight.
+    The methods in `KEEPERS` are refused, because they keep values for each entry of the factors.
+    Adapters of grouped convolutions are refused, because their B A does not have the shape of the
+    layer's weight.
     adapters: the adapters of the run's model.
     """
     for other in KEEPERS:
@@ -236,9 +237,9 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if gradients must be masked, so that ranks that a client does not have stay 0.
+    """Return True if gradients must be masked to keep the ranks 0 that a client does not have.
 
-    This is the case if clients have ranks of their own and another method changes gradients.
+    They must be masked if clients have different ranks and another method changes gradients.
     Otherwise the gradients of these ranks are 0 anyway.
     ranks: the method's setting; None gives all clients the rank of the model.
     """
@@ -259,7 +260,10 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 
 
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
-    """Return ones [trained], with zeros where a factor has more than `rank` ranks."""
+    """Return a mask of the trained parameters, [trained]: 0 for the ranks from `rank` on, else 1.
+
+    These are the rows of A and the columns of B with the numbers `rank`, `rank` + 1 and so on.
+    """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
     for factors in find_factors(job.layout):
         a, b = factors.matrices(mask)

@@ -10,8 +10,9 @@ trained last, and u_l in {0, 1} for each layer l, training starts from
 
 The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is the one
 that it trained last. PartialFed-Fix sets u by hand (`fixed_loading_mask`, or by the kind of layer).
-PartialFed-Adaptive lets each client learn u: steps on logits pi [L, 2] alone, through the
-Gumbel-softmax relaxation s = softmax((pi + noise) / tau); a layer is loaded if pi_l0 >= pi_l1.
+With PartialFed-Adaptive, each client learns u by training the logits pi [L, 2] of a policy, while
+the model is constant. The loss uses the Gumbel-softmax relaxation s = softmax((pi + noise) / tau),
+and a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
 - No code was released, and the text of the paper was not available: the training of the adaptive
@@ -19,10 +20,10 @@ Departures from the paper
 - A layer is a module of the model that directly has parameters or buffers. All of them, including
   integer buffers, are mixed with the same u_l. Networks that other methods add are always loaded,
   and parameters that stay on the client anyway (FedBN) are not mixed.
-- The first job loads the shared model of its round. So `none` is local training, and no_bn is
-  FedBN, only if all clients start together.
-- no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does; no_classifier keeps
-  the head.
+- strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;
+  strategy=no_classifier keeps the head.
+- A client's first job loads the shared model of its round. So strategy=none is local training, and
+  strategy=no_bn is FedBN, only if all clients start in the same round.
 - The policy's batches are the client's own samples, not augmented, from separate random streams.
   The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
   is the plain cross-entropy.

@@ -47,12 +47,13 @@ class PseudoData:
     kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set.
     rows: the number B of means in each version.
     samples_per_mean: the number of samples in each mean.
-    means_per_client: the number of means that each client sends before round 0.
-    refresh: draw B means every "round", or "once".
+    means_per_client: the number of means that each client sends before round 0. The server keeps
+    the means of all clients and draws from them.
+    refresh: "round" lets the server draw B means in every round, "once" only at the start.
     sources: which samples are drawn, "balanced", "unbalanced" or "classes"; the module's docstring
     describes these.
-    fresh: True makes the means of clients' raw data again in every round. Each job makes them
-    itself, and clients send nothing before round 0.
+    fresh: True uses no means of the server: each job computes B new means from the raw samples of
+    all clients, and clients send nothing before round 0. Only a simulator can do this.
     proxy: the source of the public set, for kind="mixture"; None if there is none.
     Raises ValueError for settings that do not fit together.
     """
@@ -201,18 +202,19 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
 def rows_by_samples(
     ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw `size` different rows of a pool in which each client has `per_client` rows.
+    """Draw `size` different rows of a table in which each client has `per_client` rows.
 
     The probability of a row is in proportion to its client's samples. Except for rounding, the
-    result has the distribution of `Generator.choice` without replacement. The cost does not grow
-    with the pool: every row has a part of [0, 1). A number is drawn as if the parts of the rows
-    drawn before were cut out of [0, 1), and is then increased by the widths of the cut-out parts
-    below it.
-    ends: float64 [clients], the end of each client's part of [0, 1).
+    result has the distribution of `Generator.choice` without replacement, but the cost does not
+    grow with the table.
+    ends: float64 [clients]: client i has the interval from ends[i - 1] to ends[i] (0 to ends[0] for
+    client 0). The interval of a client is divided equally between its rows.
     Return the numbers of the rows, int64 [size].
     """
     rows: dict[int, None] = {}
     while len(rows) < size:
+        # Draw points of [0, 1) outside the intervals of the rows that were drawn before: draw from
+        # a shorter interval, and move a point up by the width of each such interval below it.
         taken = np.array(sorted(rows), np.int64)
         first, share = _share_of_clients(ends, taken // per_client)
         numbers = generator.random(size - len(rows)) * (1 - share.sum() / per_client)

@@ -60,9 +60,10 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum of changed updates, divided by the divisor: [layout.trained].
+    """Return the weighted sum of changed updates, divided by `aggregation.divisor`.
 
-    Each changed update is a linear combination of the original updates, and is never computed.
+    Each changed update is a linear combination of the original updates, and is never computed. The
+    result has the shape [layout.trained].
     granularity: "model" changes whole updates, "tensor" changes the part of each tensor separately.
     coefficients: a function from the Gram matrix [m, m] of the updates to float64 [m, m]; row i has
     the factors of the original updates in changed update i. With the identity matrix the result is

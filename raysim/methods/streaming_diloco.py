@@ -12,9 +12,9 @@ the client received last:
     aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
                 x_p <- x_p + eta (d_p + beta u_p)
 
-Each fragment is sent in every P-th round, so that a round sends 1/P of the bytes, and all the same
-bytes as DiLoCo with rounds that are P times as long. Fragments that are not due keep the local
-values of each client.
+Each fragment is sent in every P-th round, so that a round sends 1/P of the model. P rounds together
+send as many bytes as one round of DiLoCo that is P times as long. Fragments that are not due keep
+the local values of each client.
 
 Departures from the paper
 - A round is the time between two synchronisations, H / P steps for a fragment that is synchronised
