@@ -9,10 +9,12 @@
     raysim.load("runs/first").model()
 
 `run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
-`Report` that compares runs; `build` checks a run without starting it. Your own parts extend
-`Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Selection`,
-`Fleet`, `Topology` or `Observer`; `raysim new NAME` writes a package with one of most of them, and
-`raysim.conformance` checks them.
+`Report` that compares runs. `build` checks a run without starting it.
+
+Your own parts extend `Method`, `Learner`, `Compressor`, `ModelRecipe`, `Partitioner`, `Schedule`,
+`Selection`, `Fleet`, `Topology`, `Observer` or `Source`. The function `read` of a source returns
+the samples as a `Raw`. `raysim new NAME` writes a package with an example of each part, and
+`raysim.conformance.checks` tests the parts.
 """
 
 from __future__ import annotations

@@ -598,7 +598,7 @@ def _add_report(commands: Commands) -> None:
         "--out", metavar="DIR", help="where the page, tables and figures go (report)"
     )
     report.add_argument(
-        "--format", default="", metavar="F,F", help="figures for print: any of pdf, svg, png"
+        "--format", default="", metavar="F,F", help="also write the figures as files: pdf, svg, png"
     )
     report.add_argument(
         "--columns",
@@ -630,7 +630,7 @@ def _add_report(commands: Commands) -> None:
         help="print what each setting needs until it reaches these scores: 0.8,0.9",
     )
     report.add_argument(
-        "--width", type=float, default=3.25, help="of the figures for print, in inches (3.25)"
+        "--width", type=float, default=3.25, help="of the figures of --format, in inches (3.25)"
     )
     form = report.add_mutually_exclusive_group()
     for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
@@ -1010,7 +1010,7 @@ def _report(arguments: argparse.Namespace) -> int:
     tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
     print(f"tables for LaTeX: {tables}")
     if figures:
-        print(f"figures for print: {len(figures)}, such as {figures[0]}")
+        print(f"figures as files: {len(figures)}, such as {figures[0]}")
     return 0
 
 
@@ -1056,7 +1056,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `RefusedError` if a workload does not exist, or cannot be measured with the others."""
+    """Raise `RefusedError` if `raysim bench` cannot measure these workloads in one call.
+
+    All names must exist. A name of `SEPARATE_BENCHMARKS` must be the only one.
+    """
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:
@@ -1070,7 +1073,8 @@ def _check_workloads(names: Sequence[str]) -> None:
             )
         if name in SEPARATE_BENCHMARKS and len(names) > 1:
             raise RefusedError(
-                f"bench {name}: this benchmark runs in one process. Leave the other workloads out"
+                f"bench {' '.join(names)}: {name} cannot be measured together with other "
+                f"workloads. Run raysim bench {name} alone, and the others in a second command"
             )
 
 

@@ -113,12 +113,15 @@ class Compressor(Method):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Subtract the decoded values from `wanted`, in place; the rest is the next memory of ef14.
+        """Subtract the decoded values from `wanted`, in place: `wanted` becomes the next memory.
 
-        A compressor whose decoded values are mostly 0 may override this function with one that
-        changes only few entries.
-        message: the message from which `decoded` was decoded.
-        decoded, wanted: [layout.trained], on the device of the sender.
+        Only error feedback ef14 calls this function. A compressor whose decoded values are mostly 0
+        may override it with a function that changes only a few entries.
+        message: the message that `encode` returned.
+        decoded: [layout.trained], the values that `decode` returned for the message, multiplied by
+        `contraction`.
+        wanted: [layout.trained], the vector that was encoded: v + m at the top of this file.
+        Both tensors are on the device of the sender.
         """
         wanted.sub_(decoded)
 

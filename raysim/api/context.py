@@ -70,7 +70,8 @@ class WorkerView(Protocol):
         """Return normalised inputs [n, ...] and labels of some rows of the data set.
 
         rows: int64 [n], positions in the data set.
-        generator: augments the inputs by its random numbers; None does not augment them.
+        generator: the generator of the random numbers with which the inputs are augmented; None
+        does not augment them.
         """
         ...
 
@@ -90,9 +91,7 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: a name for the copies; one name always has the same values within a job.
-        values: the parameters of the copies [layout.total]; None means the received model with the
-        client's personal parameters.
+        name, values: as in `Context.frozen`.
         """
         ...
 
@@ -160,36 +159,64 @@ class Stage:
 
 @dataclass(slots=True)
 class Context:
-    """All data of a job during its training; entries of methods are named "method.name"."""
+    """All data of a job during its training.
 
-    trainer: WorkerView  # the part of the worker that trains this job
-    seed: int  # of the run
-    client: int  # number of the client
-    participation: int  # jobs of this client before this one
-    version: int  # the version that the client received
-    samples: int  # training samples of the client
-    rate: float  # learning rate of this job
-    vector: Vector  # all networks in training, as one flat vector
-    received: Tensor  # [layout.shared] the received version, from which the update is measured
-    received_counters: Tensor  # int64 [layout.shared_counters] the received integer buffers
-    base: Tensor  # [layout.shared] where training starts: `received`, unless a method changed it
-    download: Mapping[str, Tensor]  # tensors that the client received with the model
-    state: dict[str, Tensor]  # client state; entries are replaced and never changed in place
-    upload: dict[str, Tensor] = field(default_factory=dict)  # tensors that methods upload
-    report: dict[str, float] = field(default_factory=dict)  # columns of the history
-    # The random tensors of each `Setup.draw`, one for each step.
+    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names: the name
+    of a method, a dot, and the short name that the method uses.
+
+    trainer: the part of the worker that trains this job.
+    seed: the seed of the run.
+    client: the number of the client.
+    participation: the number of this client's jobs that were dispatched before this one.
+    version: the version that the client received: the number of aggregations before it.
+    samples: the number of the client's training samples.
+    rate: the learning rate of this job.
+    vector: all networks in training, as one flat vector.
+    received: [layout.shared], the received version; the update is the change from it.
+    received_counters: int64 [layout.shared_counters], the received buffers of integers.
+    base: [layout.shared], the parameters from which training starts. They are `received`, unless a
+    method changed them.
+    download: the tensors that the client received with the model.
+    state: the client state; entries are replaced and never changed in place.
+    upload: the tensors that the client sends with its update.
+    report: numbers for the columns of the history, which are not sent.
+    draws: the tensors that methods drew with `Setup.draw`, one for each step.
+    optimizers: the local optimizers, one for each stage.
+    step_factor: the factor on the learning rate in the current step; see `Local.step_factors`.
+    step: the number of the current batch, from 0.
+    stage: the stage of the current optimizer step.
+    kept: the values that methods stored in `LocalJob.scratch`.
+    views: the `LocalJob` of each method, by the name of the method.
+    start: the client's personal parameters when training starts; frozen networks use them.
+    plan: the batches of this job; available after the hook `begin`.
+    losses: [steps with the task loss], the loss of each step without the terms of methods;
+    available in the hook `end`.
+    """
+
+    trainer: WorkerView
+    seed: int
+    client: int
+    participation: int
+    version: int
+    samples: int
+    rate: float
+    vector: Vector
+    received: Tensor
+    received_counters: Tensor
+    base: Tensor
+    download: Mapping[str, Tensor]
+    state: dict[str, Tensor]
+    upload: dict[str, Tensor] = field(default_factory=dict)
+    report: dict[str, float] = field(default_factory=dict)
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    optimizers: Optimizers = field(default_factory=Optimizers)  # one for each trained part
-    step_factor: float = 1.0  # on the learning rate of this step, see `Local.step_factors`
-    step: int = 0  # number of the current batch
-    stage: Stage = field(default_factory=Stage)  # of the current optimizer step
-    kept: dict[str, Tensor] = field(default_factory=dict)  # `LocalJob.scratch` of all methods
-    # The client's personal parameters when training starts, for frozen networks.
+    optimizers: Optimizers = field(default_factory=Optimizers)
+    step_factor: float = 1.0
+    step: int = 0
+    stage: Stage = field(default_factory=Stage)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     start: ClientState[Tensor] = field(init=False, repr=False, compare=False)
-    plan: Plan = field(init=False, repr=False, compare=False)  # known after `begin`
-    # [steps with the task loss] the loss without added terms; known in `end`.
+    plan: Plan = field(init=False, repr=False, compare=False)
     losses: Tensor = field(init=False, repr=False, compare=False)
-    # The `LocalJob` of each method, by the name of the method.
     views: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, method: str) -> Any:
@@ -223,7 +250,8 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name for the copies; one name always has the same values within a job.
+        name: a name for the copies. Pass the same `values` in all calls of a job with this name,
+        because only the first call of the job may load them.
         values: the parameters of the copies [layout.total]; None means the received model with the
         client's personal parameters.
         """

@@ -102,7 +102,11 @@ class Task:
 
     @property
     def metric(self) -> MetricRule:
-        """The main metric, which decides thresholds, best rounds and the objective of a sweep."""
+        """The main metric.
+
+        It decides which round is best, when a run reaches a score such as 0.9, and which trial of a
+        sweep wins.
+        """
         return self.metrics[0]
 
     @property
@@ -127,7 +131,7 @@ class ExtraNetwork:
     personal: bool = False
 
 
-# The cost of a forward pass, in units of a forward and a backward pass.
+# The cost of a forward pass, as a share of the cost of a forward and a backward pass.
 FORWARD = 1 / 3
 
 

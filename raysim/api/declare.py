@@ -165,9 +165,10 @@ class Declarations:
 
 
 def with_required_settings(local: Local, method: Method) -> Local:
-    """Return the settings with the values that the method's hook `settings` requires.
+    """Return `local` with the values that the method's hook `settings` returns.
 
-    All required values are used, even if they differ from those in `local`.
+    Each of these values replaces the one in `local`. (A run, in contrast, does not replace a value
+    that the user set.)
     """
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]

@@ -37,10 +37,10 @@ class LearnerUpdate:
 
     client: the number of the client.
     parameters: the bytes that `fit` returned for this client.
-    weight: the weight of the update divided by the divisor of the aggregation. The weights add up
-    to 1, unless a method such as fedbuff lowers those of stale updates.
+    weight: the share of this update in the aggregation. The shares of all updates add up to 1,
+    unless a method such as fedbuff lowers those of stale updates.
     samples: the number of the client's training samples.
-    staleness: aggregations since the version that the client started from.
+    staleness: the number of aggregations since the version that the client started from.
     """
 
     client: int
@@ -54,8 +54,9 @@ class EvaluationData:
     """The samples that a learner is evaluated on.
 
     client: the number of the client; -1 for sets that belong to no client.
-    name: "client", "validation", "central", or the name of a domain.
-    rows: the samples, int64 positions in the data set.
+    name: the name of the set of samples: "client", "validation", "central", or the name of a
+    domain.
+    rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty for sets that belong to no
     client.
     task: the learning task.

@@ -193,9 +193,10 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return copies of the networks, by full name, in eval mode and without gradients.
 
-        name: a name for the copies; one name always has the same values within a job.
-        values: their parameters [layout.total], such as the vector of an earlier job; None means
-        the received model with the client's personal parameters.
+        name: a name for the copies. Pass the same `values` in all calls of a job with this name,
+        because only the first call of the job may load them.
+        values: the parameters of the copies [layout.total], such as the vector of an earlier job;
+        None means the received model with the client's personal parameters.
         """
         return self.context.frozen(name, values)
 

@@ -82,10 +82,12 @@ class Huber:
 def check_loss(
     loss: RowLoss, kind: Kind, output_shape: Sequence[int], label_shape: Sequence[int]
 ) -> None:
-    """Raise ValueError if a loss does not fit the labels, or returns no value for each sample.
+    """Raise ValueError if a loss is for other labels, or does not return one value per sample.
 
-    kind: the kind of the task.
-    output_shape, label_shape: the shapes for one sample.
+    loss: a function of outputs [B, ...] and labels [B, ...], which must return a tensor [B] or [B,
+    ...].
+    kind: the kind of the task, such as "classification".
+    output_shape, label_shape: the shapes of the outputs and the label of one sample.
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)

@@ -22,8 +22,8 @@ from raysim.data.partition import Floats, Ints
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Reals: TypeAlias = NDArray[np.float32] | Floats
 Bools: TypeAlias = NDArray[np.bool_]
-# Weighted sums of deltas, not normalised, [layout.shared] each, by the jobs in each sum. The jobs
-# are a part of the tree of an aggregation (`tree_sum`), in the order of acceptance.
+# Weighted sums of deltas, not normalised, [layout.shared] each. The key of a sum is the numbers of
+# its jobs, in the order in which they are aggregated: one part of the summation tree (`tree_sum`).
 GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 
@@ -88,28 +88,49 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes the job. The coordinator adds `weight`, `probe`, `extras`, `replica` and
-    `base` when the base version exists, and `state` when it dispatches the job to a worker.
+    The planner makes the job. The coordinator adds `weight`, `probe`, `extras`, `replica`, `base`
+    and `bases` when the base version exists, and `state` when it dispatches the job to a worker.
+
+    number: the position of the job in the run's order of dispatch.
+    client: the number of the client.
+    participation: the number of this client's jobs that were dispatched before this one.
+    version: the base version: the number of aggregations of the schedule before the dispatch.
+    state: the number of the job whose final client state this job starts from; -1 means the initial
+    state.
+    weight: the weight of the update in a weighted sum, not normalised.
+    probe: True if the trained model is probed before it is averaged.
+    extras: the tensors that only this client receives, by "method.name".
+    pool: the number of the pool from which the client was drawn; -1 means all clients.
+    start: the virtual second in which the job is dispatched.
+    finish: the virtual second in which the update arrives or the job is lost.
+    arrives: True if the update arrives; False if the job is lost.
+    work: the training work in samples. A forward and a backward pass of a sample counts 1, and a
+    forward pass alone counts 1/3.
+    down, up: the numbers of floats that the client receives and sends.
+    replica: the number of the replica from which the job starts and into which its update is
+    aggregated.
+    base: the `PublishedVersion.number` of the base version.
+    bases: if the client chooses its replica, the numbers of the current versions of all replicas;
+    else ().
     """
 
-    number: int  # position in the run's order of dispatch
+    number: int
     client: int
-    participation: int  # jobs of this client before this one
-    version: int  # base version: the number of aggregations of its schedule before the dispatch
-    state: int = -1  # the job whose final client state this job starts from; -1: the initial state
-    weight: float = 1.0  # weight in a plain weighted sum, not normalised
-    probe: bool = False  # True: the trained model is probed before it is averaged
-    extras: Mapping[str, np.ndarray] = {}  # tensors that only this client receives
-    pool: int = -1  # the pool from which its client was drawn; -1: all clients
-    start: float = 0.0  # virtual seconds
-    finish: float = 0.0  # virtual seconds at which the update arrives or the job is lost
-    arrives: bool = True  # False: the job is lost at `finish`
-    work: float = 0.0  # samples that pass through the model, in all passes
-    down: int = 0  # floats that its client receives
-    up: int = 0  # floats that its client sends
-    replica: int = 0  # the replica from which it starts and into which its update is aggregated
-    base: int = 0  # `PublishedVersion.number` of its base version
-    # If the client chooses the replica: the numbers of the current versions of all replicas.
+    participation: int
+    version: int
+    state: int = -1
+    weight: float = 1.0
+    probe: bool = False
+    extras: Mapping[str, np.ndarray] = {}
+    pool: int = -1
+    start: float = 0.0
+    finish: float = 0.0
+    arrives: bool = True
+    work: float = 0.0
+    down: int = 0
+    up: int = 0
+    replica: int = 0
+    base: int = 0
     bases: tuple[int, ...] = ()
 
     @classmethod
@@ -149,27 +170,49 @@ class Job(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The result of a client's job: what the client sends, and what the simulator measured."""
+    """The result of a client's job: what the client sends, and what the simulator measured.
 
-    job: int  # `Job.number`
+    A client would not send `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`: they
+    are measurements and notes of the simulator.
+
+    job: the number of the job, `Job.number`.
+    client: the number of the client.
+    version: the version from which the job started.
+    samples: the number of the client's training samples.
+    trained: the number of samples that the job trained on; each epoch counts them again.
+    steps: the number of the job's steps.
+    loss: the mean task loss over `loss_rows` rows; nan if no step had the task loss.
+    seconds: the wall seconds that the job took on its worker; for reports only.
+    counters: int64 [layout.shared_counters], the buffers of integers after training.
+    extras: the tensors that methods upload, by "method.name".
+    moves: a tuple (start, stop, rates) for each trained part [start, stop) of the shared
+    parameters; `rates` is the sum of the learning rates of all optimizer steps on this part.
+    report: numbers for the history, by "method.column".
+    probe: the features and outputs of the trained model; None if it was not probed.
+    loss_rows: the number of rows in all steps with the task loss, in all epochs.
+    norm: the Euclidean norm of the change of the trained parameters.
+    replica: the number of the replica from which the job started.
+    delta: [layout.shared], the trained minus the received parameters; None if the worker has added
+    them to a sum.
+    """
+
+    job: int
     client: int
-    version: int  # the version from which the job started
-    samples: int  # training samples of the client
-    trained: int  # samples that it trained on, in all epochs
+    version: int
+    samples: int
+    trained: int
     steps: int
-    loss: float  # mean over the rows of the steps with the task loss; nan if there are none
-    seconds: float  # wall time on its worker; for reports only
-    counters: np.ndarray  # [layout.shared_counters] the integer buffers after training
-    extras: Mapping[str, np.ndarray] = {}  # the tensors that methods upload, by "method.name"
-    # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
+    loss: float
+    seconds: float
+    counters: np.ndarray
+    extras: Mapping[str, np.ndarray] = {}
     moves: tuple[tuple[int, int, float], ...] = ()
-    # Measurements of the simulator, which a client would not send:
-    report: Mapping[str, float] = {}  # numbers for the history, by "method.column"
-    probe: Probe | None = None  # None: the trained model was not probed
-    loss_rows: int = 0  # the number of rows over which `loss` is the mean, in all epochs
-    norm: float = math.nan  # norm of the delta of the trained parameters
-    replica: int = 0  # the replica from which the job started
-    delta: np.ndarray | None = None  # [layout.shared] trained minus received; None: it is in a sum
+    report: Mapping[str, float] = {}
+    probe: Probe | None = None
+    loss_rows: int = 0
+    norm: float = math.nan
+    replica: int = 0
+    delta: np.ndarray | None = None
 
     @property
     def floats(self) -> int:
@@ -206,12 +249,13 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: weighted sums of the changes [layout.shared] of several updates; each key has the numbers
-    of the jobs in the sum. An update in a sum has no `delta` of its own.
+    sums: weighted sums of the deltas [layout.shared] of several updates. The key of a sum has the
+    numbers of its jobs; the field `delta` of their updates is None.
     worker: the name of the worker.
-    busy: wall seconds that the worker worked since its last result; for reports only.
+    busy: the wall seconds that the worker worked since its last result; for reports only.
     states: the size in bytes of each job's final client state.
-    device: the share of the last moments in which the GPU worked, 0 to 1; None means unknown.
+    device: how busy the GPU was when the call ended: the share of about the last second, 0 to 1, as
+    its driver measures it. None means that the device is not a GPU, or that the share is unknown.
     """
 
     updates: tuple[Update | Failure, ...]

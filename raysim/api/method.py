@@ -86,8 +86,9 @@ class Method:
     def cost(self, job: Participation) -> float:
         """Return how many samples a job passes through the model in addition to plain training.
 
-        The unit is a forward and a backward pass of one sample; a forward pass counts as `FORWARD`.
-        The virtual clock needs the cost at dispatch, so it cannot depend on training.
+        A sample counts 1 for a forward and a backward pass, and 1/3 (the constant
+        `raysim.api.declarations.FORWARD`) for a forward pass alone. The virtual clock needs the
+        cost at dispatch, so it cannot depend on training.
         """
         return 0.0
 
@@ -193,5 +194,8 @@ class Method:
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """Return the method's settings by name."""
+    """Return the values of the method's settings `method.NAME.*`, by key.
+
+    They are the arguments of its constructor, which a method stores under their own names.
+    """
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

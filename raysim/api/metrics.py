@@ -162,10 +162,11 @@ class SetScore:
 
 @contextmanager
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
-    """Call a user's metric inside `with`, without gradients.
+    """Turn any error of the code inside `with` into a ValueError with the metric's name and shapes.
 
-    If the code inside fails, raise ValueError with the metric's name and the shapes.
-    outputs, labels: the arguments of the metric.
+    The code inside calls a user's metric. It runs without gradients.
+    name: the name of the metric.
+    outputs, labels: the arguments of the metric, whose shapes the error shows.
     advice: the last sentence of the error, which says what to do.
     """
     try:

@@ -119,10 +119,11 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its losses and the number of its labels: [B, 2].
+    """Return two numbers for each sample: the sum of its losses and the number of its labels.
 
-    Ignored labels do not count.
-    values: a loss for each label; or a loss for each sample, which counts for each of its labels.
+    The result has the shape [B, 2]. Ignored labels do not count.
+    values: a loss for each label, in the shape of `labels`; or one loss for each sample [B], which
+    is then multiplied by the number of the sample's labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)

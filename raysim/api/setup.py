@@ -38,7 +38,8 @@ Cycle: TypeAlias = Sequence[Sequence[Stage]]
 Contributed: TypeAlias = Mapping[str, np.ndarray]
 Pooled: TypeAlias = Mapping[str, Sequence[np.ndarray]]
 JobCondition: TypeAlias = Callable[[Participation], bool]
-PlannedUpload: TypeAlias = Callable[[int], int]  # floats that a client sends, from those received
+# Returns the number of floats that a client sends, from the number of floats that it received.
+PlannedUpload: TypeAlias = Callable[[int], int]
 Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
@@ -64,9 +65,10 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 class Send:
     """A tensor that clients receive in addition to the model.
 
+    name: the short name of the tensor.
     value: a function that returns the tensor, or None if nothing is sent now; without a function,
     the server state of this name is sent.
-    floats: the tensor's size.
+    floats: the tensor's size in floats: a number, or a function of the layout.
     to: "all" sends the tensor to each client with each version, "once" with a client's first job
     only, and "client" sends each client its own tensor.
     when: a function that decides when a job is dispatched whether its client receives the tensor.
@@ -180,7 +182,11 @@ class MethodDeclaration:
         return hook in self.hooks and hook not in self.skipped
 
     def sees_updates(self) -> bool:
-        """Return True if its clients send more than updates, or its server hooks read updates."""
+        """Return True if the method gives the server more about clients than the mean update.
+
+        Its clients then send further tensors, or its hooks `weigh`, `step` or `absorb` can read the
+        clients' updates.
+        """
         if self.contribute is not None or self.uploads:
             return True
         changes_mean = self.has_hook("step") and "step" not in self.owned
@@ -310,9 +316,10 @@ class Setup:
         self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
-        """Warn if the method compares updates and each aggregation has only one.
+        """Warn if each aggregation of the run has only one update.
 
-        effect: the consequence for the text, for example "it does what FedAvg does".
+        A method calls this function if it compares the updates of an aggregation with each other.
+        effect: the consequence that the warning names, for example "it does what FedAvg does".
         """
         if self.max_updates > 1:
             return
@@ -462,13 +469,14 @@ class Setup:
     ) -> None:
         """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
 
-        The server reads it with `aggregation.uploads(name)`.
+        The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, as in `send`.
-        planned: a function for tensors whose size is unknown before training; any size is then
-        allowed. `planned(received)` returns the expected size, from the number of floats that the
-        client receives in the tensors that this method sends with `varies=True`. Virtual time
-        counts the expected size; for jobs that start from version 0 it counts `floats`. Traffic
-        counts the real size when the update is aggregated.
+        planned: None if the size is `floats` in every job. If the size is unknown before training,
+        a function that predicts it: `planned(received)` returns the expected number of floats.
+        `received` is the number of floats in this method's tensors with `varies=True` (see `send`)
+        that the client receives. Any size is then allowed. Virtual time counts the expected size,
+        but `floats` for jobs that start from version 0. Traffic counts the real size when the
+        update is aggregated.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -501,9 +509,11 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained], an initial value for client or server state.
+        """Return zeros [layout.trained]; pass this function as `initial` of client or server state.
 
-        at: what raysim passes to the functions `initial`: a number of samples, or the server.
+        at: the argument that raysim passes to `initial`. For client state it is a number of
+        samples, and the zeros are on the CPU. For server state it is the server, and the zeros have
+        the device and the dtype of its parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)

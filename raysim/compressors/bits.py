@@ -40,11 +40,12 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _fold(eights: np.ndarray, width: int, parts: np.ndarray) -> None:
-    """Pack the 8 digits of each number, which have a byte each, into `width` bytes without gaps.
+    """Pack groups of 8 digits: from one byte per digit to `width` bits per digit.
 
-    eights: uint64 [n], numbers of 8 digits, each in a byte.
-    width: the bits of a digit: 1, 2 or 4.
-    parts: unsigned integers of `width` bytes, [n], which are filled.
+    eights: uint64 [n], the input: the 8 bytes of each entry are 8 digits below 2^width.
+    width: the number of bits of a digit: 1, 2 or 4.
+    parts: [n], unsigned integers of `width` bytes, the array to fill: each entry has the same 8
+    digits as the entry of `eights`, one after another.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -77,11 +78,12 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unfold(parts: np.ndarray, width: int, eights: np.ndarray) -> None:
-    """Fill `eights` with the numbers from which `_fold` made `parts`.
+    """Unpack groups of 8 digits: from `width` bits per digit to one byte per digit.
 
-    parts: unsigned integers of `width` bytes, [n].
+    This is the inverse of `_fold`.
+    parts: [n], unsigned integers of `width` bytes, the input.
     width: the number of bits of a digit: 1, 2 or 4.
-    eights: uint64 [n], the array to fill with numbers of 8 digits, each in a byte.
+    eights: uint64 [n], the array to fill: the 8 bytes of each entry are 8 digits.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -96,7 +98,7 @@ def _unfold(parts: np.ndarray, width: int, eights: np.ndarray) -> None:
 
 
 def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
-    """Return digits of the type `dtype`, with zeros up to a multiple of `group`."""
+    """Convert digits to the type `dtype`, and append zeros up to a multiple of `group` digits."""
     digits = np.ascontiguousarray(digits, dtype)
     missing = -len(digits) % group
     return np.pad(digits, (0, missing)) if missing else digits
@@ -106,7 +108,7 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
     """Pack digits into words; return uint32 [ceil(n width / 32)].
 
     digits: [n], each below 2^width.
-    width: the bits of a digit.
+    width: the number of bits of a digit.
     """
     if width in WHOLE:
         return _pad(digits, f"u{width // 8}", WORD_BITS // width).view(np.uint32)

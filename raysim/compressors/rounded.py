@@ -133,7 +133,8 @@ def _restore_blocks(
 class Blocks(Compressor):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    A subclass defines `to_numbers`, the type of the numbers and their largest absolute value.
+    A subclass overrides the function `to_numbers` and two attributes: `dtype`, the type of the
+    numbers, and `largest`, their largest absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
     direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
     explains both.

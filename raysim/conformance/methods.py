@@ -117,9 +117,8 @@ class WatchedRun:
 
     run: FinishedRun
     spy: Spy
-    uploads: set[str]  # names of the tensors that are sent next to the update
-    personal: set[str]  # names of the networks' tensors that stay on the clients
-    # Name and bytes of each client state that is not declared as an upload.
+    uploads: set[str]
+    personal: set[str]
     secrets: list[tuple[str, bytes]]
 
 
@@ -222,9 +221,11 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if an update begins with a stored client state that fills most of the update.
+    """Return True if the bytes of an update begin with a client state and have little more.
 
-    A shorter beginning may be equal by chance.
+    "Little more" means that the state has more than half of the update's bytes. A smaller state may
+    have the same bytes as the beginning of an update by chance.
+    stored: the bytes of a client state.
     """
     return update.startswith(stored) and 2 * len(stored) > len(update)
 
@@ -279,9 +280,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return what computes how many floats clients save by receiving compressed steps.
+    """Return an object whose function `saved` returns how many floats a client saves.
 
-    Return None if the server sends whole models.
+    A client saves floats because it receives compressed steps instead of the model. Return None if
+    the server sends whole models.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

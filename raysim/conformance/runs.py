@@ -64,7 +64,12 @@ BUFFER = Buffered(concurrency=4, size=2)
 
 @functools.cache
 def tiny_data(clients: int = 6, samples: int = 150) -> FederatedData:
-    """Return images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
+    """Return a small data set: images of 8 x 8 pixels in 5 classes.
+
+    clients: the number of clients, which have unequal numbers of samples.
+    samples: the number of training samples of all clients together. There are 20 more samples in
+    the central test set.
+    """
     source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
     return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
 
@@ -131,10 +136,10 @@ class FinishedRun:
     """A finished run, with its coordinator, events and history.
 
     coordinator: the coordinator after the run.
-    finished: the last event, which has the checksums, and the jobs in flight when the run ended.
+    finished: the last event of the run, with its checksums and the jobs that were still in flight.
     rows: the rows of the history.
     failures: the jobs that ended with an error.
-    jobs: the records of the jobs that ended in each round.
+    jobs: the records of all jobs that ended, in one list: those of the first round come first.
     aggregations: all aggregations, as they were planned.
     """
 
@@ -143,7 +148,7 @@ class FinishedRun:
     rows: list[Row]
     failures: list[Failure] = field(default_factory=list)
     jobs: list[JobRecord] = field(default_factory=list)
-    aggregations: list[PlannedAggregation] = field(default_factory=list)  # as they were planned
+    aggregations: list[PlannedAggregation] = field(default_factory=list)
 
     @property
     def participations(self) -> dict[int, int]:

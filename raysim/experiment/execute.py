@@ -100,8 +100,9 @@ def run(
     tuple.
     partition: also the rows of each client, in a list of lists or a dictionary.
     loss: also a function from outputs and labels to a loss per sample.
-    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The first metric
-    decides best rounds, thresholds and searches, unless `evaluate.metric` names another one.
+    metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
+    decides which round is best and which trial of a sweep wins. It is the first one, unless
+    `evaluate.metric` names another one.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values.
     Then the run can be continued and repeated like any other. You must give any other object again.

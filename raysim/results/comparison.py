@@ -153,8 +153,8 @@ class Report:
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
         """Write the HTML page, tables for LaTeX and figures; return their paths, the page first.
 
-        formats: file types of the figures for print: any of "pdf", "svg" and "png"; () writes no
-        such figures.
+        formats: the file types in which each figure is also written as a file of its own: any of
+        "pdf", "svg" and "png"; () writes no such files.
         """
         from raysim.results.page import write_report
 

@@ -35,7 +35,7 @@ class FrozenNetworks:
         """Return the networks of a set, by name; their values are loaded once per job.
 
         ctx: the context of the job.
-        name: the name of the set. A method can choose any name.
+        name: the name of the set, which the method chooses.
         values: [layout.total], the values to load; None loads the model from which training
         started, with the client's personal part.
         """

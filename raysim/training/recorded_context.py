@@ -222,13 +222,13 @@ class RecordedContext(Context):
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks, in eval mode and without gradients.
+        """Return further sets of all networks, by name, in eval mode and without gradients.
 
-        Until the step ends, the networks use `values` themselves and not a copy.
+        Until the step ends, these networks use the tensor `values` itself and not a copy of it.
 
-        name: a name for the copies; one name always has the same values within a job.
-        values: their parameters and buffers [layout.total]; None means the model from which
-        training started.
+        name: a name for the set. Only the first call of a step with this name uses `values`.
+        values: the parameters and buffers of the set [layout.total]; None means the model from
+        which training started.
         """
         if name not in self._frozen:
             vector = self._frozen_vector(name)

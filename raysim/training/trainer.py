@@ -170,11 +170,12 @@ class Trainer:
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return frozen copies of all networks, in eval mode and without gradients.
+        """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name for the copies; one name always has the same values within a job.
-        values: their parameters and buffers [layout.total]; None means the model from which
-        training started, with the client's personal part.
+        ctx: the job.
+        name: a name for the copies. Only the first call of a job with this name loads `values`.
+        values: the parameters and buffers of the copies [layout.total]; None means the model from
+        which training started, with the client's personal parameters.
         """
         return self.frozen_networks.networks(ctx, name, values)
 

@@ -10,7 +10,8 @@ It needs neither Ray nor Hydra, and measures four things:
   100 clients and ResNet-18, and G4 a network without convolutions. Pictures are synthetic, with the
   shapes of the original ones.
 
-Each part is written as soon as it is measured. A later call with other parts completes the page.
+The results are written to DIR/results.json and DIR/page.md as soon as each of these parts is
+measured. A later call with the same DIR and other parts (--parts) adds its results to both files.
 """
 
 from __future__ import annotations
@@ -446,7 +447,12 @@ class UtilizationMonitor(threading.Thread):
 
 @contextmanager
 def _device_use(device: str) -> Iterator[ResultRow]:
-    """Yield a row inside `with`; at its end, add the device's peak memory and utilization."""
+    """Measure how the code inside `with` uses the device.
+
+    Yield an empty row. When the code inside ends, the row gets "device_use", the share of time in
+    which a GPU worked (None if it is unknown), and on a GPU "peak_bytes", the largest memory.
+    device: the name of the device in PyTorch, such as "cuda:0".
+    """
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
     if is_cuda:

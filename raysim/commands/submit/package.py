@@ -196,11 +196,12 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add the installed packages that the command uses to --allow and to --with.
+    """Add installed packages with parts of raysim to the flags --allow and --with.
 
-    The nodes of a cluster do not have these packages installed; they find them in the job's folder.
-    Return the new command, and the new files and folders of --with.
-    extra: the files and folders of --with.
+    Only packages whose parts the command uses are added. The nodes of a cluster do not have them
+    installed, so that the job's folder must contain them.
+    Return the command with the new flags --allow, and the files and folders of --with.
+    extra: the files and folders that the user gave with --with.
     """
     packed = list(extra)
     words = list(command.words)

@@ -159,10 +159,11 @@ def corner_points(space: Space) -> list[Point]:
 
 
 def clip_point(space: Space, point: Mapping[str, object]) -> Point:
-    """Return the nearest point of the space.
+    """Return the point with each value moved into the list or the interval of its key.
 
-    A value that the space does not have is replaced by the nearest one. Keys that the space does
-    not have keep their values.
+    A number outside of an interval becomes the nearest number of the interval. A value that is not
+    in a list becomes the first value of the list. Keys that `space` does not have keep their
+    values.
     space: the list or the interval of each searched key.
     point: a value for each key.
     """

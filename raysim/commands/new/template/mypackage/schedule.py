@@ -15,14 +15,20 @@ class MySchedule:
 
     first: the number of clients in the first round. Each later round has one client more.
     most: the largest number of clients in a round.
+
+    Every schedule also has these three attributes:
+    max_staleness: the largest number of aggregations by which an update may be late. Staler updates
+    are discarded; None discards none.
+    pools: the number of groups, by speed, into which the clients are divided; 0 means no groups.
+    stale: True if an update may start from an older version than the current one.
     """
 
     first: int = 2
     most: int = 6
 
-    max_staleness: ClassVar[int | None] = None  # no update is discarded
-    pools: ClassVar[int] = 0  # clients are drawn from all of them
-    stale: ClassVar[bool] = False  # every job starts from the current version
+    max_staleness: ClassVar[int | None] = None
+    pools: ClassVar[int] = 0
+    stale: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least("schedule.first", self.first, 1)
