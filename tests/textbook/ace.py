@@ -1,6 +1,7 @@
 """ACE and ACED: Chang et al. 2025, as its specification reads them.
 
-T grows on skipped steps, too.
+Symbols: u_i, the last update of client i that arrived; tau_i, the version that this update started
+from; eta, the server's rate. An aggregation that leaves x unchanged makes a new version, too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """Replace the arrivals' entries, then x <- x + eta mean of the entries that are at most
-    `oldest` versions old.
+    """Run x <- x + eta times the mean of the stored updates u_i.
 
-    Buffers are the arrivals' mean. Nothing moves without such an entry; `initialise`: nor before
-    everybody has one.
+    Each aggregation first stores the updates that arrive; it then uses those u_i whose base version
+    is at most `oldest` versions old. Without any, x stays as it is. lr: eta. initialise: x also
+    stays until every client has sent an update. Network buffers become the mean of those that
+    arrive.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     u: dict[int, tuple[int, Tensor]] = {}  # by client, in the order of first arrival: tau_i, u_i

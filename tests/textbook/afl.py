@@ -1,4 +1,8 @@
-"""AFL: Mohri et al. 2019 with local steps; the projection by bisection of its threshold."""
+"""AFL: Mohri et al. 2019, with local steps.
+
+Symbols: lambda_i, the weight of client i, at least 0; all lambda_i sum to 1. The projection onto
+such weights finds its threshold by bisection.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from textbook.world import Book, World
 
 
 def nearest_on_simplex(values: Tensor) -> Tensor:
-    """max(values - t, 0), with the t at which it sums to 1."""
+    """Return max(values - t, 0) with the number t for which the sum is 1."""
     low, high = float(values.min()) - 1.0, float(values.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -23,7 +27,11 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 
 
 def afl(world: World, gamma: float) -> Book:
-    """Weights lambda_i within the round; then lambda ascends by the losses before training."""
+    """Run FedAvg with weights lambda_i, which grow for clients with large losses.
+
+    After each round, lambda_i of each of its m clients grows by gamma N / m times the loss of x on
+    the client's samples before training. Then lambda is projected: `nearest_on_simplex`.
+    """
     x, lam = (
         detach(world.start),
         torch.full((world.clients,), 1 / world.clients, dtype=torch.float64),

@@ -1,5 +1,7 @@
-"""APFL: Deng et al. 2020, Algorithm 1: FedAvg, and for each client a model v that is trained within
-a mixture.
+"""APFL: Deng et al. 2020, Algorithm 1: FedAvg, with a second model of each client.
+
+Symbols: w, the client's copy of the shared model; v, the model that stays on the client; m = alpha
+v + (1 - alpha) w, the mixture that the client is scored with.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def mixture(v: Params, w: Params, alpha: float) -> Params:
-    """alpha v + (1 - alpha) w, which can be trained.
+    """Return m = alpha v + (1 - alpha) w, whose parameters require a gradient.
 
-    Statistics are those of v, and move with it.
+    BatchNorm's statistics are the tensors of v themselves, so a forward pass of m updates them in
+    v.
     """
     mixed = {}
     for name, tensor in v.items():
@@ -36,7 +39,11 @@ def mixture(v: Params, w: Params, alpha: float) -> Params:
 
 
 def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
-    """v <- v - eta alpha grad f(m) and w <- w - eta grad f(w), both at the start of a step."""
+    """Run v <- v - eta alpha grad f(m) and w <- w - eta grad f(w), both from the same m and w.
+
+    f: the cross-entropy of the step's batch. alpha: the first value for all clients. adaptive: each
+    job of a client begins with a gradient step on its alpha.
+    """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
     v = {client: copy_for_training(x) for client in range(world.clients)}
     alphas = dict.fromkeys(v, alpha)

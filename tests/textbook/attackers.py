@@ -1,5 +1,7 @@
-"""FedAvg with attackers, as their papers say what they send: sign flip, scaling, noise, and ALIE
-(Baruch et al. 2019), whose deviation is found one coordinate at a time.
+"""FedAvg with attackers: sign flip, scaling, noise, and ALIE (Baruch et al. 2019).
+
+ALIE's attackers send the mean of the honest updates plus z times their standard deviation, here
+computed one coordinate at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from textbook.world import Book, World
 
 
 def z_max(n: int, m: int) -> float:
-    """max z with phi(z) < (n - m - s) / (n - m), s = floor(n/2 + 1) - m."""
+    """Return the z with phi(z) = (n - m - s) / (n - m), where s = floor(n/2 + 1) - m.
+
+    phi: the normal distribution function. n: the number of updates. m: those of attackers.
+    """
     s = int(n / 2 + 1) - m
     return float(norm.ppf((n - m - s) / (n - m)))
 
@@ -30,7 +35,12 @@ def attacked(
     sigma: float = 1.0,
     z: float | None = None,
 ) -> Book:
-    """FedAvg of what honest clients learnt and attackers send."""
+    """Run FedAvg of the honest clients' updates and of those that attackers send.
+
+    kind: "sign_flip", "scaled", "gaussian" or "alie". share: the share of clients that are
+    attackers. scale: factor of an attacker's own update. sigma: standard deviation of the noise. z:
+    ALIE's number of standard deviations; None: `z_max`.
+    """
     some = [client for client in range(world.clients) if len(world.data[client][0])]
     evil = set(
         stream(world.seed, "attack.clients").permutation(some)[: round(share * len(some))].tolist()

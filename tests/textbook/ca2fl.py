@@ -1,6 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-h_i and h are those after the previous flush, network buffers are averaged.
+Symbols: Delta_i, the update of client i that arrives; h_i, its update in an earlier aggregation (0
+if there was none); h, the mean of the h_i; v, the calibrated update; eta, the server's rate.
+Network buffers are averaged.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from textbook.world import Book, World
 
 
 class Calibration:
-    """v = h + mean of (Delta_i - h_i).
+    """The calibrated update v = h + mean of (Delta_i - h_i) over the clients that arrive.
 
-    h over all clients, zeros of unseen ones included, or over those seen.
+    h and h_i have the values from before this aggregation. seen_only: h is the mean over the
+    clients that have sent an update, not over all clients.
     """
 
     def __init__(self, world: World, seen_only: bool = False):
@@ -50,13 +53,19 @@ class Calibration:
 
 
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
-    """x <- x + eta v."""
+    """Run x <- x + eta v, with the calibrated update v.
+
+    lr: eta. seen_only: as in `Calibration`.
+    """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))
 
 
 def ca2fl_fadas(world: World, eta: float, **settings: object) -> Book:
-    """eta v as FADAS' gradient."""
+    """Run FADAS with eta v in place of the mean update.
+
+    settings: those of `AmsGrad`.
+    """
     v, amsgrad = Calibration(world), AmsGrad(world, **settings)
     book = v.book(world, lambda at: amsgrad(at, eta * v(at)))
     return replace(

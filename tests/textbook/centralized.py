@@ -1,6 +1,6 @@
-"""Centralized training: SGD on all samples at once, in the order of the data set.
+"""Centralized training: SGD on the samples of all clients together, in the data set's order.
 
-As many a round as a cohort would.
+A round makes as many steps as give the same number of samples as a federated round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from textbook.world import Book, World
 
 
 def centralized(world: World) -> Book:
-    """drawn: `images`, `labels`, the `rows` of each client, and what a federated run would do:
-    `cohort`, `local`.
+    """Run SGD on pooled data.
+
+    world.drawn has `images` and `labels` of the whole data set, and `rows`, each client's positions
+    in it. Its `cohort` and `local` are the number of clients and the local settings of the
+    federated run.
     """
     drawn, asked = world.drawn, world.drawn["local"]
     rows = np.sort(np.concatenate(drawn["rows"]))

@@ -1,4 +1,4 @@
-"""Run raysim on a small world, record batches and draws, and compare its end with a textbook."""
+"""Run raysim on a small world, record its batches and draws, and compare it with a textbook."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ EXACT = 1e-9  # float64 end to end
 
 @dataclass(frozen=True)
 class Row:
-    """Settings at which a textbook is checked.
+    """A textbook, the methods that must equal it, and the settings of the run that compares them.
 
-    By default four clients of different sizes, of which three train in each of three rounds.
-    methods: makes new ones for the run. study: arguments of `tiny_runs.run_spec`. run: arguments of
-    `tiny_runs.coordinate`. drawn: `World.drawn`, or a function that finds it on the worker. skips:
-    entries of client or server state that only raysim's implementation has, with the reason.
+    By default four clients of different sizes, of which three train in each of three rounds. book:
+    the textbook. methods: a function that returns new methods for the run. study: arguments of
+    `tiny_runs.run_spec`. run: arguments of `tiny_runs.coordinate`. drawn: `World.drawn`, or a
+    function that makes it from the run's worker. skips: entries of client or server state that only
+    raysim's implementation has; by their names, the reason.
     """
 
     book: Callable[[World], Book]
@@ -75,9 +76,10 @@ class RecordingTrainer(Trainer):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run, and the same run without its training, as a textbook gets it.
+    """A finished run, with all that a textbook needs to repeat it.
 
-    starts: the initial values of each replica, by full name.
+    ended: the run's results. world: the run without its training, which a textbook gets. starts:
+    for each replica, its initial tensors by full name.
     """
 
     ended: FinishedRun
@@ -122,7 +124,7 @@ def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tenso
 
 
 def check(row: Row) -> None:
-    """Assert that raysim and the textbook end at the same numbers."""
+    """Assert that raysim and the textbook of a row end with the same tensors and columns."""
     recorded = run_recorded(row)
     ended, coordinator, worker = recorded.ended, recorded.coordinator, recorded.worker
     study, rounds = coordinator.spec, recorded.world.rounds
@@ -182,9 +184,9 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 
 
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
-    """Return a list that the run fills: the jobs of each aggregation in the order of acceptance.
+    """Return a list that the run fills: for each aggregation its jobs, in their order.
 
-    A job is its (client, turn, version, samples).
+    A job is a tuple (client, turn, version, samples), as in `Job`.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
@@ -202,7 +204,7 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
 
 
 def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
-    """Return a client's accepted state, with personal tensors by name."""
+    """Return a client's committed state, with personal tensors by name."""
     state = dict(coordinator.client_states.committed()).get(client)
     return {} if state is None else to_named_arrays(state, coordinator.layout)
 

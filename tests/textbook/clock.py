@@ -1,11 +1,8 @@
-"""The virtual clock by hand: which clients are dispatched when, who arrives, and what is
-aggregated.
+"""The virtual clock by hand: who is dispatched when, who arrives, and what is aggregated.
 
-There are rounds, or a buffer of `size` with `concurrency` clients in flight (Nguyen et al. 2022,
-Algorithm 1). The program has no heap and looks at all clients at each event. While some are in
-flight, clients are drawn by random places in the list of all clients, in blocks of 2, 4, 8, ...
-times the wanted number. Busy clients and repetitions do not count; if too many do not count, the
-rest is drawn from the idle clients.
+The schedule is synchronous rounds, or a buffer of `size` updates with `concurrency` clients in
+flight (Nguyen et al. 2022, Algorithm 1). The program has no heap and looks at all clients at each
+event.
 """
 
 from __future__ import annotations
@@ -34,8 +31,10 @@ class FlyingJob:
 class Aggregated:
     """The state right after an aggregation.
 
-    taken: the aggregated jobs. waiting: jobs that arrived, in order. cohorts: drawn so far. turns:
-    jobs of each client, in the order of first dispatches.
+    time_s: virtual time. taken: the aggregated jobs. waiting: jobs that have arrived and are not
+    yet aggregated, in order of arrival. running: jobs in flight. cohorts: how many times clients
+    were drawn so far. sent: jobs dispatched so far. arrivals: jobs that arrived so far. turns: for
+    each client, its dispatched jobs; clients are in the order of their first dispatches.
     """
 
     time_s: float
@@ -57,7 +56,11 @@ def timetable(
     size: int,
     synchronous: bool,
 ) -> list[Aggregated]:
-    """Return the state after each aggregation. seconds(client): the time of one of its jobs."""
+    """Return the state after each aggregation.
+
+    counts: each client's training samples; a client without samples is never dispatched.
+    seconds(client): the duration of a job of the client.
+    """
     able = [client for client, count in enumerate(counts) if count]
     running, waiting = list[FlyingJob](), list[FlyingJob]()
     aggregations = list[Aggregated]()
@@ -105,7 +108,13 @@ def timetable(
 def draw(
     generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int
 ) -> list[int]:
-    """Return `count` of the idle clients, ascending."""
+    """Return `count` of the idle clients, ascending.
+
+    able: all clients with samples. idle: those of them that are not in flight. If all are idle,
+    `count` are drawn at once. Otherwise, random positions in `able` are drawn in blocks, first 2
+    `count` positions, then 4 `count`, and so on. A position counts if its client is idle and not
+    yet drawn. If too few count, the missing clients are drawn from the idle ones.
+    """
     if len(idle) == len(able):
         return sorted(
             able[place] for place in generator.choice(len(able), size=count, replace=False)
@@ -137,9 +146,12 @@ def lognormal_seconds(
     sigma: float,
     network_sigma: float,
 ) -> float:
-    """Return the seconds to receive, train and send.
+    """Return the seconds in which a client receives the model, trains and sends its update.
 
-    A float has four bytes. The client's two normal numbers are for its speed and its network.
+    samples: samples that the job trains on. floats: numbers in the model, of four bytes each.
+    speed: samples a second. down, up: bytes a second. sigma, network_sigma: standard deviations of
+    the logarithms of speed and bandwidth. The client's two normal numbers are for its speed and its
+    network.
     """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)

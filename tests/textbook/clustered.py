@@ -17,7 +17,11 @@ from textbook.world import Params, World
 
 @dataclass
 class Clusters:
-    """The models at the end, the model that each client is scored with, and columns."""
+    """The result: a model per cluster, and the columns of the history.
+
+    models: the model of each cluster at the end. model_of: for each client, the number of the
+    cluster whose model it is scored with. columns: values by round.
+    """
 
     models: list[Params]
     model_of: list[int]
@@ -25,7 +29,11 @@ class Clusters:
 
 
 def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
-    """Let each client train the model with the least loss; average each over its clients."""
+    """Let each client train the model with the least loss; average each model over its clients.
+
+    starts: the initial tensors of each cluster's model. The loss is that on the client's training
+    samples.
+    """
     models = [detach(start) for start in starts]
     shares: list[list[float]] = [[] for _ in models]
 
@@ -50,9 +58,12 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 
 
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
-    """Average each cluster; split it by brute force over all bipartitions where norms say so.
+    """Average the models of each cluster's clients, and split a cluster whose clients disagree.
 
-    All clients train in each round, as in the paper.
+    A cluster of three or more clients is a candidate if its mean update is shorter than `mean_norm`
+    and its longest update is longer than `max_norm`. It is split if gamma < sqrt((1 - c) / 2), with
+    c the value of `best_bipartition`. most: the largest number of clusters. All clients train in
+    each round, as in the paper.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []
@@ -90,7 +101,12 @@ def flat(p: Mapping[str, Tensor]) -> Tensor:
 
 
 def best_bipartition(updates: Sequence[Tensor]) -> tuple[set[int], float]:
-    """Return the part without the first update, and the largest cosine similarity across."""
+    """Split the updates in two, so that updates of different parts have little in common.
+
+    The best bipartition has the least value of c, the largest cosine similarity between an update
+    of one part and one of the other part. Return the positions of the part that lacks the first
+    update, and c.
+    """
     best: tuple[float, set[int]] = (math.inf, set())
     places = range(len(updates))
     for size in range(1, len(updates)):

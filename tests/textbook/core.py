@@ -1,7 +1,7 @@
 """FedAvg with all local options, batches cut by hand, and updates that may be stale.
 
-Buffers are averaged as values, parameters as changes from what each client received. Stale updates
-have no smaller weight.
+Buffers are averaged as values, parameters as changes from what each client received. A stale update
+has the same weight as a fresh one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def core(world: World) -> Book:
-    """x + sum_i w_i (y_i - x_[version of i]) / sum_i w_i."""
+    """Run x <- x + sum_i w_i D_i / sum_i w_i, with each client's weight w_i."""
     versions, losses = [dict(world.start)], list[float]()
     for jobs in world.rounds:
         trained = [client(world, job, versions[job.version]) for job in jobs]
@@ -51,7 +51,7 @@ def core(world: World) -> Book:
 
 
 def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
-    """What a client makes of what it received, and its losses."""
+    """Return the model that a client has trained from the received one, and its mean loss."""
     p, own, losses = copy_for_training(received), world.local, RowMean()
     optimizer, rate = Optimizer(own), own.lr * own.lr_decay**job.version
     inputs, labels = world.data[job.client]
@@ -71,9 +71,10 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
 
 
 def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
-    """Positions of each batch in the client's samples.
+    """Yield for each batch of a job the positions of its samples among the client's samples.
 
-    `whole`: a last one of a single sample is left out.
+    own: the settings local.*. whole: the network has BatchNorm, so a last batch of a single sample
+    is left out.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0

@@ -1,8 +1,9 @@
-"""SCAFFOLD and FedCM for a client with several optimizers, one correction for each of them.
+"""SCAFFOLD and FedCM for a client with several optimizers.
 
-The gradient that an optimizer gets is corrected (of an ascent, that of the negated loss), and a
-movement is divided by the steps and by the rate of its own group. The steps of a group are counted
-here: a client calls `correct` once for each.
+Each optimizer trains its own group of parameters, and its gradients are corrected before its step.
+An optimizer that maximises a loss gets the gradient of the negated loss. A client calls its
+argument `correct` once for each step of a group, which also counts the group's steps. The movement
+of a group's parameters is divided by these steps and by the group's learning rate.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ Factor = Callable[[str], float]  # of a parameter: its learning rate in units of
 
 
 def uncorrected(params: Params, grads: Params) -> Params:
-    """Every gradient as it is."""
+    """Return the gradients as they are."""
     return grads
 
 
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """FedAvg's rounds."""
+    """Run FedAvg's rounds without a correction.
+
+    client(job, x, correct): the trained model. factor: not used; it stands here because the other
+    functions for rounds have it.
+    """
     x = dict(world.start)
     for jobs in world.rounds:
         x = average([client(job, x, uncorrected) for job in jobs], weights(world, jobs))
@@ -37,19 +42,26 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
 
 
 def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
-    """What every participation reported, in order: the mean of each round over its rows."""
+    """Return for each round the mean loss over all rows that its clients trained on.
+
+    reported: the mean loss of each job, in the order of the rounds and of their jobs.
+    """
     found = iter(reported)
     return [row_mean([next(found) for _ in jobs]) for jobs in world.rounds]
 
 
 def _steps(world: World, count: int) -> float:
-    """K': the part of each step's gradient in the movement under momentum."""
+    """Return K', by which SCAFFOLD divides a movement of `count` steps with momentum.
+
+    It is the sum over the steps of how often the step's gradient counts in the movement: without
+    momentum 1, so that K' is `count`.
+    """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))
 
 
 def _networks(world: World) -> list[str]:
-    """The shared parameters of all networks, in the order of the vector."""
+    """Return the names of the shared parameters of all networks, in the order of the vector."""
     names = trainable(world.start, "model") + [n for n in world.start if not n.startswith("model.")]
     return [name for name in names if name not in world.personal]
 
@@ -59,9 +71,11 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 
 
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Algorithm 1, Option II: g - c_i + c; c_i+ = c_i - c + (x - y) / (K' eta).
+    """Run SCAFFOLD, Algorithm 1, Option II: correct a gradient g to g - c_i + c.
 
-    c moves by 1/N of all changes.
+    c_i: the control variate of client i; c: that of the server. After a job, c_i <- c_i - c + (x -
+    y) / (K' eta), with K' of `_steps`. c grows by 1/N of the sum of all changes of c_i.
+    factor(name): the learning rate of a parameter, in units of the run's.
     """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}
@@ -99,9 +113,11 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
 def with_fedcm(
     world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0
 ) -> Book:
-    """Algorithm 1: v = alpha (g + wd y) + (1 - alpha) D.
+    """Run FedCM, Algorithm 1: replace g + wd y in each step by alpha (g + wd y) + (1 - alpha) D.
 
-    Then D is the clients' mean of (x - y) / (K eta).
+    g: the gradient; y: the parameters; wd: the weight decay. D, the server's direction, is 0 in the
+    first round, then the mean over the last round's clients of (x - y) / (K eta). K: the client's
+    steps. factor(name): the learning rate of a parameter, in units of the run's.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

@@ -1,9 +1,10 @@
-"""DANN with a domain for each client: Ganin et al. 2016 in the alternating form of DomainBed, or
-with their reversal.
+"""DANN with a domain for each client: Ganin et al. 2016, or the alternating form of DomainBed.
 
-Step k = 1, 2, ... of a participation trains the discriminator if k mod (1 + r) < r; both kinds
-count as local steps. With gradient reversal one optimizer steps all: the extractor gets -lam times
-the gradient of the domain's loss.
+Symbols: z, the features; omega, the classifier; phi, the extractor; delta, the discriminator, which
+predicts the client i from z; lam, the weight of its loss. In the alternating form each step trains
+either the discriminator or the network, and both kinds count as local steps. In the paper's form,
+gradient reversal, one optimizer steps all: the extractor gets -lam times the gradient of the
+discriminator's loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DISCRIMINATOR = "dann.discriminator"
 
 
 def discriminator(p: Params, z: Tensor) -> Tensor:
-    """Features to an output for each client."""
+    """Return the discriminator's logits [B, clients] for features z [B, F]."""
     for layer in (0, 2, 4):
         name = f"{DISCRIMINATOR}.{layer}"
         z = F.linear(z.relu() if layer else z, p[f"{name}.weight"], p[f"{name}.bias"])
@@ -45,7 +46,12 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Minimise CE(omega(z), y) - lam CE(delta(z), i) in phi and omega, CE(delta(z), i) in delta."""
+    """Minimise CE(omega(z), y) - lam CE(delta(z), i) in phi and omega, CE(delta(z), i) in delta.
+
+    r: step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r) < r. rate: the
+    discriminator's learning rate, in units of the run's. reversal: gradient reversal in place of
+    alternating steps. rounds: the function that runs the rounds, of `textbook.corrected`.
+    """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 
     def client(job: Job, x: Params, correct: Correct) -> Params:

@@ -1,7 +1,8 @@
-"""DiLoCo (2023), its asynchronous form (2024) and the streaming one (2025), written from PyTorch.
+"""DiLoCo (2023), its asynchronous form (2024) and the streaming one (2025), in PyTorch.
 
-On the clients torch.optim.AdamW, whose state a client keeps from job to job; on the server
-torch.optim.SGD with Nesterov's momentum on the mean of received minus trained, or the delayed one.
+Clients use torch.optim.AdamW, whose state a client keeps from job to job. The server's gradient is
+the mean of received minus trained parameters. Its optimizer is torch.optim.SGD with Nesterov's
+momentum, or the asynchronous paper's delayed Nesterov update.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from textbook.world import Book, Job, Params, World
 
 
 class Clients:
-    """All clients, each with an AdamW of its own that goes on in the next job."""
+    """All clients, each with its own AdamW, which continues in the client's next job."""
 
     def __init__(self, world: World):
         self.local = world.local
@@ -26,7 +27,7 @@ class Clients:
         self.kept: dict[int, Params] = {}
 
     def train(self, job: Job, received: Params) -> Params:
-        """Return the model of a client after its steps."""
+        """Return the model that a client has trained from the received one in a job."""
         p = {}
         for name, tensor in received.items():
             needs_gradient = tensor.is_floating_point() and not is_buffer(name)
@@ -48,7 +49,7 @@ class Clients:
 
 
 def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
-    """Return the state of AdamW as raysim names it."""
+    """Return AdamW's state, by the names that it has in raysim's client state."""
     states = [adamw.state[parameter] for parameter in adamw.param_groups[0]["params"]]
     assert len(states) == count
     return {
@@ -59,7 +60,10 @@ def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
 
 
 def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
-    """Return the last model and the optimizers. rule(x, update): the next parameters."""
+    """Run rounds, and return the last model and the state of each client's AdamW.
+
+    rule(x, update): the next parameters, from the current ones and the mean update, both [d].
+    """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     for jobs in world.rounds:
         changes = []
@@ -73,7 +77,10 @@ def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
 
 
 def diloco(world: World, lr: float, momentum: float) -> Book:
-    """Run rounds whose updates are the gradients of torch.optim.SGD with Nesterov's momentum."""
+    """Run rounds in which the server steps with torch.optim.SGD and Nesterov's momentum.
+
+    lr, momentum: those of the server's optimizer, whose gradient is the negated mean update.
+    """
     names = trainable(world.start)
     x = flatten(world.start, names).clone().requires_grad_()
     outer = torch.optim.SGD([x], lr=lr, momentum=momentum, nesterov=True)
@@ -90,7 +97,11 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 
 
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
-    """Run the delayed update: with g = received - trained, as the paper writes it."""
+    """Run the delayed Nesterov update, in the paper's form: its gradient g is received - trained.
+
+    every: the momentum is updated after so many arrivals, and each single step is g / every. c: the
+    paper's weight of the momentum in the steps between.
+    """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))
     gradients: list[Tensor] = []
@@ -117,7 +128,11 @@ def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> B
 
 
 def streaming(world: World, lr: float, momentum: float, fragments: Sequence[Sequence[str]]) -> Book:
-    """Run rounds of which each synchronises one fragment, a list of names of parameters."""
+    """Run rounds of which each synchronises one fragment, a list of names of parameters.
+
+    lr, momentum: those of the server's optimizer. fragments: they take turns, one version after
+    another.
+    """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     u = {name: torch.zeros_like(world.start[name]) for name in names}
     own: dict[int, Params] = {}

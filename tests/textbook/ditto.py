@@ -1,8 +1,8 @@
-"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and beside it for each client a model that nobody
-else sees.
+"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and for each client a second model v that stays
+there.
 
-Its batches are cut from permutations on the stream "ditto.batches", a rest of one sample left out;
-there are as many as the shared model had.
+The batches of v are cut from permutations on the stream "ditto.batches", where a rest of one sample
+is left out. There are as many as the shared model has in the job.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
-    """v - lr_v (grad F_k(v) + lam (v - x)), from the initial model on.
+    """Run FedAvg, and in each job also v <- v - eta_v (grad F_k(v) + lam (v - x)).
 
-    The shared model knows nothing of it.
+    F_k: the loss of client k. factor: eta_v in units of the run's learning rate. v starts at the
+    initial model and does not influence x.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
     v = {client: dict(x) for client in range(world.clients)}

@@ -1,5 +1,6 @@
-"""DP-FedAvg with adaptive clipping: McMahan et al. 2018 (flat clipping, fixed denominator), Andrew
-et al. 2021 (Algorithm 1), a client at a time.
+"""DP-FedAvg, one client at a time, with adaptive clipping.
+
+McMahan et al. 2018 (flat clipping, fixed denominator) and Andrew et al. 2021 (Algorithm 1).
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def dp_fedavg(
     eta: float = 0.2,
     s: float | None = None,
 ) -> Book:
-    """m clients a round; z, c, gamma, eta and s as in Andrew et al."""
+    """Clip each update to the norm c, add Gaussian noise to the sum, and divide by m.
+
+    m: clients in a round. z: the noise multiplier. c: the first clipping bound. gamma: the share of
+    updates that the adapted bound should leave unclipped; None: the bound stays c. eta: the rate of
+    this adaptation. s: the deviation of the noise on the number of unclipped updates; None: max(m /
+    20, z).
+    """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s
 
@@ -56,9 +63,11 @@ def dp_fedavg(
 
 
 def epsilon_poisson(z: float, q: float, rounds: int, delta: float) -> float:
-    """Mironov, Talwar and Zhang 2019, eq. 3 at whole orders a.
+    """Return the epsilon of (epsilon, delta)-privacy after some rounds with Poisson sampling.
 
-    Canonne, Kamath and Steinke 2020, Proposition 12.
+    z: the noise multiplier. q: the probability that a client is in a round. Renyi divergences:
+    Mironov, Talwar and Zhang 2019, eq. 3 at whole orders a. Conversion to epsilon: Canonne, Kamath
+    and Steinke 2020, Proposition 12.
     """
     best = float("inf")
     for a in range(2, 65):

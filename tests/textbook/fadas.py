@@ -1,5 +1,7 @@
-"""FADAS: Wang et al. 2024, Algorithm 1 and the delay-adaptive rate: the paper's cap, or the
-released code's scale.
+"""FADAS: Wang et al. 2024, Algorithm 1, with a learning rate that depends on the delay.
+
+Symbols: Delta, the mean update; m and v, its exponential means of first and second order; eta, the
+server's rate.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from textbook.world import Book, World
 
 
 class AmsGrad:
-    """m, v, and the largest v so far.
+    """AMSGrad on the server: m, v and w, the largest v so far; x <- x + eta m / (sqrt(w) + eps).
 
-    Eta_t is smaller where the stalest update is older than the threshold.
+    lr: eta while no update of the aggregation is staler than `threshold` versions. Otherwise, with
+    s the largest staleness, eta is min(lr, 1 / s) for rule "cap" (paper) and lr / s for "scale"
+    (released code).
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class AmsGrad:
         self.columns: Mapping[str, Sequence[float]] = {"fadas.rate": [], "fadas.moved": []}
 
     def __call__(self, at: Cohort, delta: Tensor) -> Tensor:
-        """The next parameters."""
+        """Return the next parameters [d] from the mean update delta [d]."""
         self.steps += 1
         self.m = self.beta1 * self.m + (1 - self.beta1) * delta
         self.v = self.beta2 * self.v + (1 - self.beta2) * delta**2
@@ -64,7 +68,10 @@ class AmsGrad:
 
 
 def fadas(world: World, **settings: object) -> Book:
-    """AMSGrad on the mean update, uniform unless the run weighs by samples."""
+    """Run AMSGrad on the mean update, which is uniform unless the run weighs by samples.
+
+    settings: those of `AmsGrad`.
+    """
     amsgrad = AmsGrad(world, **settings)
     book = run_server_rule(world, lambda at: amsgrad(at, at.mean))
     return replace(book, server=amsgrad.server, columns=amsgrad.columns)

@@ -1,4 +1,8 @@
-"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on a whole network of one hidden layer."""
+"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on a network of one hidden layer.
+
+Symbols: x, the received parameters; y', those that the client trained in its last job; W, its
+learned weights between 0 and 1, one per parameter.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
-    """Start from y' + (x - y') W in the modules under `top`; learn W on a share of the samples."""
+    """Start each job after a client's first one from y' + (x - y') W, in the modules under `top`.
+
+    W is learned before the job, on a random share of the client's samples. rate: the learning rate
+    of W.
+    """
     x, names = dict(world.start), trainable(world.start, top)
     trained, shares = dict[int, Params](), dict[int, Params]()
 

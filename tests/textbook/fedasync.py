@@ -1,6 +1,7 @@
 """FedAsync: Xie et al. 2020, Algorithm 1.
 
-In a buffer t grows with each arrival, outside with each version.
+Symbols: y, the model that arrives; tau, the version that it started from; t, the server's time;
+sigma, a function that falls with the staleness t - tau.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """x <- (1 - a_t) x + a_t y for one arrival after the other, a_t = alpha sigma(t - tau).
+    """Run x <- (1 - a_t) x + a_t y for one arrival after the other, with a_t = alpha sigma(t -
+    tau).
 
-    Buffers as well.
+    t is the version plus the arrival's position in its aggregation, from 0. kind, a, b: sigma is
+    "constant", "polynomial" with exponent a, or "hinge" with slope a after staleness b. oldest: a
+    staler model gets a_t = 0. decay: factor of alpha at each version. rho: weight of the proximal
+    term.
 
-    By samples a_t has the factor n_i / mean n, up to 1. Integer buffers take the maximum of the
-    arrivals.
+    If the run weighs by samples, a_t is also multiplied by n_i / mean n, and is at most 1. Floating
+    buffers are mixed as parameters are; integer buffers take the maximum of the arrivals.
     """
     versions: list[Params] = [dict(world.start)]
     mean_samples = sum(len(labels) for _, labels in world.data) / world.clients

@@ -7,5 +7,5 @@ from textbook.world import Book, World
 
 
 def fedavg(world: World) -> Book:
-    """x <- sum_i n_i y_i / sum_i n_i."""
+    """Run x <- sum_i n_i y_i / sum_i n_i."""
     return run_rounds(world, lambda job, x: train(world, job, x))

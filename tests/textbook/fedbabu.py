@@ -1,6 +1,6 @@
-"""FedBABU: Oh et al. 2022: bodies are trained with the initial head.
+"""FedBABU: Oh et al. 2022: the extractor is trained, and the head keeps its initial values.
 
-A copy is fine-tuned for each client.
+For its scores, each client fine-tunes a copy of the shared model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
-    """FedAvg of the parts in front of the head, which nobody trains before fine-tuning."""
+    """Run FedAvg of the extractor; the head is only trained in the fine-tuning before scores.
+
+    epochs: epochs of fine-tuning. head_only: fine-tune the head alone.
+    """
 
     def client(job: Job, x: Params) -> Params:
         p, sgd = copy_for_training(x), optimizer(world, job)
@@ -46,7 +49,7 @@ def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
 
 
 def accuracy(world: World, models: dict[int, Params]) -> float:
-    """The mean over the clients of each one's share of right answers."""
+    """Return the mean over clients of the accuracy of each client's model on its test samples."""
     shares = []
     for client, (inputs, labels) in enumerate(world.tests):
         right = logits(models[client], inputs, False).argmax(1) == labels

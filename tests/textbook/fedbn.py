@@ -1,7 +1,4 @@
-"""FedBN: Li et al. 2021, Algorithm 1, with the scopes of its spec.
-
-A pass for clients that never took part.
-"""
+"""FedBN: Li et al. 2021, Algorithm 1, with the scopes of its spec."""
 
 from __future__ import annotations
 
@@ -19,9 +16,11 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 
 
 def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = False) -> Book:
-    """Tensors of the BatchNorm layer in the scope stay.
+    """Run FedAvg in which tensors of the BatchNorm layer stay on the clients.
 
-    With mu it is FedProx beside it, on what is shared.
+    scope: which tensors stay, a key of `SCOPES`. mu: weight of FedProx's term, which pulls the
+    shared parameters only. reestimate: for scores, a client that never trained computes BatchNorm's
+    statistics from its training samples.
     """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}
@@ -53,7 +52,10 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 
 
 def statistics(model: Params, x: Tensor, stays: list[str]) -> Params:
-    """Mean and unbiased variance of what the layer sees."""
+    """Return BatchNorm's mean and unbiased variance of its inputs, computed from the samples x.
+
+    stays: full names of the layer's tensors that stay on the client; only those are returned.
+    """
     seen = x.flatten(1) @ model["model.extractor.1.weight"].T + model["model.extractor.1.bias"]
     found = {
         "running_mean": seen.mean(0),

@@ -1,9 +1,12 @@
 """FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
 
-Where paper and code differ: similarities are multiplied by the temperatures (code) unless "divide"
-(eqs. 5-6); row j of the pseudo-data meets row j of the batch, modulo its length; the received
-extractor is in eval mode; pseudo-data leave BatchNorm's statistics alone; theta has the momentum
-and weight decay of the rest.
+Symbols: phi, the extractor; omega, the classifier; theta, the projector. z, features of the batch;
+z_p, features of the pseudo-data; z_g, features of the pseudo-data from the received extractor.
+
+Where paper and code differ, the textbook does this: similarities are multiplied by the temperatures
+(code), or divided by them (eqs. 5-6). Row j of the pseudo-data meets row j of the batch, modulo the
+batch's length. The received extractor is in eval mode. Pseudo-data leave BatchNorm's statistics
+alone. theta has the same momentum and weight decay as phi and omega.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ Pseudo = Callable[[int], Tensor]  # by version
 
 
 def projected(p: Params, z: Tensor) -> Tensor:
-    """Three linear layers with ReLU between them, or nothing."""
+    """Return the projector's outputs for features z: three linear layers with ReLU between them.
+
+    Without a projector, z is returned.
+    """
     for layer in (0, 2, 4) if f"{PROJECTOR}.0.weight" in p else ():
         z = F.linear(
             z.relu() if layer else z,
@@ -46,7 +52,10 @@ def projected(p: Params, z: Tensor) -> Tensor:
 
 
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
-    """L_con of features: mean_j -log f1 / (f1 + f2)."""
+    """Return L_con, the mean over the rows j of the pseudo-data of -log(f1 / (f1 + f2)).
+
+    f1 = exp(kappa[0] cos(z_p, z_g)) and f2 = exp(kappa[1] cos(z_p, z)), of projected features.
+    """
     z_p, z_g, z = (
         projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
     )
@@ -59,7 +68,7 @@ def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float,
 
 
 def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
-    """With rows of probabilities."""
+    """Return the mean cross-entropy of logits with rows of class probabilities, both [B, C]."""
     return -(rows * logits.log_softmax(1)).sum(1).mean()
 
 
@@ -70,7 +79,11 @@ def class_chances(labels: Tensor) -> np.ndarray:
 
 
 def means(world: World, size: int, count: int, sources: str) -> Tensor:
-    """Return `size` means of `count` samples of each client (Algorithm 2)."""
+    """Return means of random training samples, `size` for each client (Algorithm 2).
+
+    count: samples in a mean. sources: with "classes" all classes of a client are equally likely,
+    otherwise all samples.
+    """
     pool = []
     for client, (inputs, labels) in enumerate(world.data):
         random = stream(world.seed, "contribute", client)
@@ -83,9 +96,10 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Rows of the pool without replacement.
+    """Return a function that draws `size` rows of the pool for a version, without replacement.
 
-    Clients as they come, or in proportion to their samples.
+    sources: with "unbalanced" a client's rows are as likely as it has samples, otherwise all
+    clients' rows are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)
@@ -98,7 +112,11 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 
 
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Means of raw data of clients drawn anew for every version."""
+    """Return a function that makes pseudo-data for a version: `size` new means of raw samples.
+
+    Each is the mean of `count` samples of one random client. sources: with "unbalanced" a client is
+    as likely as it has samples; with "classes" the classes of a client are equally likely.
+    """
     counts = np.array([len(labels) for _, labels in world.data], float)
     chances = (
         counts / counts.sum() if sources == "unbalanced" else np.full(len(counts), 1 / len(counts))
@@ -118,9 +136,10 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Algorithm 3: means of a public set's training images.
+    """Return a function that makes pseudo-data for a version from a public data set (Algorithm 3).
 
-    Classes as they come, or in proportion to their images.
+    They are `size` means of `count` training images each. sources: with "unbalanced" all images are
+    equally likely, otherwise all classes.
     """
     images, labels = world.drawn["proxy"]
     chances = None
@@ -155,9 +174,12 @@ def fedbr(
     mixup: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """The max step of theta, then the min step of phi and omega, on every batch.
+    """Run FedAvg of phi, omega and theta with two steps on every batch.
 
-    The server averages all three.
+    The max step moves theta to increase L_con; the min step moves phi and omega to decrease CE +
+    lam CE(pseudo-data) + mu L_con. Most arguments are the settings of the class `FedBR`. pseudo:
+    "rsm", "mixture", or "fresh" for FedBR's fresh=True. mixup: Mixup changes the batches. rounds: a
+    function of `textbook.corrected`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

@@ -1,10 +1,12 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec.
 
-It draws its own batches.
+Symbols: S_i, the loss of sample i; alpha_i, its uncertainty, 1 minus the range of its class
+probabilities; a_e, the fraction of the biased samples that epoch e uses. Easy samples are those
+with at most the loss of the most uncertain sample; biased ones are the others.
 
-The prefix of samples is shuffled in the order of the client's own list. A step budget is cut into
-`phases` parts, which take the epochs' place. A trailing batch of one sample is dropped where
-BatchNorm has nothing to normalise it with.
+The textbook draws its own batches. The samples of an epoch are put in the order of the client's
+data, then shuffled. A budget of steps is cut into `phases` parts, which take the epochs' place. A
+last batch of one sample is left out if the network has BatchNorm, which cannot normalise it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first.
+    """Run FedAvg with uniform means; from version `warmup` on, jobs use easy samples first.
 
-    A plain mean in both.
-
-    With fraction_of="loss" all samples take part, and a_e multiplies the losses of the biased ones.
+    kind: how a_e grows, a key of `FRACTION`, or "all" for no selection. refresh: samples are ranked
+    again in each `refresh`-th job of a client. fraction_of: with "loss" all samples take part, and
+    a_e multiplies the losses of the biased ones.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -98,13 +100,16 @@ def fedbss(
 
 
 def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """S_i (3) and alpha_i (4) of the model received, in eval mode."""
+    """Return S_i (eq. 3) and alpha_i (eq. 4) of all samples x under the received model.
+
+    The model is in eval mode.
+    """
     p = logits(dict(received), x, False).softmax(1)
     return -p[range(len(y)), y].log(), 1 - (p.max(1).values - p.min(1).values)
 
 
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
-    """The order of ascending loss, and how many lie up to that of the most uncertain sample (5)."""
+    """Return the samples' order by ascending loss S_i, and the number of easy samples (eq. 5)."""
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
     return order, int((losses <= losses[border]).sum())
@@ -113,9 +118,9 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, easy: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Of every epoch (6) or phase, the shuffled prefix of the order in batches.
+    """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
 
-    A_e of every batch.
+    An epoch uses the first samples of `order`: the easy ones, and the fraction a_e of the others.
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()

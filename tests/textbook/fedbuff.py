@@ -1,8 +1,9 @@
-"""FedBuff: Nguyen et al. 2022, Algorithm 1; the divisor is K ("count") unless said.
+"""FedBuff: Nguyen et al. 2022, Algorithm 1.
 
-Buffers of networks: the clients' own are averaged, with the staleness weights over their sum
-whatever the divisor is. Which jobs are in a buffer, and from which version, is the world's;
-staleness is counted at the arrival.
+Symbols: K, the number of updates in an aggregation; s_i, the staleness of update i when it arrives;
+w_i, its weight, which falls with s_i. Network buffers are averaged with the weights w_i / sum_i
+w_i, for every `normalization`. The world says which jobs are in an aggregation, and which version
+each one received.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from textbook.world import Book, Job, World
 def staleness_weights(
     world: World, version: int, jobs: Sequence[Job], exponent: float
 ) -> list[float]:
-    """(1 + s_i)^-a, times the samples where the run weighs by them."""
+    """Return the weights w_i = (1 + s_i)^-exponent, times n_i if the run weighs by samples."""
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
 
 
 def direction(at: Cohort, normalization: str) -> Tensor:
-    """sum_i w_i D_i over K, over sum_i w_i, or as it is."""
+    """Return sum_i w_i D_i, divided by K ("count"), by sum_i w_i ("weights") or by 1 ("none")."""
     divisor = {"count": len(at.jobs), "weights": at.weights.sum(), "none": 1}[normalization]
     return at.weights @ at.changes / divisor
 
 
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
-    """x <- x + sum_i w_i D_i / K."""
+    """Run x <- x + sum_i w_i D_i / K, or with another divisor of `direction`."""
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
 
 
 def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
-    """The buffer's direction as FedAdam's gradient: one step of it per flush."""
+    """Run FedAdam with FedBuff's direction as its gradient: one step of Adam per aggregation.
+
+    settings: those of `Adaptive`.
+    """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
     return replace(
@@ -51,7 +55,10 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 
 
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
-    """The staleness weights are FedExP's p_i, and the stretched step is the buffer's."""
+    """Run FedExP with the staleness weights as p_i; its step size multiplies FedBuff's direction.
+
+    settings: those of `fedexp`.
+    """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(
         world, **settings, weigh=weigh, direction=partial(direction, normalization="count")

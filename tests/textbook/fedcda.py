@@ -1,9 +1,13 @@
-"""FedCDA: Wang et al. 2024, Algorithm 1, eqs. (3), (7), (8), by trying all combinations of models.
+"""FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-F_n is the mean batch loss of the last epoch (with a step budget: of its last tenth). Batches have
-equal sizes if possible, the larger ones first, in an order of the server's stream. x is the uniform
-mean over all clients seen. A client that arrives twice in a buffer is one participant with two more
-models.
+Symbols (eqs. 3, 7, 8): K, how many of its last models a client's cache has (`memory`); F_n, a
+model's mean batch loss in its last epoch (with a step budget: in its last tenth); L, the
+smoothness. J, the objective, is the mean F_n of the chosen models plus L / 2 times their mean
+squared distance from their mean.
+
+x is the uniform mean of one model of every client that has taken part. The clients of an
+aggregation are put in random order and divided into batches of equal sizes if possible, the larger
+ones first. A client that arrives twice in a buffer is one participant with two more models.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """A client's models, oldest first; its cache has the last K of them."""
+    """A client's models, oldest first; its cache has the last K of them.
+
+    losses: each model's F_n. rounds: the aggregation of each model. selected: position of the model
+    that counts in x.
+    """
 
     models: list[Params] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -38,9 +46,11 @@ def fedcda(
     warmup_rounds: int,
     everybody: bool = False,
 ) -> Book:
-    """Let participants choose, batch by batch, those of their last K models that minimise J.
+    """Let an aggregation's clients choose those of their last K models that minimise J.
 
-    everybody: warm-up averages the newest model of each client seen, not only the participants'.
+    They choose batch by batch. batches: number of batches. smoothness: L. warmup_rounds:
+    aggregations at the beginning that choose nothing. everybody: these average the newest model of
+    each client that has taken part, not only the participants' models.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}
@@ -118,7 +128,7 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return raysim's form: a ring for each client seen, with model k in place k mod K."""
+    """Return raysim's form of the cache: per client a ring, with its model k in place k mod K."""
     order = list(trainable(world.start))
     order += [
         name for name in world.start if name not in order and world.start[name].is_floating_point()

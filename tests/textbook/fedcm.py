@@ -1,7 +1,8 @@
 """FedCM: Xu et al. 2021, Algorithm 1.
 
-Delta starts at zero, weight decay is in the gradient, and momentum sees the mix. A stale client
-mixes with the Delta that it received. warm_start: the first round does not mix (FedBR's code).
+Symbols: g, a gradient; wd, the weight decay; Delta, the server's direction, which starts at zero;
+eta_l, the local learning rate; K_i, client i's steps. Momentum is applied to the mixed direction v.
+A stale client mixes with the Delta that it received.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
-    """Run v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i)."""
+    """Run v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i).
+
+    p_i: normalised weights. warm_start: the first round does not mix (FedBR's code).
+    """
     names = trainable(world.start)
     xs, directions = (
         [dict(world.start)],

@@ -1,4 +1,8 @@
-"""FedDyn: Acar et al. 2021, Algorithm 1, with the local loss as printed and a uniform mean."""
+"""FedDyn: Acar et al. 2021, Algorithm 1, with the local loss as printed and a uniform mean.
+
+Symbols: F_k, the task loss of client k; g_k, its accumulated gradient, which it keeps; h, the
+server's drift.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def feddyn(world: World, alpha: float) -> Book:
-    """A client minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
+    """Run FedAvg with the local loss F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
 
-    h counts all clients, the mean those that took part.
+    After a job, g_k <- g_k - alpha (y - x). After a round, h <- h - alpha / N times the sum of all
+    y - x. Then x <- mean y - h / alpha. N is the number of all clients; the mean is over the
+    round's clients.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

@@ -1,8 +1,9 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-epsilon is as printed, or the released code's M epsilon delta^(2t). Both sums have the run's
-weights. The mean of the last two iterates is evaluated (after the first round the first iterate),
-with the newest model's buffers. FedBuff's divisor scales the step, not the ratio.
+Symbols: D, the mean update; p_i, the weight of client i's update D_i, normalised; eta, the step
+size of the server; M, the number of the round's clients. The central scores are those of the mean
+of the last two iterates of x, with the newest model's buffers; after the first round, those of the
+first iterate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ def fedexp(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
 ) -> Book:
-    """Run x <- x + eta D with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)))."""
+    """Run x <- x + eta D with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps))).
+
+    At version t, eps is epsilon decay^t, times M if `count` is True (released code). minimum: in
+    place of 1 in the formula. weigh: the unnormalised weights of D and p_i. direction: in place of
+    D in the step, but not in eta.
+    """
     names = trainable(world.start)
     etas: list[float] = []
     iterates: list[Tensor] = []

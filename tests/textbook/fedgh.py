@@ -1,7 +1,8 @@
 """FedGH: Zhang et al. 2024, and the algorithm in FedLD's code under that name ("hierarchical").
 
-Pairs are in the order of client numbers, or permuted by the server's stream. In the hierarchy all
-updates have the same weight; two updates alone keep their order of acceptance, as in the code.
+Symbols: G_i, client i's update D_i before any projection; g_i, the same update after the
+projections so far; r, the reference direction of the hierarchy. Two updates conflict if their dot
+product is negative.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ def fedgh(
     conflict_test: str = "original",
     tensor: bool = False,
 ) -> Book:
-    """Run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j for all pairs that conflict."""
+    """Run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j for both updates of all pairs that conflict.
+
+    order: pairs in the order of client numbers ("lexicographic"), or permuted ("random").
+    conflict_test: pairs conflict by <G_i, G_j> < 0 ("original"), or one by one by <g_i, G_j> < 0.
+    tensor: treat each tensor of the parameters by itself, not the whole vector.
+    """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
 
@@ -59,7 +65,14 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Sort by <g, r>, add the largest to the smallest, ..., until two are left; per tensor."""
+    """Merge updates in pairs until two are left, for each tensor by itself; project these two.
+
+    At each level, updates are sorted by <g_i, r>; the largest is merged with the smallest, the
+    second largest with the second smallest, and so on. Merging is addition, after projections if
+    the two conflict. All updates have the same weight. In the first round r is the mean update;
+    later r moves to the result by 1%. eps: added to squared norms. If an aggregation has two
+    updates only, they keep the order of their aggregation, as in the code.
+    """
     r: Tensor | None = None
     name = "fedgh_hierarchical"
     conflicts: list[float] = []

@@ -1,7 +1,8 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
-A class that a client lacks is left out. The paper's sum leaves out the true class ("others"); the
-default, as in public code, includes it ("all").
+Symbols: z, logits; y, true classes; n_c, the client's samples of class c; m_c = tau n_c^(-1/4), the
+margin of class c. A class that a client lacks is left out. The paper's sum leaves out the true
+class ("others"); the default, as in public code, includes it ("all").
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -> Tensor:
-    """Return mean_b log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)), m_c = tau n_c^(-1/4).
+    """Return the mean over the batch of log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)).
 
-    With `others` the 1 is left out.
+    z: logits [B, C]. y: classes [B]. counts: n_c, [C]. tau: scale of the margins m_c = tau
+    n_c^(-1/4). others: leave out the 1, which is the true class's term.
     """
     present = counts.nonzero().flatten()
     if len(present) == 1:
@@ -35,7 +37,8 @@ def fedlc(
 ) -> Book:
     """Run FedAvg with the calibrated loss.
 
-    floor: the least count of a class. mixed: Mixup's alpha; then each label has its share.
+    tau, others: as in `calibrated`. floor: a class counts with at least so many samples. mixed:
+    None, or Mixup's alpha; then each of a sample's two labels has its share of the loss.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

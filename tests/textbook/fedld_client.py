@@ -1,4 +1,7 @@
-"""FedLD's clients: Zeng et al. 2024, eq. (3), and its variants."""
+"""FedLD's clients: Zeng et al. 2024, eq. (3), and its variants.
+
+Symbols: f_b, the logits of sample b; y_b, its class; rho_b, its margin.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ def margins(f: Tensor, y: Tensor) -> Tensor:
 
 
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
-    """Run FedAvg with the loss CE + lam times a penalty on large logits."""
+    """Run FedAvg with the loss CE + lam times a penalty on large logits.
+
+    kind: "marg_log", mean log(1 + |f_b|^2), eq. (3); "batch_softmax", log(1 + sum of squared
+    probabilities of the batch); "logit_l2", mean |f_b|^2; any other, the mean square of rho_b -
+    threshold where it is positive.
+    """
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:
         if kind == "marg_log":
@@ -36,9 +44,9 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
 
 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
-    """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b).
+    """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b), with T the temperature.
 
-    mixed: Mixup's alpha; then rho_b is of the heavier of both labels.
+    mixed: None, or Mixup's alpha; then rho_b is the margin of the label with the larger share.
     """
 
     def losses(job: Job, received: Params) -> Parts:

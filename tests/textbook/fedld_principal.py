@@ -1,8 +1,9 @@
-"""FedLD's server: Zeng et al. 2024, eqs. (4)-(7), on the vectors themselves; and FedLD as a whole.
+"""FedLD's server: Zeng et al. 2024, eqs. (4)-(7), on the vectors themselves; and whole FedLD.
 
-The default scale is the l2 norm of the principal eigenvalues. Directions are oriented as in eq.
-(6), which changes nothing. Weights are n_i / n. L is the fraction of the updates, rounded down, at
-least 1.
+Symbols: g_i, the update of client i; v_l, the l-th principal direction of the updates, of norm 1;
+lambda_l, its eigenvalue, in descending order; w_l, its weight; L, the number of directions that are
+used. Directions point to the side of the mean update, as in eq. (6), which changes nothing.
+Clients' weights are n_i / n.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ def principal(
     tol: float = 1e-8,
     loss: Loss = cross_entropy,
 ) -> Book:
-    """Average g_i' = sum_l w_l |g_i| <g_i, v_l> v_l / |<g_i, v_l>|."""
+    """Average g_i' = sum_l w_l |g_i| <g_i, v_l> v_l / |<g_i, v_l>| in place of g_i.
+
+    fraction: L is this fraction of the number of updates, rounded down, at least 1. scale: w_l is
+    lambda_l divided by the l2 norm of the L eigenvalues ("l2"), divided by the sum of all ("sum"),
+    or 1 ("none"). tensor: treat each tensor of the parameters by itself, not the whole vector. tol:
+    eigenvalues below tol times the largest are left out, and so are projections <g_i, v_l> below
+    tol |g_i|. loss: the clients' loss.
+    """
     parts = slices(world) if tensor else [slice(None)]
 
     def revised(g: Tensor) -> Tensor:
@@ -57,7 +65,10 @@ def principal(
 
 
 def fedld(world: World, lam: float, **settings: object) -> Book:
-    """Run CE + lam mean_b log(1 + |f_b|^2) on clients, principal gradients on the server."""
+    """Run clients with the loss CE + lam mean_b log(1 + |f_b|^2), and `principal` on the server.
+
+    f_b: the logits of sample b. settings: those of `principal`.
+    """
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
         f = logits(p, x)

@@ -1,8 +1,10 @@
 """FedMix and NaiveMix: Yoon et al. 2021, Proposition 1 and the local update.
 
-The Taylor term has the factor lam (1 - lam). Pairs are means of random samples of a client, sent
-once; a step draws from all clients' pairs without replacement. `fresh` draws means of raw data in
-each step instead (FedBR's code).
+Symbols: x and y, inputs and labels of a batch; x_bar and y_bar, a pair: the mean input and the mean
+label of some random samples of one client; CE(u, y), the cross-entropy of the network's outputs for
+the input u.
+
+Clients send their pairs once; a step draws from all clients' pairs without replacement.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
 
 
 def pooled(world: World, count: int, samples: int) -> Pairs:
-    """Return all clients' pairs, one client after another."""
+    """Return all clients' pairs, one client after another.
+
+    count: pairs of a client. samples: samples in the mean of a pair.
+    """
     parts = []
     for client, (x, _) in enumerate(world.data):
         rows = stream(world.seed, "contribute", client).integers(len(x), size=(count, samples))
@@ -40,7 +45,11 @@ def pooled(world: World, count: int, samples: int) -> Pairs:
 
 
 def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
-    """Return the pairs of each step."""
+    """Return the pairs of each step of a job.
+
+    pool: all clients' pairs; None: make new pairs of random clients in each step. samples: samples
+    in the mean of a new pair. single: one pair for the whole batch, not one per row.
+    """
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)
     if pool is not None:
@@ -66,9 +75,13 @@ def fedmix(
     public: bool = False,
     fresh: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss l1 + l2 + l3.
+    """Run FedAvg with the mean over the batch of l1 + l2 + l3.
 
-    single: one pair for a batch. public: divide l3 by the batch size once more.
+    l1 = (1 - lam) CE((1 - lam) x, y), and l2 = lam CE((1 - lam) x, y_bar). l3, the Taylor term, is
+    lam times the dot product of x_bar and l1's gradient by the input. count: pairs of a client.
+    samples: samples in the mean of a pair. single: one pair for a batch. naive: NaiveMix, whose
+    input is (1 - lam) x + lam x_bar and which has no l3. public: divide l3 by the batch size once
+    more. fresh: in each step, new pairs from raw data (FedBR's code).
     """
     pool = None if fresh else pooled(world, count, samples)
 

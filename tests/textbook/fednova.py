@@ -1,4 +1,8 @@
-"""FedNova: Wang et al. 2020, with the paper's closed forms of a_i: momentum, or a proximal term."""
+"""FedNova: Wang et al. 2020.
+
+Symbols: p_i, the normalised weight of client i; a_i, its effective number of steps, by the paper's
+closed form for SGD with momentum or for a proximal term.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from textbook.world import Book, Params, World
 
 
 def fednova(world: World, mu: float = 0.0) -> Book:
-    """Run x + (sum_j p_j a_j) sum_i p_i D_i / a_i; mu: of a proximal term without momentum."""
+    """Run x <- x + (sum_j p_j a_j) sum_i p_i D_i / a_i.
+
+    mu: the weight of a proximal term in the clients' loss; it must be 0 if they use momentum.
+    """
     rho = world.local.momentum
     assert not (mu and rho), "the paper has a closed form for one of them"
 

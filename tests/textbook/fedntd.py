@@ -11,7 +11,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Return tau^2 KL(teacher | student) over the classes other than the true one."""
+    """Return tau^2 KL(teacher | student) over the classes other than the true one.
+
+    student, teacher: logits [B, C]. tau: the temperature.
+    """
     q_s, q_t = (
         (other_class_logits(student, y) / tau).softmax(1),
         (other_class_logits(teacher, y) / tau).softmax(1),
@@ -20,9 +23,10 @@ def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
 
 
 def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
-    """Run FedAvg with the loss CE + beta NTD.
+    """Run FedAvg with the loss CE + beta NTD, where NTD is `not_true`.
 
-    mixed: Mixup's alpha; then it is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed inputs.
+    mixed: None, or Mixup's alpha; then NTD is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed
+    inputs. y_pi: the labels of the rows' partners.
     """
 
     def losses(job: Job, received: Params) -> Parts:

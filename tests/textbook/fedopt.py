@@ -1,6 +1,8 @@
 """FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2.
 
-v_0 is tau^2. Bias correction is TensorFlow's: of the rate, not of tau. Steps are counted from 1.
+Symbols: D, the mean update; u, m and v, the server's momentum and moments; eta, the server's rate;
+tau, added to sqrt(v). v starts at tau^2. Bias correction changes the rate, as in TensorFlow, not
+tau. Steps are counted from 1.
 """
 
 from __future__ import annotations

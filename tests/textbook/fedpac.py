@@ -1,7 +1,11 @@
-"""FedPAC: Xu et al. 2023. The quadratic program is solved over every set of participants.
+"""FedPAC: Xu et al. 2023; its quadratic program is solved on every subset of participants.
 
-The budget is the sum of both phases: head_epochs passes for the head, but at most h of h + 1 parts
-of all steps. Each phase has its own optimizer; the frozen extractor is in eval mode.
+Symbols: z, features; h_i, a client's class means of z, times its class frequencies, [C, D]; V_i,
+the variance term (mean |z|^2 - |h_i|^2) / n_i; a, the weights with which client i's next head is
+mixed from all heads; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
+
+A job has two phases: the first trains the head, the second the extractor. Each phase has its own
+optimizer; while the head is trained, the extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 
 
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
-    """Return V_i and h_i [C, D] of the received extractor."""
+    """Return V_i and h_i [C, D] of a client, from the features of the received extractor."""
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
     pi = counts.double() / len(y)
     h = pi[:, None] * mu
@@ -48,7 +52,11 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 
 
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
-    """Return argmin a'Pa on the simplex, the best stationary point of all supports."""
+    """Return the weights a >= 0 with sum 1 that minimise a'Pa for client i.
+
+    variances, h: V_j and h_j of all participants. least: weights up to this value become 0, and the
+    others are scaled up, unless no weight is larger.
+    """
     m = len(h)
     p = torch.stack(
         [torch.stack([((h[i] - h[j]) * (h[i] - h[k])).sum() for k in range(m)]) for j in range(m)]
@@ -68,7 +76,12 @@ def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Te
 def fedpac(
     world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3
 ) -> Book:
-    """Run statistics, head phase, extractor phase; average, prototypes, mixtures."""
+    """Run rounds: statistics, head phase, extractor phase; then the average, prototypes and heads.
+
+    lam: weight of the loss that pulls features to the prototypes of their classes. head_epochs: h;
+    the first phase has h passes over the samples, but at most h / (h + 1) of all steps. factor: the
+    head's learning rate, in units of the run's. least: as in `mixture`.
+    """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}
     heads, trained, shares = (

@@ -1,4 +1,4 @@
-"""FedProto: Tan et al. 2022, Algorithm 1: class means of features travel, and nothing else."""
+"""FedProto: Tan et al. 2022, Algorithm 1: clients only send class means of their features."""
 
 from __future__ import annotations
 

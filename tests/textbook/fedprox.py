@@ -1,6 +1,6 @@
 """FedProx: Li et al. 2020, eq. (2).
 
-The term enters as a gradient, before weight decay and momentum.
+The gradient of the proximal term is added before weight decay and momentum.
 """
 
 from __future__ import annotations

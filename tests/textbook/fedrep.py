@@ -1,7 +1,7 @@
 """FedRep: Collins et al. 2021, Algorithm 1; FedPer: Arivazhagan et al. 2019.
 
-Heads stay, and extractors are averaged. The extractor is always in train mode; each phase has its
-own optimizer.
+Heads stay on the clients, and extractors are averaged. The extractor is always in train mode. Each
+phase of a job has its own optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrep(world: World, head: int, body: int) -> Book:
-    """Train the head in `head` parts of the steps, then the extractor in `body` parts."""
+    """Train the head in the first head / (head + body) of a job's steps, then the extractor."""
 
     def client(job: Job, p: Params) -> Params:
         cut = len(job.batches) * head // (head + body)
@@ -39,7 +39,7 @@ def fedrep(world: World, head: int, body: int) -> Book:
 
 
 def fedper(world: World) -> Book:
-    """Train both parts together."""
+    """Train head and extractor together."""
 
     def client(job: Job, p: Params) -> Params:
         sgd = optimizer(world, job)

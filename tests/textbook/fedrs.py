@@ -11,7 +11,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
-    """Run FedAvg with the loss CE of s_c <w_c, h>; the classifier has no bias."""
+    """Run FedAvg with the cross-entropy of the logits s_c <w_c, h>; the classifier has no bias.
+
+    w_c: the classifier's weights of class c; h: the features. The scale s_c is 1 for classes of the
+    client, alpha for others. relative: s_c = alpha + (1 - alpha) n_c / max n, with n_c the client's
+    samples of class c (the released code's scale).
+    """
 
     def losses(job: Job, received: Params) -> Parts:
         counts = torch.bincount(world.data[job.client][1], minlength=world.classes).double()

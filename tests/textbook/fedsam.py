@@ -1,7 +1,8 @@
-"""FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022.
+"""FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022; MoFedSAM: FedSAM with FedCM.
 
-The second gradient is taken uphill. Statistics move in the first pass: the second one works on a
-copy. MoFedSAM is FedSAM with FedCM.
+Symbols: F, the loss of a batch; p, the parameters; g, the gradient at p. A step uses the gradient
+at p + e, where the loss is higher. BatchNorm's statistics move in the computation of g only; the
+second gradient works on a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
-    """Return grad F(p + e); e = rho g / |g|, or rho T^2 g / |T g| with T = |p| + eta."""
+    """Return grad F(p + e) with e = rho g / |g|, or e = rho T^2 g / |T g| with T = |p| + eta.
+
+    x, y: inputs and labels of the batch. eta: None: the first form (FedSAM).
+    """
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)
     scale = {n: torch.ones_like(g[n]) if eta is None else p[n].detach().abs() + eta for n in names}
@@ -35,7 +39,10 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """Run FedAvg with uphill gradients; mu: add the gradient of FedProx at p."""
+    """Run FedAvg with the gradients of `uphill`.
+
+    mu: weight of FedProx's term, whose gradient at p is added.
+    """
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
     personal = {
         client: {name: world.start[name] for name in world.personal}
@@ -64,7 +71,11 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """Run v = beta g~ + (1 - beta) D; then D is the clients' mean of (x - y) / (eta K)."""
+    """Run steps along beta g~ + (1 - beta) D, with g~ the gradient of `uphill` plus weight decay.
+
+    D, the server's direction, is the mean over the last round's clients of (x - y) / (eta K); K:
+    the client's steps.
+    """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}
 

@@ -1,4 +1,8 @@
-"""FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised."""
+"""FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised.
+
+Symbols: theta, the parameters during a job, which are theta_K after its last step; c_k, the
+correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
-    """Run the algorithm; upload theta_K - lam c_k with the new c_k, and buffers unchanged."""
+    """Run steps along (1 - share) g1 + share g2 - c_k + (theta - x) / lam.
+
+    Then c_k <- c_k - (theta_K - x) / lam. The client uploads theta_K - lam c_k with this new c_k,
+    and its buffers as they are. lam: the inverse weight of the proximal term. rho: the length of
+    the extra step, in units of g1. share: the weight of g2.
+    """
     x, names = dict(world.start), trainable(world.start)
     c = {
         client: {name: torch.zeros_like(x[name]) for name in names}

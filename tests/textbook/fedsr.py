@@ -1,8 +1,12 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
-The penalty is the norm, as in the code, not its square. eps comes from torch's generator, seeded
-for each job. Scores are the log of the mean softmax over draws that all inputs share; the row of
-the table has them. References stay on clients (code) unless they are averaged.
+Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
+generator, seeded for each job; the reference, a learned normal distribution of z for each class;
+KL, the divergence between the distribution of z and the reference of its class.
+
+The penalty is |z|, as in the code, not its square. The score of a class is the log of its mean
+probability over some draws of eps, which are the same for all inputs. References stay on clients
+(code) unless they are averaged.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ REFERENCE = "fedsr.reference"
 
 
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
-    """Return the outputs of the added linear layer: [B, Z], or [B, 2 Z] with raw deviations."""
+    """Return the outputs of the added linear layer: [B, Z], or [B, 2 Z] with raw deviations.
+
+    Then the means come first; a deviation is the softplus of a raw one.
+    """
     first = "model.extractor.0."
     inner = {
         name.replace(first, "model.extractor."): t
@@ -43,7 +50,10 @@ def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
 
 
 def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
-    """Return accuracy and loss on the central test set, by the label's mean probability."""
+    """Return accuracy and loss on the central test set, by the label's mean probability.
+
+    world.drawn["noise"]: the draws of eps.
+    """
     (x, y), out = world.central, mapped(p, world.central[0], training=False)
     if probabilistic:
         mean, raw = out.chunk(2, dim=1)
@@ -59,7 +69,7 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return means 0, raw deviations 1, scale 1."""
+    """Return the initial references: means 0, raw deviations 1, scale 1."""
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}
     return {f"{REFERENCE}.{name}": value.double() for name, value in values.items()}
@@ -72,7 +82,10 @@ def fedsr(
     probabilistic: bool = True,
     share_reference: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL."""
+    """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
+
+    probabilistic: False: FedL2R. share_reference: the references are averaged.
+    """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}
     losses: list[RowMean] = []

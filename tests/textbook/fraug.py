@@ -1,14 +1,22 @@
 """FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6).
 
-If paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2. D is taken
-once for a batch. rho and beta follow the global round. S is the number of steps of this job. RTNet
-gets prototypes before real embeddings, which its BatchNorm notices. The five rows of noise are, in
-their order, for the real embeddings and the prototypes of the classifier's step, for the generator,
-and for prototypes and real embeddings of RTNet's step. Without RTNet an embedding is
-(1 - rho) v + rho G; without the generator RTNet gets noise. A batch of one is left out.
+Symbols: v, real embeddings of a batch; c, the client's prototypes, a mean embedding per class; G,
+the generator; H, the network RTNet, whose output is added to an embedding; D, the distance between
+two sets of embeddings; rho, the strength of that addition; beta, the weight of synthetic embeddings
+in the loss; S, the number of steps of a job.
 
-The history's numbers about embeddings are taken before the classifier's step: means over the batch,
-a job's steps and the jobs. There is none for a missing generator, and none at all for beta 0.
+Where paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2. D is
+computed once for a batch. rho and beta follow the round of the run. RTNet gets prototypes before
+real embeddings, which matters for its BatchNorm. Without RTNet a synthetic embedding is (1 - rho) v
++ rho G; without the generator RTNet gets noise. A batch of one sample is left out.
+
+A step has five rows of noise. The first two belong to the classifier's step: for real embeddings,
+then for prototypes. The third is for the generator. The last two belong to RTNet's step: for
+prototypes, then for real embeddings.
+
+The history's columns about embeddings have values from before the classifier's step: means over the
+batch, a job's steps and the jobs. A missing generator has none, and beta = 0 leaves all of them
+out.
 """
 
 from __future__ import annotations
@@ -43,9 +51,10 @@ GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 def network(
     p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False
 ) -> Tensor:
-    """Return the outputs of G or H for [rows ; onehot(labels)].
+    """Return the outputs of G or H for rows [B, R], joined with their labels in one-hot form.
 
-    The layers are linear, BatchNorm, ReLU, linear, BatchNorm if there is one; G ends with ReLU.
+    name: `GENERATOR` or `RTNET`. The layers are linear, BatchNorm, ReLU, linear, BatchNorm if there
+    is one; G ends with ReLU.
     """
 
     def norm(layer: int, x: Tensor) -> Tensor:
@@ -65,7 +74,12 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """Return rho of round t, constant after the last round if there is one."""
+    """Return rho of round t.
+
+    last: the round from which rho is constant; None: never. form: "exp", exp(gamma (t - last)),
+    with last 0 in place of None; "laine_aila", exp(-gamma (1 - t / last)^2), with last 1 in place
+    of None; "constant", 0.5; any other, 1 - 1 / (gamma t + 1).
+    """
     t = t if last is None else min(t, last)
     if form == "exp":
         return math.exp(gamma * (t - (last or 0)))
@@ -75,7 +89,11 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
 
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """Return D: squared MMD with five Gaussians, or of moments, or a mean square."""
+    """Return D of the embeddings a and b, by a metric.
+
+    metric: "mse", the mean square of a - b; "mmd_moments", of the difference of means and
+    covariances; any other, the squared MMD with five Gaussian kernels.
+    """
     if metric == "mse":
         return (a - b).square().mean()
     if metric == "mmd_moments":
@@ -97,7 +115,7 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 def distance_of_labels(
     a: Tensor, b: Tensor, metric: str, a_labels: Tensor, b_labels: Tensor
 ) -> Tensor:
-    """Return D; "mmd_classes" is the mean of MMD over the classes that both sets have."""
+    """Return D of the embeddings a and b; "mmd_classes": the mean MMD over their common classes."""
     if metric != "mmd_classes":
         return distance(a, b, metric)
     both = set(a_labels.tolist()) & set(b_labels.tolist())
@@ -111,17 +129,21 @@ def entropy(scores: Tensor) -> Tensor:
 
 
 def mean_norm(rows: Tensor) -> float:
-    """Return the mean length of rows."""
+    """Return the mean norm of the rows."""
     return float(rows.detach().square().sum(1).sqrt().mean())
 
 
 def mean_of(numbers: list[float]) -> float:
-    """Return the mean of reported values."""
+    """Return the mean of some numbers."""
     return sum(numbers) / len(numbers)
 
 
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
-    """Run the three steps on each batch, and average all that does not stay on clients."""
+    """Run FedAvg with three steps on each batch: of the classifier, the generator and RTNet.
+
+    All that does not stay on clients is averaged. rounds: the `last` of `ramp`. settings: those of
+    the method, by name.
+    """
     get = {
         "noise_dim": 256,
         "noise": "normal",
@@ -196,7 +218,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         def synthetic(
             v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False
         ) -> Tensor:
-            """Return v + rho H(G(z, y), y)."""
+            """Return the synthetic embeddings v + rho H(G(z, y), y), with noise z and labels y."""
             source = network(p, GENERATOR, z, labels, classes).detach() if has_g else z
             return (
                 v + rho * network(p, RTNET, source, labels, classes, training)

@@ -1,7 +1,7 @@
 """GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A.
 
-l_i is the loss of the first batch, as in FedBR's code. A group is a client. q is normalised over
-all clients; its logarithm is stored. Weights by samples, if a run has them, multiply those of q.
+Symbols: q_i, the weight of client i, which is a group of its own; l_i, its loss in this round; eta,
+the step size. Over all clients the q_i start with the sum 1. The server state has log q_i.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def groupdro(
 ) -> Book:
     """Run q_i <- q_i exp(eta l_i) for participants; average them with q_i / sum_j q_j.
 
-    mu: of a proximal term (FedProx) beside it, which is no part of l_i.
+    step_size: eta. batches: l_i is the loss of the first batch ("first", as in FedBR's code) or the
+    mean over all batches. prior: q_i starts in proportion to the samples ("samples"), or equal. mu:
+    weight of FedProx's term in the local loss, which is no part of l_i. If the run weighs by
+    samples, q_i is multiplied by n_i in the average.
     """
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
     q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)

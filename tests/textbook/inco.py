@@ -1,7 +1,8 @@
-"""InCo: Chan et al. 2024, as their code ("always") or as the paper's problem ("conflict").
+"""InCo: Chan et al. 2024, as in their code or as in the paper's optimisation problem.
 
-The network is a residual one of two blocks with torchvision's names; a kernel is an [o, i] slice of
-a convolution. Buffers are averaged, so that no variance is below 0.
+Symbols: g, the mean update of a convolution of the second block; g0, that of a convolution of the
+first block with the same shape. The network is a residual one of two blocks with torchvision's
+names. BatchNorm's statistics are averaged, so that no variance is negative.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ def inco(
     clip: float = 0.1,
     eps: float = 1e-7,
 ) -> Book:
-    """Run g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2).
+    """Replace g by g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2).
 
-    theta = clamp(|<g0, g>| / <g0, g0>, 0, c).
+    theta = |<g0, g>| / <g0, g0>, at most `most`. kernels: treat each kernel, an [o, i] slice of the
+    convolution, by itself. always: True (code): replace every g; False (paper): only if <g0, g> <
+    0. clip: the largest absolute value of an entry. eps: added to divisors.
     """
     names = trainable(world.start)
 

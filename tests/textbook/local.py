@@ -1,4 +1,4 @@
-"""Local training: clients share nothing. Optimizers (SGD, Nesterov, Adam) may be kept."""
+"""Local training: clients share nothing. A client may keep its optimizer (SGD, Nesterov, Adam)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from textbook.world import Book, Params, World
 
 
 def local(world: World, keep: bool = False) -> Book:
-    """Train each client's own model, which starts from the common one."""
+    """Train each client's own model, which starts from the common one.
+
+    keep: a client's optimizer continues in its next job.
+    """
     models = {client: copy_for_training(world.start) for client in range(world.clients)}
     optimizers = dict[int, Optimizer]()
     for job in (job for jobs in world.rounds for job in jobs):
@@ -39,7 +42,7 @@ class Optimizer:
         self.first, self.second = Params(), Params()
 
     def step(self, p: Params, grads: Params, rate: float) -> None:
-        """Move the parameters."""
+        """Move the parameters p by their gradients; rate: the learning rate."""
         settings = self.settings
         self.steps += 1
         for name, grad in grads.items():
@@ -62,7 +65,7 @@ class Optimizer:
             p[name].data -= rate * g
 
     def kept(self) -> Params:
-        """Return what a client keeps, each buffer as one vector."""
+        """Return the optimizer's state, each kind of moment as one vector."""
         buffers = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([t.flatten() for t in parts.values()])

@@ -1,6 +1,8 @@
 """LoRA (Hu et al. 2022) on the network of `textbook.plain`, and rules for its factors.
 
-The frozen weight and bias of the hidden layer, and the frozen factors, are in `World.drawn`.
+Symbols: W0, the frozen weight of the hidden layer; b, its frozen bias; A [r, inputs] and B
+[outputs, r], the factors of rank r; s, the scaling of their product; P = B A, the product at the
+server; p_i, a client's normalised weight. The frozen tensors are in `World.drawn`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ WEIGHT, BIAS = f"{LAYER}.base_layer.weight", f"{LAYER}.base_layer.bias"
 
 
 def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
-    """Return the cross-entropy of a network whose hidden layer computes W0 x + b + s B (A x)."""
+    """Return the cross-entropy of a network whose hidden layer computes W0 x + b + s B (A x).
+
+    frozen: the tensors that are not trained. scaling: s.
+    """
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
         values = {**frozen, **p}
@@ -85,9 +90,10 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 
 
 def nearest(product: Tensor, old_a: Tensor) -> Params:
-    """Return factors of the best approximation of a matrix; rows of A have length 1.
+    """Return the factors of the best approximation of a matrix by a product of the rank of old_a.
 
-    If the matrix has a lower rank, the other rows of A are those of old_a.
+    Each row of A has the norm 1. If the matrix has a lower rank, the remaining rows of A are those
+    of old_a, and their columns of B are 0.
     """
     u, values, v = torch.linalg.svd(product)
     a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)
@@ -98,7 +104,11 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 
 
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """P + sum_i p_i (B_i A_i - B A of the version that client i received), split again."""
+    """Run P <- P + sum_i p_i (B_i A_i - B A), with the B A that client i received; factorise P.
+
+    P is factorised by `nearest`. ranks: the ranks that clients may have; a client gets the factors
+    cut to its rank.
+    """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
     of_client = drawn_ranks(world, ranks)
     for jobs in world.rounds:
@@ -122,7 +132,12 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 
 
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
-    """Average factors filled with zeros, weighted by |B_i A_i|; prune ranks (Cho et al. 2024)."""
+    """Average factors filled with zeros, weighted by |B_i A_i|; prune ranks (Cho et al. 2024).
+
+    ranks: the ranks that clients may start with. A client's last ranks are those after the first
+    gamma r. lam: weight of the loss term for the last ranks, the product of the norms of their
+    parts of A and B. If this term shrank in a job, the client's rank becomes gamma r, rounded down.
+    """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}
     columns: dict[str, list[float]] = {"hetlora.rank": []}
@@ -152,7 +167,7 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 
 
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Add the mean of s B_i A_i to the weight; draw A again, and set B to 0 (Wang et al. 2024)."""
+    """Add the mean of s B_i A_i to W0; draw A again, and set B to 0 (Wang et al. 2024)."""
     x, of_client = dict(world.start), drawn_ranks(world, ranks)
     for version, jobs in enumerate(world.rounds):
         weight, w = x.pop(WEIGHT), weights(world, jobs)

@@ -1,7 +1,9 @@
-"""Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), of FedAvg's or FedBN's rounds.
+"""Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), in rounds of FedAvg or FedBN.
 
-Parts are signed and on training samples. The personal part is that of the client whose samples are
-used. At most `most` samples of a client count.
+Symbols: A_ij, the loss of client i's trained model on client j's training samples; b_j, the loss of
+the next shared model on client j's training samples; p_i = n_i / n, client i's share of the
+samples. The parts may be negative. On client j's samples every model has the personal tensors of
+client j.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """Return the parts as columns, from A_ij, the loss of model i on client j, and b_j.
+    """Return the parts of each round as columns, from A_ij, b_j and p_i.
 
-    b_j is the loss of the next shared model on client j; p_i = n_i / n.
+    most: at most so many samples of a client are used, drawn at random.
     """
     personal = {
         client: {name: world.start[name] for name in world.personal}

@@ -25,12 +25,12 @@ def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
 
 
 def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
-    """Return lam x + (1 - lam) x_pi."""
+    """Return lam x + (1 - lam) x_pi, where row b of x_pi is row partner[b] of x."""
     return lam * x + (1 - lam) * x[partner]
 
 
 def mixup(world: World, alpha: float) -> Book:
-    """Run FedAvg with the loss -mean_b sum_c y~_bc log p_bc(x~)."""
+    """Run FedAvg with the cross-entropy of mixed inputs and equally mixed labels."""
 
     def losses(job: Job, received: Params) -> Parts:
         drawn = mixes(world, job, alpha)

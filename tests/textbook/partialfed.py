@@ -1,8 +1,9 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A layer is a module with its own tensors. The policy sees BatchNorm's statistics mixed like
-parameters, in eval mode. Its noise and its batches have separate streams, and samples are shuffled
-again in each pass.
+A layer is a module with its own tensors. At the start of a job it is either loaded from the
+received model or kept from the client's last one. The policy learns this choice with the network in
+eval mode; it mixes BatchNorm's statistics as it mixes parameters. Its noise and its batches have
+separate streams, and samples are shuffled again in each pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ NORM = "model.extractor.2"
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Settings of a policy: its steps, and the temperature with its factor and its least."""
+    """Settings of a policy's learning.
+
+    steps, batch, rate: number of Adam's steps in a job, samples in a step, learning rate. start,
+    decay, floor: at version t the temperature is start decay^t, at least floor. sampled: draw the
+    layers to load; False: take the more probable choice.
+    """
 
     steps: int
     batch: int
@@ -37,7 +43,7 @@ class PolicySettings:
 
 
 class Policy:
-    """A client's logits [L, 2], and how they learn."""
+    """A client's policy: two logits for each of L layers, to load and to keep, and their Adam."""
 
     def __init__(self, layers: Sequence[str], settings: PolicySettings):
         self.layers, self.settings = layers, settings
@@ -45,7 +51,11 @@ class Policy:
         self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
 
     def learn(self, world: World, job: Job, received: Params, last_models: Params) -> Tensor:
-        """Take steps of Adam on the loss of the relaxed model; return which layers to load."""
+        """Train the policy's logits on the client's samples; return which layers to load, [L].
+
+        The trained model is a mixture of `received` and `last_models`, by softmax with Gumbel
+        noise.
+        """
         settings, (x, y) = self.settings, world.data[job.client]
         temperature = max(settings.floor, settings.start * settings.decay**job.version)
         draw = stream(world.seed, "partialfed.gumbel", job.client, job.turn)
@@ -69,12 +79,12 @@ class Policy:
 
 
 def layer(name: str) -> str:
-    """Return the module that has a tensor."""
+    """Return the name of the module that has a tensor."""
     return name.rpartition(".")[0]
 
 
 def evaluated(p: Params, x: Tensor) -> Tensor:
-    """Return the network's logits in eval mode, with a derivative by BatchNorm's statistics."""
+    """Return the network's logits in eval mode, differentiable by BatchNorm's statistics."""
     z = F.linear(x.flatten(1), p["model.extractor.1.weight"], p["model.extractor.1.bias"])
     if f"{NORM}.weight" in p:
         z = (z - p[f"{NORM}.running_mean"]) / (p[f"{NORM}.running_var"] + 1e-5).sqrt()
@@ -89,10 +99,13 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Load the layers of the mask (or as the policy says), all at first or after more than `most`
-    versions away.
+    """Start each job from the received model in some layers, and from the client's last one
+    elsewhere.
 
-    With mu it is FedProx beside it, whose reference is the mixed start.
+    mask: for each layer, whether it is loaded. policy: choose the layers by a policy in place of
+    the mask. A client loads all layers in its first job, and if it received its last model more
+    than `most` versions before. mu: weight of FedProx's term, whose reference is the start of the
+    job.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
     last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()

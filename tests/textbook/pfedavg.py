@@ -1,7 +1,8 @@
 """pFedAvg: FedAvg, with clients scored on what they trained last, or on a fine-tuned shared model.
 
 Fine-tuning is plain local training with a new optimizer at the rate of the scored version; batches
-are cut from permutations on the stream "finetune". head_only leaves the extractor in eval mode.
+are cut from permutations on the stream "finetune". head_only trains the head alone, with the
+extractor in eval mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def after_local(world: World) -> Book:
-    """Score y_k of the client's last round, or the shared model if there was none."""
+    """Run FedAvg; score each client with its last trained model, or else with the shared one."""
     x, last = dict(world.start), dict[int, Params]()
     for jobs in world.rounds:
         models = [detach(train(world, job, x)) for job in jobs]

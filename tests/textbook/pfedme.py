@@ -1,4 +1,8 @@
-"""pFedMe: Dinh et al. 2020, Algorithm 1: K steps to theta on each batch, then w moves to it."""
+"""pFedMe: Dinh et al. 2020, Algorithm 1.
+
+Symbols: w, the client's copy of the shared parameters; theta, its personal parameters. On each
+batch, theta makes some gradient steps, then w makes one step towards theta.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
-    """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w.
+    """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w, and step w along lam (w - theta).
 
-    A client is scored with its last theta.
+    f: the cross-entropy of the batch. steps, rate: number of theta's steps on a batch, and their
+    learning rate. beta: x <- (1 - beta) x + beta mean w. A client is scored with its last theta.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()
@@ -57,7 +62,7 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
 
 
 def counts(name: str) -> bool:
-    """Return whether it is an integer buffer."""
+    """Return whether the tensor of this name is an integer buffer."""
     return name.endswith("num_batches_tracked")
 
 

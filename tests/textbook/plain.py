@@ -146,9 +146,10 @@ def apply_mean_change(
     received: Sequence[Params],
     weights: Sequence[float],
 ) -> Params:
-    """Return x plus the mean change of models from the ones they received, which may be stale.
+    """Return x plus the weighted mean change of the models; buffers are averaged.
 
-    Buffers are averaged.
+    received: all model versions so far. A model's change is counted from the version that its job
+    received, which may be older than x.
     """
     changed = []
     for job, model in zip(jobs, models, strict=True):
@@ -180,12 +181,15 @@ Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of FedAvg."""
+    """Return the mean cross-entropy of the network on a batch; `step` is not used.
+
+    x: inputs [B, ...]. y: classes [B].
+    """
     return F.cross_entropy(logits(p, x), y)
 
 
 def train(world: World, job: Job, received: Params, loss: Loss = cross_entropy) -> Params:
-    """Return the model of a client that descends on `loss` from the received model."""
+    """Return the trained model of a client, which minimises `loss` from the received model."""
     p, sgd = copy_for_training(received), optimizer(world, job)
     for step, (x, y) in enumerate(job.batches):
         sgd.step(p, gradients(loss(p, step, x, y), p, trainable(p)))
@@ -193,7 +197,10 @@ def train(world: World, job: Job, received: Params, loss: Loss = cross_entropy) 
 
 
 def run_rounds(world: World, client: Callable[[Job, Params], Params]) -> Book:
-    """Run FedAvg's rounds; client(job, received): the trained model of a client."""
+    """Run FedAvg's rounds.
+
+    client(job, received): the model that the client has trained from the received one.
+    """
     x = dict(world.start)
     for jobs in world.rounds:
         x = average([client(job, x) for job in jobs], weights(world, jobs))
@@ -211,8 +218,8 @@ def run_with_loss(
 ) -> Book:
     """Run FedAvg with another local loss.
 
-    losses(job, received): the loss of a job. trained(job, model): called after each job. train_loss
-    is the mean over all rows that the clients trained on.
+    losses(job, received): the loss of a job. trained(job, model): called after each job. The
+    history's train_loss is the mean over all rows that the clients trained on.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 

@@ -1,4 +1,8 @@
-"""q-FedAvg: Li et al. 2020, Algorithm 2, with L = 1 / eta; F_i in eval mode over all samples."""
+"""q-FedAvg: Li et al. 2020, Algorithm 2.
+
+Symbols: F_i, the loss of x on all samples of client i, in eval mode; L = 1 / eta, in place of the
+Lipschitz constant; d_i = L (x - y_i); h_i = q F_i^(q-1) |d_i|^2 + L F_i^q.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ def loss_before(world: World, job: Job, x: Params) -> float:
 
 
 def qfedavg(world: World, q: float) -> Book:
-    """Run x - sum_i D_i / sum_i h_i, as printed; average buffers by F_i^q."""
+    """Run x <- x - sum_i F_i^q d_i / sum_i h_i; average buffers with the weights F_i^q.
+
+    If the run weighs by samples, n_i multiplies F_i^q d_i, h_i and the buffers' weights.
+    """
     names, x = trainable(world.start), detach(world.start)
     for jobs in world.rounds:
         losses = [loss_before(world, job, x) for job in jobs]

@@ -1,7 +1,8 @@
 """Robust aggregation, each rule from its paper, one coordinate or one pair at a time.
 
-Median and trimmed mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et
-al. 2022. Norm clipping: Sun et al. 2019.
+Symbols: g_i, the update of client i; n, the number of updates; a_i, a client's weight. Median and
+trimmed mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et al. 2022.
+Norm clipping: Sun et al. 2019.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from textbook.world import Book, World
 
 
 def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
-    """A number of every coordinate's values."""
+    """Add rule(values) to each coordinate of x; values: that coordinate of all updates."""
     return run_server_rule(
         world,
         lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype),
@@ -27,12 +28,15 @@ def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
 
 
 def coordinate_median(world: World) -> Book:
-    """Run the median of each coordinate."""
+    """Add the median of the updates to x, coordinate by coordinate."""
     return _each(world, statistics.median)
 
 
 def trimmed_mean(world: World, share: float) -> Book:
-    """Run the mean without the floor(share m) least and greatest values."""
+    """Add the mean of the updates to x, coordinate by coordinate, without extreme values.
+
+    The floor(share n) least and as many greatest values are left out.
+    """
 
     def rule(values: list[float]) -> float:
         k = floor(share * len(values))
@@ -42,9 +46,10 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Run the mean of the updates with the least s(i).
+    """Add the mean of the updates with the least s(i) to x.
 
-    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 nearest j.
+    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 nearest j. f: the number of attackers.
+    selected: updates in the mean; None: n - f.
     """
 
     def rule(at: Cohort) -> Tensor:
@@ -61,7 +66,11 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 
 
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
-    """Run z <- sum b_i g_i / sum b_i, with b_i = a_i / max(nu, |z - g_i|)."""
+    """Add z to x, the point with the least weighted sum of distances to the updates.
+
+    z starts at the weighted mean. Each of the `steps` iterations is z <- sum b_i g_i / sum b_i,
+    with b_i = a_i / max(nu, |z - g_i|).
+    """
 
     def rule(at: Cohort) -> Tensor:
         z = at.mean
@@ -77,7 +86,7 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
 
 
 def norm_clipping(world: World, bound: float) -> Book:
-    """Run the weighted mean of g_i min(1, bound / |g_i|)."""
+    """Add the weighted mean of g_i min(1, bound / |g_i|) to x."""
     counts: list[float] = []
 
     def rule(at: Cohort) -> Tensor:

@@ -1,8 +1,10 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the correction K' for momentum.
 
+Symbols: g, a gradient; c_i, the control variate of client i; c, that of the server; K', the sum
+over a job's steps of how much the step's gradient counts in the movement.
+
 Models are averaged uniformly, as in the paper, unless the run's weights are by samples; changes of
-c_i always are. A stale client uses x and c as it received them, and c stays the mean of the
-accepted c_i.
+c_i always are. A stale client uses x and c as it received them, and c stays the mean of all c_i.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from textbook.world import Book, Job, Params, World
 
 
 def scaffold(world: World) -> Book:
-    """Run steps of g - c_i + c; then c_i+ = c_i - c + (x - y) / (K' eta).
+    """Run steps along g - c_i + c; after a job, c_i <- c_i - c + (x - y) / (K' eta).
 
-    c moves by the sum of the changes over all N.
+    c moves by the sum of the changes of the c_i, divided by N.
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]

@@ -14,10 +14,10 @@ import numpy as np
 
 
 def draw(generator: np.random.Generator, weights: Mapping[int, float], count: int) -> list[int]:
-    """Draw clients one after another, each in proportion to its weight among those left.
+    """Draw `count` clients one after another, in proportion to the weights of those that are left.
 
-    An exponential time for each client, divided by its weight: the order of the times is that of
-    such draws.
+    Each client gets an exponential random time, divided by its weight. The order of these times has
+    the same distribution as such draws.
     """
     times = {client: generator.standard_exponential() for client in weights}
     positive = [client for client in weights if weights[client] > 0]
@@ -34,7 +34,8 @@ def power_of_choice(
 ) -> list[int]:
     """Return the clients with the largest losses among `candidates` drawn ones.
 
-    samples: of each idle client. losses: those that are known; another client's is infinite.
+    samples: number of samples of each idle client. losses: those that are known; an unknown loss
+    counts as infinite.
     """
     drawn = draw(generator, samples, candidates)
     chosen: list[int] = []
@@ -46,7 +47,16 @@ def power_of_choice(
 
 @dataclass
 class OortByHand:
-    """Oort's rounds, one after another. Attributes are the settings of the rule."""
+    """Oort's rounds, one after another.
+
+    Settings: exploration, the share of clients that never reported; decay and least, its factor per
+    round and its lower bound; cutoff and clip, the paper's bounds of a client's utility; preferred,
+    the percentile of durations up to which a client is not penalised; window and delta, how many
+    rounds are compared and by how much `preferred` grows; penalty, the exponent for slow clients.
+
+    State: number, rounds so far; last_round, the last round of each client; exploited, the last
+    round's clients that had reported before; utilities, their mean utility in each round.
+    """
 
     exploration: float
     decay: float
@@ -72,7 +82,11 @@ class OortByHand:
         expected: Mapping[int, float],
         count: int,
     ) -> list[int]:
-        """Return the clients of the next round. losses, seconds: of clients that reported."""
+        """Return the clients of the next round.
+
+        losses, seconds: mean loss and duration of the last job, of each client that has reported.
+        expected: expected seconds of a job, of the others. count: clients to choose.
+        """
         self.number += 1
         if self.exploited:
             reported = [samples[c] * losses[c] for c in self.exploited if c in losses]

@@ -18,14 +18,18 @@ def flatten(p: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def unflatten(values: Tensor, like: Mapping[str, Tensor], names: Sequence[str]) -> Params:
-    """Return the tensors of a vector [d]."""
+    """Return the tensors of a vector [d], with the shapes of those in `like`."""
     sizes = [like[name].numel() for name in names]
     return {n: part.view(like[n].shape) for n, part in zip(names, values.split(sizes), strict=True)}
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """The updates of one aggregation."""
+    """The updates of one aggregation.
+
+    version: the number of aggregations before. jobs: in the order in which they are aggregated. x:
+    the parameters [d]. changes: each job's update [m, d]. weights: unnormalised weights [m].
+    """
 
     version: int
     jobs: Sequence[Job]  # in the order of acceptance
@@ -51,7 +55,8 @@ def run_server_rule(
 ) -> Book:
     """Run rounds in which `rule` makes the next parameters; buffers are averaged.
 
-    A job trains from the model of its version. after(model): called with each new model.
+    A job trains from the model of its version. weigh(world, version, jobs): the unnormalised
+    weights. after(model): called with each new model.
     """
     names, models = trainable(world.start), [dict(world.start)]
     for version, jobs in enumerate(world.rounds):

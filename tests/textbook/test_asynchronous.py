@@ -132,7 +132,11 @@ ROWS = {
 
 
 def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
-    """Return the book, after asserting that updates were stale."""
+    """Return a textbook that first asserts that some updates of the run are stale.
+
+    twice: assert that a client has two updates in some aggregation; False: that all updates of some
+    aggregation are stale.
+    """
 
     def sure(world: World) -> Book:
         ages = [

@@ -1,6 +1,4 @@
-"""Attackers do what their papers say, are the same ones anywhere, and meet the rules that withstand
-them.
-"""
+"""Test that attackers send what their papers say, and that robust rules withstand them."""
 
 from __future__ import annotations
 
@@ -45,7 +43,10 @@ DATA = tiny_data(clients=7, samples=120)
 
 
 def seven(kind: Any, share: float = 0.3, normed: bool = False, **settings: Any) -> Row:
-    """All of seven clients a round."""
+    """Return a row in which all of the seven clients train in each round.
+
+    kind, share, settings: those of the attack. normed: the network has BatchNorm.
+    """
     study = {"data": DATA} | ({"model": NORMED_MLP} if normed else {})
     book = partial(attackers.attacked, kind=kind, share=share, **settings)
     return Row(book, list, study, {"attack": Attack(kind, share, **settings)}, Synchronous(7))

@@ -1,4 +1,4 @@
-"""topology=clustered ends where IFCA and CFL by hand do."""
+"""Test that topology=clustered ends with the same models as IFCA and CFL by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each compressor against arithmetic of its own, from the papers."""
+"""Test each compressor against a computation from its paper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def values_of(layout: Layout, seed: int = 0) -> np.ndarray:
 def coded(
     compressor: Compressor, values: np.ndarray, layout: Layout = LAYOUT, key: int = KEY
 ) -> np.ndarray:
-    """Return what the receiver decodes; the message has the declared size."""
+    """Return the values that the receiver decodes; assert the declared size of the message."""
     kept = compressor.initial(layout)
     message = compressor.encode(torch.from_numpy(values), layout, key, kept)
     assert message.dtype == np.uint32
@@ -340,7 +340,11 @@ class TestFeedback:
     def test_error_feedback_sends_a_repeated_update_completely(
         self, compressor: Compressor, kind: str
     ) -> None:
-        """With ef21 the receiver's value approaches the update, with ef14 their mean does."""
+        """Compare the received values with an update that is sent again and again.
+
+        With ef21 the last received value approaches the update; with ef14 the mean of all received
+        values does.
+        """
         update, received = values_of(LAYOUT), []
         state = {"memory": torch.zeros(LAYOUT.trained), "kept": compressor.initial(LAYOUT)}
         compressor.feedback = kind  # type: ignore[assignment]

@@ -38,12 +38,15 @@ STEPS = replace(LOCAL, epochs=None, steps=5)
 
 
 def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
-    """A study with these local settings."""
+    """Return the settings of a run with these local settings; normed: with BatchNorm."""
     return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})
 
 
 def late(**run: Any) -> dict[str, Any]:
-    """A buffer of two with all four clients at work: the largest is late by some versions."""
+    """Return a schedule with stale updates: all four clients in flight, a buffer of two.
+
+    The client with the most samples is the slowest, so its updates are stale by some versions.
+    """
     return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | run}
 
 
@@ -267,7 +270,7 @@ EVERYTHING = Evaluation(finetune=Finetune(2))
 
 
 class Opposite(Method):
-    """Negate the shared parameters for each client's own model."""
+    """Score each client with the negated shared parameters."""
 
     name = "opposite"
     paper = "a test"
@@ -277,7 +280,7 @@ class Opposite(Method):
 
 
 def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return inputs, normalised by hand, labels and domains."""
+    """Return inputs that are normalised by hand, labels and domains of some rows of the data."""
     source = SPREAD.open()
     inputs = (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3
     return inputs, torch.from_numpy(source.labels[rows]), source.domains[rows]
@@ -289,7 +292,10 @@ def hits(model: Mapping[str, Tensor], rows: np.ndarray) -> np.ndarray:
 
 
 def own_columns(models: Mapping[int, Mapping[str, Tensor]], suffix: str = "") -> dict[str, float]:
-    """Return the scores of clients' models on their rows: mean, worst, and by domain."""
+    """Return the scores of clients' models on their test samples: mean, worst, and by domain.
+
+    suffix: the end of the columns' names.
+    """
     tests = SPREAD.partition.test
     right = {client: hits(model, tests.rows(client)) for client, model in models.items()}
     aggregation = [values.mean() for values in right.values()]
@@ -313,7 +319,7 @@ def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def columns(ended: FinishedRun) -> dict[str, Any]:
-    """Return the columns of the last row that have scores."""
+    """Return those columns of the last row that have scores."""
     row = ended.rows[-1]
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 
@@ -321,7 +327,10 @@ def columns(ended: FinishedRun) -> dict[str, Any]:
 def scored(
     *methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any
 ) -> tuple[FinishedRun, dict[int, Params]]:
-    """A run, and every client's model: the shared one with the client's own tensors in it."""
+    """Return a finished run, and each client's model.
+
+    A client's model is the shared one with the client's own tensors in it.
+    """
     study = run_spec(
         *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others
     )

@@ -1,4 +1,4 @@
-"""Test that DP-FedAvg ends where its textbook does, with the epsilons of published accountants."""
+"""Test DP-FedAvg against its textbook, and its epsilons against those of published accountants."""
 
 from __future__ import annotations
 

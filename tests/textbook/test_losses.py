@@ -31,9 +31,10 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """A client for each set of classes, with all training samples of them.
+    """Return data with a client for each set of classes.
 
-    The last has one of class 0 besides.
+    A client has all training samples of its classes. The last client also has one sample of class
+    0.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

@@ -97,7 +97,11 @@ def test_effective_steps_equal_distance_moved_by_sgd(
 
 
 def test_fednova_reaches_the_minimum_and_fedavg_does_not() -> None:
-    """Two quadratics with the optima 0 and 1, trained in 1 and 10 steps at a small rate."""
+    """Two clients have the losses x^2 / 2 and (x - 1)^2 / 2, and train in 1 and 10 steps.
+
+    The minimum of their mean is at 0.5. With a small learning rate FedAvg ends near 10/11, the mean
+    of the optima weighted by steps.
+    """
     steps, optima, rate = [1, 10], [0.0, 1.0], 1e-3
 
     def limit(factors: list[float]) -> float:

@@ -58,7 +58,7 @@ SKEWED = federate(
 
 
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return inputs, normalised by hand, and labels."""
+    """Return inputs that are normalised by hand, and labels of some rows of the data."""
     source = data.open()
     return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(
         source.labels[rows]
@@ -70,7 +70,10 @@ def adapting(how: Finetune) -> dict[str, Any]:
 
 
 def pooling(settings: Local, **study: Any) -> Row:
-    """Return pooled data, as an experiment makes them, for three clients in a round."""
+    """Return a row of centralized training in place of rounds with three clients.
+
+    settings: the local settings of the federated run. study: other settings of the row.
+    """
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
     data, schedule, local = pool_training(DATA, Synchronous(3), settings, "centralized")
@@ -111,7 +114,10 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
-    """A policy that learns much, at a temperature that meets its floor."""
+    """Return a row of PartialFed whose policy changes much.
+
+    Its temperature falls by half in each version, from 2 down to its smallest value 0.6.
+    """
     settings = PolicySettings(
         steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled
     )
@@ -122,7 +128,10 @@ def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
-    """Return a row of FedPAC with settings by the textbook's names."""
+    """Return a row of FedPAC.
+
+    drawn: settings by the textbook's names. study: other settings of the row.
+    """
     settings = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
     method = partial(
         FedPAC, settings["lam"], settings["head_epochs"], settings["factor"], settings["least"]

@@ -1,4 +1,4 @@
-"""Oort and power-of-choice choose in whole runs what they choose by hand."""
+"""Test that Oort and power-of-choice choose the same clients in whole runs as by hand."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def public(worker: Worker) -> Mapping[str, Any]:
 def of_fedbr(
     *others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any
 ) -> Row:
-    """A row of FedBR; in the list, other methods stand behind it."""
+    """Return a row of FedBR; others: methods that come after it in the run's list.
+
+    study, run: settings of the row. settings: those of FedBR.
+    """
     row_settings: dict[str, Any] = {
         "lam": 0.7,
         "mu": 0.9,
@@ -79,12 +82,12 @@ def of_fedbr(
 
 
 def noise(worker: Worker) -> Mapping[str, Any]:
-    """Return the model's noise for scoring."""
+    """Return the noise that FedSR's model uses in scores."""
     return {"noise": worker.vector.networks["model"].noise}
 
 
 def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
-    """A row of FedSR, with penalties that matter."""
+    """Return a row of FedSR, with penalties that are large enough to matter."""
     row_settings = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
     book_settings = {
         key: row_settings[key] for key in row_settings if key not in ("width", "samples")
@@ -98,9 +101,10 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
 def of_vhl(
     *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
 ) -> Row:
-    """A row of VHL at a higher temperature than the paper's.
+    """Return a row of VHL at a higher temperature than the paper's.
 
-    In the list, other methods stand behind it.
+    others: methods that come after it in the run's list. study: settings of the row. settings:
+    those of VHL.
     """
     row_settings: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
     method_settings = {"virtual_batch": 7} | row_settings

@@ -1,9 +1,13 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-The virtual set is the same for all clients: class means N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2),
-enlarged bilinearly and standardised per channel. Real and virtual rows share one forward pass. If
-Mixup changes the inputs, the changed ones are classified in a separate pass before it. Predictions
-of extra outputs count for their class.
+Symbols: virtual images, random images with labels that are the same for all clients; CE_v, the
+cross-entropy on virtual images; SC, the supervised contrastive loss of features. The label of class
+c of virtual images is C + c if the head has C extra outputs for them. A prediction C + c counts as
+class c.
+
+A virtual image is its class's mean N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2), enlarged bilinearly
+and standardised per channel. Real and virtual rows share one forward pass. If Mixup changes the
+inputs, the mixed inputs are classified in another forward pass before this one.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels, which are 0..C-1 in turn."""
+    """Return `count` virtual images and their labels 0, 1, ..., C - 1, 0, 1, ..."""
     random, (_, channels, *size) = stream(world.seed, "vhl.virtual"), world.central[0].shape
     means = random.standard_normal((world.classes, channels, 8, 8))
     noise = random.standard_normal((count, channels, 8, 8))
@@ -45,14 +49,17 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
 
 
 def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
-    """Return the image padded by 4, cropped and mirrored."""
+    """Return the image padded by 4 pixels, cropped from a position, and mirrored if `flip` is 1."""
     height, width = image.shape[1:]
     cut = F.pad(image, (4, 4, 4, 4))[:, down : down + height, right : right + width]
     return cut.flip(2) if flip else cut
 
 
 def contrast(h: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return SC, computed anchor by anchor."""
+    """Return SC, the supervised contrastive loss of features h [B, F], computed row by row.
+
+    Each row is pulled towards the other rows of its label.
+    """
     u, total = h / h.norm(dim=1, keepdim=True).clamp(min=1e-12), torch.zeros((), dtype=h.dtype)
     for i in range(len(u)):
         others = torch.arange(len(u)) != i
@@ -73,7 +80,12 @@ def vhl(
     align_epochs: int = 5,
     mixup: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss CE + alpha CE_v + gamma SC(both) + kappa SC_v."""
+    """Run FedAvg with the loss CE + alpha CE_v + gamma SC(real and virtual) + kappa SC(virtual).
+
+    virtual: number of virtual images. temperature: that of SC. extra: the head has extra outputs
+    for virtual images. align_epochs: SC counts in so many first epochs of a job. mixup: Mixup
+    changes the real inputs.
+    """
     images, classes = virtual_set(world, virtual)
     reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation
 

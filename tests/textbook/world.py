@@ -16,8 +16,8 @@ class Job:
     """One job of one client.
 
     turn: number of this client's job, from 0. version: the model version that it received. samples:
-    the client's training samples. batches: for each step, inputs float64 [B, ...] and labels int64
-    [B]. draws: for each step, random values by full name.
+    the number of the client's training samples. batches: for each step, inputs float64 [B, ...] and
+    labels int64 [B]. draws: for each step, random values by full name.
     """
 
     client: int
@@ -32,11 +32,12 @@ class Job:
 class World:
     """A run without its training.
 
-    rounds: the jobs of each aggregation, in the order of acceptance. data: for each client, all its
-    training samples, in order. central: the central test set. start: initial values of all
-    networks, buffers included. personal: names of tensors that stay on the client. local: the
-    settings local.*. weighting: "samples" or "uniform", before any method changes it. drawn: random
-    values that the row of the table adds. tests: for each client, its own test samples.
+    seed: the run's seed. clients, classes: their numbers. rounds: for each aggregation its jobs, in
+    the order in which they are aggregated. data: for each client, all its training samples, in
+    order. central: the central test set. start: initial values of all networks, buffers included.
+    personal: names of tensors that stay on the client. local: the settings local.*. weighting:
+    "samples" or "uniform", before any method changes it. drawn: random values that only some
+    textbooks need, by name. tests: for each client, its own test samples.
     """
 
     seed: int
