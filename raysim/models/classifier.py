@@ -17,11 +17,12 @@ class Classifier(nn.Module):
     """A network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
     F is the number of features, C the number of outputs. The head is one `Linear(F, C)`.
+    is_split: False for a network without separate features and head.
     extractor: the network from x to features.
     feature_dim, num_classes: the numbers F and C.
     """
 
-    is_split: ClassVar[bool] = True  # False: the network has no separate features and head
+    is_split: ClassVar[bool] = True
 
     def __init__(self, extractor: nn.Module, feature_dim: int, num_classes: int) -> None:
         super().__init__()
@@ -46,12 +47,12 @@ class ModelRecipe:
     A subclass overrides `extractor`; if features and head do not describe its networks, it
     overrides `network`.
     lora: the settings of the adapters that `build` adds; by default there are none.
+    reads: the inputs that the networks take: "images" [channels, height, width], "tokens" (token
+    numbers), "numbers" of any shape, or "any" of these.
     """
 
     lora: Lora = Lora()
 
-    # The inputs that its networks take: images [channels, height, width], token numbers, numbers
-    # of any shape, or any of these.
     reads: ClassVar[Literal["images", "tokens", "numbers", "any"]] = "any"
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:

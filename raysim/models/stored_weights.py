@@ -194,10 +194,10 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
-    """Yield the layers of the types `LAYERS` whose frozen weight no module of another type uses.
+    """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    A class that is derived from one of these types may use its weight in another way, so its layers
-    are left out.
+    Left out are layers of derived classes, which may use the weight in another way. Left out are
+    also layers whose weight is used by a module that is not such a layer.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

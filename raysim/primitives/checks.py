@@ -30,9 +30,10 @@ def in_range(
 ) -> N:
     """Return the number. Raise ValueError unless it is finite and inside the range.
 
+    The range is least <= value <= most and above < value < below.
     name: the key of the setting, for the error.
-    least, most: the limits, if they are allowed values.
-    above, below: the limits, if they are not allowed values.
+    least, most: inclusive limits.
+    above, below: exclusive limits.
     why: the reason for the limits, for the end of the error; "" gives no reason.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}

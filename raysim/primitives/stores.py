@@ -35,7 +35,7 @@ class LocalStore:
         return str(self.path)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the last names of the files and folders that are directly in a folder, ascending.
+        """Return the names of the files and folders directly in a folder, sorted, without the path.
 
         folder: a folder of the store; "" is the store itself. A missing folder gives an empty list.
         """
@@ -78,7 +78,7 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def draft_folder(self) -> Path:
-        """Return the local folder whose disk gets the draft of a new file: the store itself."""
+        """Return the local folder for the draft of a new file: the folder of the store."""
         return self.path
 
 
@@ -103,7 +103,7 @@ class RemoteStore:
         return without_password(self.url)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the last names of the files and folders that are directly in a folder, ascending.
+        """Return the names of the files and folders directly in a folder, sorted, without the path.
 
         folder: a folder of the store; "" is the store itself. A missing folder gives an empty list.
         """
@@ -156,7 +156,7 @@ class RemoteStore:
                 self._files.rm_file(path)
 
     def draft_folder(self) -> Path:
-        """Return the local folder whose disk gets the draft of a new file: for temporary files."""
+        """Return the local folder for the draft of a new file: the system's temporary folder."""
         return Path(tempfile.gettempdir())
 
     def _path(self, name: str) -> str:
@@ -238,7 +238,7 @@ def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
 
 
 def split_address(address: str | Path) -> tuple[str, str]:
-    """Split an address into the address of the parent folder and the last name."""
+    """Split an address into the address of the parent folder and the last part of the path."""
     text = str(address).rstrip("/")
     if is_url(text):
         folder, _, name = text.rpartition("/")

@@ -153,8 +153,10 @@ def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def read_users(folder: Path) -> list[str] | None:
-    """Read the user's name of each client, or return None if the run stored none.
+    """Read which user each client is, or return None if the run stored no users.
 
+    A user is a person whose data one client has, such as a writer in LEAF's data. Return the names
+    of the users in the order of the clients.
     Raises `ValueError` if the file is broken.
     """
     table = _read_table(folder / CLIENTS_FILE, ("client",))

@@ -43,13 +43,20 @@ MAX_MARKED_POINTS = 12  # a curve with no more points gets a marker at each poin
 
 
 class Axis(NamedTuple):
-    """A quantity on the horizontal axis of a panel."""
+    """A quantity on the horizontal axis of a panel.
 
-    name: str  # part of the names of figures
+    name: a part of the names of figures.
+    title: the label of the axis.
+    read: function that returns the quantity for a row of the history.
+    unit: "bytes", "seconds" or "".
+    if_unused: the text that is shown in the empty panel if all values are 0.
+    """
+
+    name: str
     title: str
-    read: Callable[[Row], float]  # returns x for a row of the history
-    unit: str  # "bytes", "seconds" or ""
-    if_unused: str  # text that is shown if all values are 0
+    read: Callable[[Row], float]
+    unit: str
+    if_unused: str
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def last_round(path: Path) -> int:
 def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
     """Return the metrics for which a lower score is better.
 
-    config: the configuration of a run; its key `evaluate.lower` lists the user's own such metrics.
+    config: the configuration of a run; its key `evaluate.lower` lists metrics of the user's own for
+    which a lower score is better.
     """
     evaluate = config.get("evaluate")
     names = evaluate.get("lower") if isinstance(evaluate, Mapping) else None

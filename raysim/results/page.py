@@ -240,7 +240,7 @@ def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
 
 
 def _with_fixed_spaces(text: str) -> str:
-    """Return a text whose lines end neither after "±" nor between a deviation and its unit."""
+    """Replace the spaces after "±", and between a deviation and its unit, by non-breaking ones."""
     return re.sub(r"± ([\d.]+) (?=[A-Za-z])", "±\u00a0\\1\u00a0", text).replace("± ", "±\u00a0")
 
 
@@ -398,7 +398,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    The clients of all seeds of a setting form one curve.
+    Its plot has a curve for each setting: the share of clients up to each score, where the clients
+    of all seeds count together.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -699,7 +700,10 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
 
 # --- texts ----------------------------------------------------------------------------------------
 def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Return the page's part with texts that final models write; None without such texts."""
+    """Return the page's part with texts that language models generated at the end of runs.
+
+    Return None if no run has such texts.
+    """
     texts: list[Shown] = []
     for index, group in enumerate(groups):
         path = group.runs[0].folder / SAMPLES

@@ -378,7 +378,9 @@ def comparison_table(
     """Return the comparison as text.
 
     The table has a row for each run, or for each setting if some runs differ only in their seeds.
-    Options that all runs share are above the table; the meaning of stars and deviations is below.
+    Options that all runs share are above the table. Lines below the table say what the marks in it
+    mean (* for the best value of a column, † and ‡ for significant differences), and over what
+    deviations are computed.
     groups: one group of runs for each setting.
     width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
     a block below.
@@ -687,7 +689,9 @@ def threshold_columns(
     The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
     and wall seconds until the first round that reaches the score: means ± sample deviations over
     the seeds that reach it. Returns [] if no score was reached.
-    limit: the number of scores without `view.thresholds`: the highest ones that any run reached.
+    view: the choice of columns and units; `view.thresholds` lists the scores of the table.
+    limit: if `view.thresholds` is empty, the table has the `limit` highest scores that any run
+    reached.
     """
     runs = [run for group in groups for run in group.runs]
     factor = share_factor(runs, view.percent)
@@ -766,8 +770,8 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 def _first_row(run: Run, threshold: float) -> Row | None:
     """Return the first row of the history whose score reaches a threshold, or None.
 
-    If the run has scores on the clients' test sets, these are compared with the threshold.
-    Otherwise the scores on the central test set are.
+    The compared scores are those on the clients' test sets. If the run has none, the scores on the
+    central test set are compared.
     """
     metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))

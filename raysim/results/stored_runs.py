@@ -179,8 +179,9 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    The configuration names it below the key `choices`. In an older configuration without this key,
-    it follows from the group's settings: the name or the class, or the keys joined by " + ".
+    The configuration has the option below the key `choices`. An older configuration has no such
+    key. There the option is read from the group's settings: from `name`, else from the name of the
+    class in `_target_`, else from the keys, joined by " + ".
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -244,10 +245,10 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the settings that differ between runs, and how many of them were left out.
 
-    The settings are the values of all runs, by key. A key is left out if it belongs to an option
-    that only some of the runs have (such as `partition.alpha` of `partition=dirichlet`), and if
-    all these runs use the default value of the key. The option is listed in any case. Keys of
-    methods are never left out.
+    The settings are a dict from a key, such as "local.lr", to the value of each run. A key is left
+    out if it belongs to an option that only some of the runs have (such as `partition.alpha` of
+    `partition=dirichlet`), and if all these runs use the default value of the key. Keys of methods,
+    and the keys that choose an option, are never left out.
     """
     differing = differing_settings(runs)
     shown = {}

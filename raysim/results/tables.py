@@ -29,10 +29,11 @@ MARK_RULE = (
 
 
 class FormatNumber(Protocol):
-    """A function that formats a number.
+    """A function f(value, like=None) that returns a number as text.
 
-    like: for a deviation its mean, so that the deviation gets the unit and the decimals of the
-    mean; None for other numbers.
+    value: the number; None if it is missing.
+    like: another number whose unit and decimals the text gets. For a deviation it is the mean.
+    None chooses unit and decimals by `value`.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...

@@ -248,7 +248,8 @@ def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
     """Draw a bar for each job.
 
-    An aggregated job has the colour of its staleness. Any other job is empty and has a marker.
+    The bar of an aggregated job has the colour of the job's staleness. The bars of other jobs are
+    pale, and a marker at the end shows what became of the job.
     y: for each job, the position of its client on the vertical axis.
     size: how many seconds the unit of the axis has, such as 60 if the axis shows minutes.
     low, high: the shown period in virtual seconds.

@@ -91,10 +91,16 @@ def round_of(row: Row) -> int:
 
 
 def as_mapping(value: object) -> dict[str, object]:
-    """Return a value that was read from a file if it is a mapping, else {}."""
+    """Return {} unless the value is a mapping; return a mapping with its keys as texts.
+
+    value: a value that was read from a JSON file.
+    """
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def as_names(value: object) -> list[str]:
-    """Return a value that was read from a file as texts if it is a list, else []."""
+    """Return the items of a list as texts, and [] for a value that is no list.
+
+    value: a value that was read from a JSON file.
+    """
     return [str(item) for item in value] if isinstance(value, list) else []

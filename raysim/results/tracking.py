@@ -168,10 +168,9 @@ class StoredTracker:
         self._last_round = round_of(self._unsent[-1]) if self._unsent else 0
 
     def wait_until_known(self) -> None:
-        """Do nothing.
+        """Do nothing, because `raysim ui` sends a study before the runs of the study.
 
-        In a `Tracker`, a study waits here until the server has it, before its runs are sent. In
-        this class `raysim ui` sends the study first.
+        A `Tracker` waits here until the server has the study.
         """
 
     def log(self, row: Row) -> None:

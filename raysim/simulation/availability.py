@@ -232,15 +232,15 @@ class _StepDraw(NamedTuple):
     They give every client a place: client c has the place (c - start) * factor modulo a prime. The
     client at place k is start + k * inverse modulo this prime.
     comes: clients at places below this number are available from this step on.
-    goes: clients at this place or a higher one are not available from this step on. The step does
-    not change the availability of all other clients.
+    goes: clients at this place or a higher one are not available from this step on. The clients at
+    the places between them stay as they are.
     """
 
     start: int
     factor: int
-    inverse: int  # inverse of `factor`: the client at place k is start + k * inverse
-    comes: int  # clients at lower places are available from now on
-    goes: int  # clients at this place or a higher one are not available from now on
+    inverse: int
+    comes: int
+    goes: int
 
 
 class MarkovAvailability(Availability):

@@ -15,9 +15,10 @@ from raysim.data.partition import CSR
 class BestRounds:
     """The round with the best validation score so far, and the test scores of that round.
 
-    Each client has a best round, and so has the shared model. Checkpoints contain them. Of equal
-    rounds the first one counts. The highest validation score is the best, so callers negate errors.
-    For a client without validation samples, the last round is the best one.
+    Each client has a best round, and so has the shared model. Checkpoints contain the best rounds.
+    The round with the highest validation score is the best, and the first one of equal rounds. For
+    a metric for which lower is better, callers pass scores times -1. For a client without
+    validation samples, the last round is the best one.
     tests: for each client, the rows of the data set that are its test samples.
     """
 

@@ -31,9 +31,9 @@ class Call:
     method: the name of the Python method of `Worker` that is called.
     args: the arguments of the method, without client states.
     states: the client states that the worker needs for the call.
-    remote_values: the method returns the answer first; this is the number of further values that it
-    returns, which stay on the worker's node.
-    ref: the reference to the answer.
+    remote_values: the number of values that the method returns after the answer. They stay on the
+    worker's node.
+    ref: the reference to the answer, which is the first value that the method returns.
     remote_refs: the references to the further values.
     bytes_read: the bytes of client states that were read from disk for this call.
     value: the answer; None before it arrives.
@@ -43,13 +43,12 @@ class Call:
     worker: int
     method: str
     args: tuple[object, ...]
-    states: Sequence[StateUse] = ()  # client states that the call starts from
-    # Number of returned values, after the first one, that stay on the worker.
+    states: Sequence[StateUse] = ()
     remote_values: int = 0
     ref: Ref = None
     remote_refs: Sequence[Ref] = ()
-    bytes_read: int = 0  # bytes of client states that were read from disk for this call
-    value: Any = None  # the first returned value
+    bytes_read: int = 0
+    value: Any = None
     is_answered: bool = False
 
     @property

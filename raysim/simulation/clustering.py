@@ -42,7 +42,8 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
 
     This is Algorithm 1 of the paper. At first, each client is a part. Then, for one pair of
     clients after another, the parts of the two clients are joined, until two parts are left. The
-    most similar pair comes first; if pairs are equally similar, the first one does.
+    most similar pair comes first. Equally similar pairs come in the order (0, 1), (0, 2), ...,
+    (1, 2), and so on.
     Return a bool array [n], which is False for the part of client 0 and True for the other part,
     and the largest similarity between the parts.
     similarities: float64 [n, n], symmetric, with n at least 2.

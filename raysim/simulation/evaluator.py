@@ -578,7 +578,8 @@ class Evaluator:
 
         mean: the reports of the workers that scored the mean of all replicas.
         scoring: the scoring, which has the calls that score single replicas.
-        own: the columns that the clients' own models have got.
+        own: the columns with the scores of the clients' own models. Their validation score
+        decides which round is the best one.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}

@@ -27,22 +27,21 @@ class JobState(enum.StrEnum):
 
     PLANNED: the base version of the job does not exist yet.
     DISPATCHED: the base version exists. It is not known yet whether the update will be aggregated.
-    IN_FLIGHT: the update will be aggregated. The job waits for a worker, is trained, or has ended.
+    IN_FLIGHT: the update will be aggregated, but this has not happened yet. The job waits for a
+    worker, a worker trains it, or its update waits for the aggregation.
     AGGREGATED: the update was aggregated.
     FAILED: the job raised an error, or its result is not finite.
     LOST: the client dropped out.
     DISCARDED: the update was too stale, or is not needed.
     """
 
-    PLANNED = "planned"  # its base version does not exist yet
-    # Its base version exists. It is not known yet whether its update will be aggregated.
+    PLANNED = "planned"
     DISPATCHED = "dispatched"
-    # Its update will be aggregated. It waits for a worker, a worker trains it, or it is finished.
     IN_FLIGHT = "in flight"
     AGGREGATED = "aggregated"
-    FAILED = "failed"  # it raised an error, or its result is not finite
-    LOST = "lost"  # its client dropped out
-    DISCARDED = "discarded"  # it was too stale, or is not needed
+    FAILED = "failed"
+    LOST = "lost"
+    DISCARDED = "discarded"
 
 
 # States in which a job holds its base version: a worker may still have to start from it.

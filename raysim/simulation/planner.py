@@ -81,24 +81,37 @@ class Messages(Protocol):
 
 @dataclass(slots=True)
 class PlannedAggregation:
-    """A planned aggregation, and all events since the previous aggregation."""
+    """A planned aggregation, and all events since the previous aggregation.
 
-    version: int = 0  # aggregations of the run before this one
-    site: int = 0  # the position of its site among all sites
-    site_version: int = 0  # aggregations of its site before this one
-    site_down: int = 0  # floats sent to the clients of its site since the start of the run
-    site_up: int = 0  # floats sent by the clients of its site since the start of the run
-    meets: bool = False  # True if the replicas exchange with this aggregation
-    now: float = 0.0  # virtual seconds of the aggregation
-    # Jobs since the previous aggregation.
+    version: the number of the run's earlier aggregations.
+    site: the number of the `Site` that aggregates; 0 if the run has a single one.
+    site_version: the number of earlier aggregations of this site.
+    site_down, site_up: the floats that this site's clients received and sent since the run's start.
+    meets: True if the replicas exchange after this aggregation.
+    now: the virtual time of the aggregation, in seconds since the run's start.
+    dispatched, lost, discarded: the jobs that were dispatched, lost or discarded since the previous
+    aggregation.
+    aggregated: the jobs that are aggregated now, in the order in which they enter the sum.
+    down, up: the floats that all clients received and sent since the run's start.
+    between: the floats that replicas sent to each other since the run's start.
+    costs: the costs of all jobs since the run's start, by column of the history; {} if nothing
+    costs anything.
+    """
+
+    version: int = 0
+    site: int = 0
+    site_version: int = 0
+    site_down: int = 0
+    site_up: int = 0
+    meets: bool = False
+    now: float = 0.0
     dispatched: list[Job] = field(default_factory=list)
-    aggregated: list[Job] = field(default_factory=list)  # in the order in which they enter the sum
-    lost: list[Job] = field(default_factory=list)  # their clients dropped out
+    aggregated: list[Job] = field(default_factory=list)
+    lost: list[Job] = field(default_factory=list)
     discarded: list[Job] = field(default_factory=list)
-    down: int = 0  # floats sent to clients since the start of the run
-    up: int = 0  # floats sent by clients since the start of the run
-    between: int = 0  # floats sent between replicas since the start of the run
-    # What jobs have cost since the start of the run, by column; empty if nothing costs anything.
+    down: int = 0
+    up: int = 0
+    between: int = 0
     costs: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -140,7 +153,7 @@ class Site:
     """The clients and jobs that one schedule sees: those of the whole run, or of one replica.
 
     pool: the replica if the site has the clients of one replica; -1 if it has all clients.
-    members: the number of this site's clients that have samples.
+    members: how many of this site's clients have samples (a count).
     pools: the number of pools into which the schedule divides the clients by speed; 0 for none.
     """
 

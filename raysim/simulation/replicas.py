@@ -286,10 +286,10 @@ class Replicas:
     ) -> None:
         """Make the next version of each replica with updates; let replicas exchange if planned.
 
-        jobs: in the order in which they are aggregated.
-        updates: one for each job; None for a failed client.
-        sums: the sums that workers made.
-        versions: the versions that the updates started from.
+        jobs: the jobs of the aggregation, in the order in which they are aggregated.
+        updates: one for each job; None for a failed job.
+        sums: the sums of updates that workers have computed.
+        versions: the published versions, which have the base versions of the jobs.
         Raises AggregationError if a next version cannot be made.
         """
         staleness = aggregation.staleness
@@ -322,8 +322,8 @@ class Replicas:
 
         mixes_first: True if replicas have just exchanged, before this step.
         aggregation: the planned aggregation.
-        jobs: its jobs.
-        updates: their updates; None for an update that is part of a sum, or failed.
+        jobs: the jobs of the aggregation, in the order in which they are aggregated.
+        updates: one for each job; None for a failed job.
         sums: the sums of updates that workers have computed.
         versions: the published versions, which have the base versions of the jobs.
         """

@@ -23,8 +23,8 @@ class RunSaver:
     initial: the initial model. The tensors of the final model get the same names.
     folder: the run's folder, where the model and the checkpoints are written; "" writes none.
     address: the path or the URL of the checkpoint to continue from; "" starts a new run.
-    base: the checksum of the run's frozen weights, which the file of the final model contains; ""
-    if no weight is frozen.
+    base: the checksum of the run's frozen weights; "" if no weight is frozen. The file of the final
+    model contains this checksum.
     """
 
     def __init__(

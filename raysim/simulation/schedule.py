@@ -287,9 +287,9 @@ class Deadline(_Policy):
     def decide(self, view: View) -> Action:
         """Dispatch a round, and aggregate what has arrived when its time limit is reached.
 
-        Aggregate earlier if all jobs have ended, and later if no update has arrived at the limit:
-        then with the first update. With late="discard" the jobs that are still in flight are
-        discarded before.
+        Aggregate earlier if all jobs have ended. If no update has arrived at the limit, aggregate
+        when the first one arrives. With late="discard", the jobs that are in flight at this moment
+        are discarded before the aggregation.
         """
         if not view.sent or not (view.running or view.arrived):
             if view.idle:

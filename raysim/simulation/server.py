@@ -268,8 +268,8 @@ class Server:
     ) -> None:
         """Make the next version.
 
-        updates: in the order in which they are aggregated; None for a failed client.
-        sums: the sums that workers made.
+        updates: one for each job, in the order in which they are aggregated; None for a failed job.
+        sums: the sums of updates that workers have computed.
         staleness: the staleness of each update.
         bases: the versions that the updates started from, by number.
         Raises AggregationError if the next version cannot be made.

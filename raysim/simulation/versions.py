@@ -45,7 +45,8 @@ class Versions(Mapping[int, PublishedVersion]):
         version: the number of the current version.
         make: function that returns this version; it can be called as long as the version is
         current.
-        is_on_disk: True stores the version only when a job needs it.
+        is_on_disk: True if the replica is on disk. Then its version is not stored now: `make` reads
+        the replica from disk when a job needs the version.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version

@@ -87,10 +87,10 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 
 
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
-    """Return the batch sizes that occur often; with several lanes, only their steps are recorded.
+    """Return the batch sizes that occur often.
 
     These are the full batch size, and the size of the last batch if it is the same for most
-    clients.
+    clients. With several lanes, only steps on batches of these sizes are recorded.
     counts: the number of samples of each client.
     batch: the full batch size.
     """

@@ -1,8 +1,9 @@
 """Train K clients of a small linear network at once, by batched matrix products.
 
-The D parameters of each of the K lanes are rows of a tensor [K, D]. This is possible if the network
-is a chain of linear and pointwise layers and no method takes part in the step. Smaller batches are
-padded with rows of weight 0, so that all products have the same shape.
+Each of the K lanes trains one client. Row k of a tensor [K, D] has the D parameters of lane k. This
+is possible if the network is a chain of linear and pointwise layers and no method takes part in the
+step. Batches that are smaller than others are padded with samples of weight 0, so that all products
+have the same shape.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def step_methods(declarations: Declarations) -> list[str]:
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
     """Return the layers of a chain of linear and pointwise layers; None for other networks.
 
-    input_dims: the dimensions of one input.
+    input_dims: the number of dimensions of one sample's input: 1 for a vector, 3 for an image.
     """
     model = networks["model"]
     if isinstance(model, WholeNetwork):
@@ -188,9 +189,9 @@ class BatchedLanes(LaneLoop[Lane]):
             lane.advance(losses[lane.row])
 
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
-        """Make one training step in all lanes; return the loss of each lane.
+        """Make one training step; return the losses of all K lanes, a scalar for each.
 
-        Rows of lanes without a job have weight 0.
+        Lanes without a job do not change; their samples have weight 0 and their loss is 0.
         busy: the lanes that have a job.
         """
         inputs, targets, weights = self._stack(busy)
@@ -219,9 +220,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return x
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Scale down the gradients of each lane whose norm is above `local.clip`; return all.
+        """Scale down each lane's gradient if its norm is above `local.clip`.
 
-        The results are flat tensors [K, n]. If `local.clip` is 0, return `gradients` unchanged.
+        Return the gradients of all lanes as flat tensors [K, n], one for each contiguous slice of n
+        trained parameters in the vector. If `local.clip` is 0, return `gradients` unchanged.
+        gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip
         if not clip:
@@ -232,7 +235,7 @@ class BatchedLanes(LaneLoop[Lane]):
         return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
-        """Stack the lanes' batches: inputs and targets [K, B, ...], row weights [K, B]."""
+        """Stack the lanes' batches: inputs and targets [K, B, ...], weights of samples [K, B]."""
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
         if len(busy) == self.count and is_full:
@@ -249,9 +252,9 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return the weight of each row in its lane's loss: [K, B].
+        """Return the weight of each sample in its lane's loss: [K, B].
 
-        The weight is 1 / (size of the lane's batch); it is 0 for rows that only pad the batch.
+        The weight is 1 / (size of the lane's batch); it is 0 for samples that only pad the batch.
         batches: the batch of each lane that has a job, by the lane's number.
         """
         weights = torch.zeros_like(self.weights)

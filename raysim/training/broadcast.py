@@ -14,11 +14,16 @@ from raysim.training.transfer import to_device
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A published version as tensors on a device; on a CPU, views of the received arrays."""
+    """A published version as tensors on a device; on a CPU, views of the received arrays.
 
-    base: Tensor  # [layout.shared]
-    counters: Tensor  # [layout.shared_counters] int64
-    download: Mapping[str, Tensor]  # further tensors that methods send, by "method.name"
+    base: [layout.shared], the parameters and float buffers.
+    counters: int64 [layout.shared_counters], the integer buffers.
+    download: the further tensors that methods send to clients, by "method.name".
+    """
+
+    base: Tensor
+    counters: Tensor
+    download: Mapping[str, Tensor]
 
 
 class Receiver:
@@ -31,7 +36,10 @@ class Receiver:
         self._last: Broadcast | None = None
 
     def store_constants(self, constants: Arrays) -> None:
-        """Store the tensors that every client receives once, by "method.name"."""
+        """Store the tensors that methods send to each client only once in a run.
+
+        constants: the arrays, by "method.name".
+        """
         self._constants = self.tensors(constants)
 
     def receive(self, published: PublishedVersion) -> Broadcast:

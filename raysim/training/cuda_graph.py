@@ -81,8 +81,10 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Run the work inside `with` in a branch, after the work that precedes all branches.
+        """Run the work inside `with` in a branch.
 
+        It starts after the work that was issued outside of branches so far, and does not wait for
+        other branches.
         place: the number of the branch: 0 for the first branch, 1 for the next one, and so on.
         """
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

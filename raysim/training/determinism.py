@@ -46,7 +46,10 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @functools.cache
 def openblas_threads() -> Any:
-    """Return the controller of the number of threads in NumPy's products."""
+    """Return a `ThreadpoolController` for OpenBLAS, with which NumPy computes matrix products.
+
+    Its method `limit` sets the number of threads.
+    """
     return ThreadpoolController().select(internal_api="openblas")
 
 

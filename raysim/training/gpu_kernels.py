@@ -65,13 +65,13 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Parameters and running statistics are views of one flat vector, so their addresses need not be
-    aligned as GPU kernels need them.
+    GPU kernels are fast only for tensors at aligned addresses. Parameters and running statistics
+    are views of one flat vector, so their addresses are often not aligned.
 
-    Convolutions of few channels are computed as products of patches: on an H100 the kernels for
-    convolutions took 130 us for 64 images of 28 x 28 pixels with one channel. Other convolutions
-    get tensors in which the channels of a pixel are adjacent, unless a network has layers that
-    would copy them back (GroupNorm).
+    Convolutions of few channels are computed as matrix products of patches, because the GPU's
+    kernels for such convolutions are slow. (On an H100 they took 130 us for 64 images of 28 x 28
+    pixels with one channel.) Other convolutions get tensors in which the channels of a pixel are
+    adjacent, unless a network has layers that would copy them back (GroupNorm).
     """
 
     def __init__(self, modules: Iterable[nn.Module]):

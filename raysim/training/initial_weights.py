@@ -131,8 +131,10 @@ class InitialWeights:
         return chosen
 
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return a user's arrays by the full names of the run's parameters.
+        """Return the arrays of the file under the names that the run's tensors have.
 
+        The file may have other names, such as those of the user's own model, or names without the
+        network.
         Raises ValueError for names that the run does not have.
         """
 

@@ -4,9 +4,10 @@ Subclasses compute the steps. `batched_lanes.py` computes one matrix product for
 `recorded_lanes.py` records the operations of a training step (`Step`) once, as a CUDA graph on a
 GPU, and repeats them without running Python code.
 
-For a given number of lanes, a client's result does not depend on the other clients in the batch.
-The last bit of a result may depend on the lane, because kernels compute the end of a tensor in
-another way. Therefore the number of the job decides the lane, on every worker.
+For a given number of lanes, a client's result does not depend on the clients in the other lanes.
+The last bit of a result may depend on the lane, because kernels may compute the last entries of a
+tensor in another way than its other entries. Therefore the number of the job decides the lane, on
+every worker.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ class Lane:
     """A vector, and the job that trains in it.
 
     row: the number of the lane, and its row in tensors that contain all lanes.
+    home: the memory of the lane's vector.
+    place: the position of the lane's job in the list of jobs to train.
+    running: the lane's job; None if it has none.
+    batch: the next batch; None if the job is finished.
+    step: the number of steps that the job has made.
     """
 
     row: int
-    home: VectorStorage  # the memory of the lane's vector
-    place: int = 0  # place of the job among the jobs to train
-    running: RunningJob | None = None  # None: the lane has no job
-    batch: Batch | None = None  # the next batch; None: the job is finished
+    home: VectorStorage
+    place: int = 0
+    running: RunningJob | None = None
+    batch: Batch | None = None
     step: int = 0
 
     @property
@@ -106,7 +112,7 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Copy the data of the lane that the job needs for its end."""
+        """Hand over what the end of the lane's job needs, such as the optimizers of the lane."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the approximate order in which jobs will begin.

@@ -38,8 +38,9 @@ def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.devic
     """Measure from now on how long some methods of some objects take; return the measured spans.
 
     A GPU works asynchronously, so there each span waits for the end of the work.
-    parts: pairs of an object and a dictionary: for the name of each Python method to measure, the
-    kind of work that its time counts as.
+    parts: pairs (object, kinds). The keys of the dictionary `kinds` are the names of the object's
+    methods that are measured. Its values are the kinds of work for which their time counts, such as
+    {"gather": "gathering"}. Names that the object does not have are ignored.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

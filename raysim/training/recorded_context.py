@@ -43,7 +43,8 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 class Reads:
     """The tensors and the Python values that steps have read from their clients so far.
 
-    entries: the tensors, as pairs of a table's name and a key, ordered by their first reads.
+    entries: the tensors, ordered by their first reads. Each is a pair of the name of a table that
+    `tables_of` returns, such as "state", and a key in this table, such as "scaffold.control".
     facts: the names of the Python values, such as "client".
     """
 
@@ -148,7 +149,11 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The part of a `Plan` that a recorded step may read."""
+    """The part of a `Plan` that a recorded step may read.
+
+    sizes: the size of each batch of the job.
+    samples: the number of the client's training samples.
+    """
 
     sizes: tuple[int, ...]
     samples: int

@@ -1,10 +1,13 @@
 """Record `Step` once for each lane and kind of step, and replay it from then on.
 
+Two steps are of the same kind if one recording fits both. They have the same stages, batch size and
+train or eval modes, and they read tensors of equal form and equal Python values from their clients.
+
 If the jobs of all lanes are at the same kind of step, one recording has a branch for each
 lane, and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A
 lane's vector, the buffers of its optimizers and the inputs of its step are tensors at fixed
-addresses. Before a replay, changed values are copied into the inputs; after it, losses and changed
-entries are copied out.
+addresses. Before a replay, changed values are copied into the inputs. After the replay, the losses
+and the tensors that hooks have changed are copied out.
 
 The first step of a kind is computed without a recording, because libraries then choose kernels
 and allocate memory. It also shows which values the step reads from its client.
@@ -101,15 +104,19 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """Set the modes of the networks to the lane's modes. The job already has its optimizers."""
+        """Put the networks into the train or eval modes that the lane's job has set.
+
+        Nothing must be copied: `prepare` has already given the job its optimizers.
+        """
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give a job the lane's optimizers for the stages that its next step makes first.
+        """Give a job the lane's optimizers for those stages of its next step that are new in it.
 
         A stage is one of the optimizer steps on a batch. The lane has an optimizer for each stage.
-        Its buffers begin with those that the job's client kept from an earlier job, or with 0.
+        When a job first uses it, its buffers get the values that the client kept from an earlier
+        job, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
@@ -260,7 +267,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
         """Return the tensors that the next steps of lanes read.
 
-        A tensor that all lanes read is returned only once, under the place `SHARED`.
+        The first part of a key is the position of the lane in `lanes`. A tensor that all lanes read
+        is returned only once, with `SHARED` in place of the position.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
@@ -301,7 +309,7 @@ class Recording:
     def replay(
         self, inputs: Mapping[InputPath, Tensor]
     ) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
-        """Replay the step with these inputs; return each lane's loss and changed entries."""
+        """Replay the step with these inputs; return each lane's loss and changed tensors."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)
@@ -315,7 +323,7 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute a step of each lane in a branch of its own; return losses and changed entries."""
+        """Compute a step of each lane in a branch of its own; return losses and changed tensors."""
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
         for place, lane in enumerate(self._lanes):

@@ -28,8 +28,8 @@ class OptimizedPart:
     """The parameters of a group that one optimizer changes.
 
     With Muon or `local.rates`, a group has several parts; otherwise it is one part.
-    name: the kind of the optimizer and the factor, such as "muon*1". The optimizer is called
-    "STAGE.NAME". "" if the group is one part; the optimizer then has the name of the stage.
+    name: the kind of the optimizer and the factor, such as "muon*1"; "" if the group is one part.
+    An optimizer is called "STAGE.NAME", or "STAGE" if `name` is "".
     settings: the settings of the optimizer.
     factor: the factor on the learning rate (`local.rates`).
     places: the positions of the part's parameters in the group.

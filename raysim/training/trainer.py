@@ -391,9 +391,9 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of each step.
+        """Return the stages of each step of a job.
 
-        The list may be shorter than the job; the job then starts again with its first entry.
+        If the job has more steps than the result has entries, the entries are used in a cycle.
         """
         if self.stager is None or self.stager.stages is None:
             return _TASK_STAGES

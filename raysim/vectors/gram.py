@@ -31,8 +31,8 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 
     The CPU computes them. Parts of float32 vectors are multiplied in float32 and added in
     float64. The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6
-    |g_i| |g_j|. Computing everything in float64 takes twice as long. The last entries, fewer than
-    8192, are multiplied in float64.
+    |g_i| |g_j|. Computing everything in float64 takes twice as long. The last d mod 8192 entries of
+    each vector are multiplied in float64.
     """
     arrays = [row.numpy() for row in rows]
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT

@@ -1,6 +1,6 @@
 """The runtime on Ray: workers and coordinator are actors in a placement group of the run.
 
-Only this package, the sweep and the client of the job server import Ray.
+Only this package, `raysim sweep` (Ray Tune) and `raysim submit` (Ray's job server) import Ray.
 
 - cluster: start, join and leave a Ray cluster, and reserve resources on its nodes
 - actors: workers and the coordinator as Ray actors

@@ -137,8 +137,9 @@ def actor_class(kind: type) -> Any:
     """Return a class of actors that hold an object of the class `kind`.
 
     An actor has the methods of the object, and the method `become`, which replaces the object by a
-    new one. Ray looks up methods in the class, and therefore would not find methods that a profile
-    adds to an object.
+    new one. Ray looks up the methods of an actor in its class. With `profile=true` the object has
+    methods that measure their own time and replace those of its class. So the actor must hold the
+    object, and call the methods of the object.
     """
 
     def __init__(self: Any, *args: Any) -> None:

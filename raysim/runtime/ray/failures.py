@@ -88,8 +88,9 @@ _CAUSES = (
 
 
 def describe_failed_start(address: str, error: BaseException) -> str:
-    """Describe an error that Ray raised: the key, the problem and what to do.
+    """Return the text for an error that Ray raised when a cluster was started or joined.
 
+    It names the setting or the environment variable at fault, the problem and what to do.
     address: "local" for a cluster that this process starts; otherwise the address of the cluster to
     join.
     """

@@ -106,7 +106,8 @@ class Recruiter:
         """Return the workers that can start now, each as a pair of its number and its place.
 
         A worker that was lost starts again under its number; -1 stands for a new worker.
-        free_workers: the numbers of the lost workers whose places in `group` are still reserved.
+        free_workers: the numbers of the lost workers whose resources the run's placement group
+        still reserves.
         active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
