@@ -69,7 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_existing_objects() -> None:
-    """Let the garbage collector skip objects that exist before a module, mostly of libraries."""
+    """Let the garbage collector skip all objects that exist before a test module starts.
+
+    Most of them belong to libraries.
+    """
     gc.set_threshold(20_000, 20, 50)  # composing a configuration starts a dozen collections
     gc.collect()
     gc.freeze()

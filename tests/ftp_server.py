@@ -23,7 +23,7 @@ def serve_ftp(folder: Path) -> Iterator[str]:
     authorizer.add_user("me", "secret", str(folder), perm="elradfmwMT")
 
     class Handler(FTPHandler):  # type: ignore[misc]
-        """A handler for this server alone."""
+        """A subclass, so that its class attribute `authorizer` does not change other servers."""
 
     Handler.authorizer = authorizer
     server = FTPServer(("127.0.0.1", 0), Handler)

@@ -49,7 +49,7 @@ CLIENTS = 8  # in a round, for each worker
 FLOATS = (1_210, 1_000_000, 11_000_000)
 # The ways in which updates return; True if each node adds up the sums of its workers.
 WAYS = {"sums": False, "sums of nodes": True, "updates": False}
-STAGES = ("dispatch", "wait", "add up", "step", "publish")
+PARTS = ("dispatch", "wait", "add up", "step", "publish")
 _SKIP = 1  # the first rounds, which are not measured
 
 
@@ -178,12 +178,14 @@ def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
 class RoundCost:
     """The median cost of a round.
 
-    way: how updates return: as sums of workers, as sums of nodes, or single.
+    floats: the number of floats of the model.
+    way: how updates return, a key of `WAYS`: as sums of workers, as sums of nodes, or one by one.
+    workers, nodes: the numbers of workers and of nodes.
     calls: the number of calls of workers.
     arrays: the number of arrays that the coordinator receives.
     down, up: bytes, see `CountingRuntime`.
     cpu, wall: CPU and wall seconds of the coordinator.
-    stages: wall seconds of the coordinator in each part of a round.
+    parts: the coordinator's wall seconds in each part of a round, by the names in `PARTS`.
     """
 
     floats: int
@@ -196,7 +198,7 @@ class RoundCost:
     up: int
     cpu: float
     wall: float
-    stages: Mapping[str, float]
+    parts: Mapping[str, float]
 
 
 class Stopwatch:
@@ -205,12 +207,13 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
-    def watch(self, owner: Any, name: str, stage: str, outer: str = "") -> None:
-        """Add the seconds of an object's method to a stage from now on.
+    def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
+        """Add the wall seconds of all later calls of a method to `seconds[part]`.
 
         owner, name: the object and the name of its method.
-        stage: the name under which the seconds are counted.
-        outer: a stage that contains the method; the seconds are subtracted from it. "" for none.
+        part: the part of a round, such as "add up".
+        outer: another part, which contains the calls of this method. Their seconds are subtracted
+        from this part. "" if there is none.
         """
         inner = getattr(owner, name)
 
@@ -221,7 +224,7 @@ class Stopwatch:
                 return inner(*args, **options)
             finally:
                 spent = time.perf_counter() - since
-                self.seconds[stage] += spent  # type: ignore[assignment]
+                self.seconds[part] += spent  # type: ignore[assignment]
                 self.seconds[outer] -= spent  # type: ignore[assignment]
 
         setattr(owner, name, timed)
@@ -247,19 +250,19 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     marks = []
     for event in coordinator.run():
         if isinstance(event, Round):
-            row = {stage: stopwatch.seconds[stage] for stage in STAGES} | dict(counting.counts)
+            row = {part: stopwatch.seconds[part] for part in PARTS} | dict(counting.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
-    keys = (*STAGES, "calls", "arrays", "down", "up", "cpu", "wall")
+    keys = (*PARTS, "calls", "arrays", "down", "up", "cpu", "wall")
     steps = [
         {key: after.get(key, 0) - before.get(key, 0) for key in keys}
         for before, after in pairwise(marks)
     ]
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
     numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up")}
-    stages = {stage: middle[stage] for stage in STAGES}
+    parts = {part: middle[part] for part in PARTS}
     return RoundCost(
         coordinator.layout.shared, way, runtime.workers, len(set(runtime.nodes)), **numbers,
-        cpu=middle["cpu"], wall=middle["wall"], stages=stages,
+        cpu=middle["cpu"], wall=middle["wall"], parts=parts,
     )  # fmt: skip
 
 
@@ -348,9 +351,7 @@ def table(results: Sequence[RoundCost]) -> str:
     for cost in results:
         counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")
         megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up)]
-        times = [
-            f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.stages.values(), cost.wall)
-        ]
+        times = [f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.parts.values(), cost.wall)]
         rows.append((*counts, *megabytes, *times))
     head = (
         "floats",
@@ -360,7 +361,7 @@ def table(results: Sequence[RoundCost]) -> str:
         "MB down",
         "up",
         "CPU",
-        *STAGES,
+        *PARTS,
         "round",
     )
     place = f"{results[0].workers} workers on {results[0].nodes} node(s)"

@@ -2,11 +2,14 @@
 
     uv run python -m jobs.benchmarks.compression W3 W1
 
+W1 trains a CNN on 600 samples of each client, W3 an MLP with two hidden layers of 2,700 units on 32
+samples of each client (`WORKLOADS` in `raysim/commands/bench/loops.py`).
+
 One process trains blocks of rounds, in turn without compression and with a compressor. A row has
 the median CPU time of a round in both kinds of blocks, the time that the compressor adds (the
 median of the ratios), and the share of the bytes that is sent. The limits are 5 % of W1's round and
-30 % of W3's. All clients take part in each round, so all measured jobs use a memory that an
-earlier job has filled.
+30 % of W3's. With error feedback, a client adds the error of its last message to the next one. All
+clients take part in each round, so all measured jobs have such an error.
 """
 
 from __future__ import annotations

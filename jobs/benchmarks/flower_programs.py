@@ -191,7 +191,11 @@ def _place(file: Path, source: Path, target: Path) -> Path:
 
 
 def cut_idx(content: bytes, share: float) -> bytes:
-    """Return an idx file of bytes with the first share of its items."""
+    """Return the content of an idx file (MNIST's format) with only the first items.
+
+    content: the content of the whole file, whose entries are single bytes.
+    share: the share of the items that are kept, from 0 to 1.
+    """
     dimensions = content[3]
     shape = np.frombuffer(content, ">i4", dimensions, offset=4)
     items = int(share * int(shape[0]))

@@ -50,9 +50,9 @@ COHORT = 10  # updates of ResNet-18, 11 million floats each
 
 
 def principal_and_loop() -> tuple[float, float]:
-    """Return the seconds of two sums of 50 updates of 10 M floats.
+    """Return the seconds of two ways to combine 50 updates of 10 million floats each.
 
-    The first is the principal-gradient sum, the second a plain sum.
+    The first is the server rule of FedLD (`fedld_principal`), the second a plain sum.
     """
     task = Task((1, 28, 28), 10, 50)
     model = Mlp((3200, 2400)).build((1, 28, 28), 10, 0)

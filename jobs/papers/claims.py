@@ -35,7 +35,7 @@ from raysim.results.tables import MISSING, to_markdown
 
 TRAINED = 0.8  # share of the printed accuracy that a setting must reach to show a claim
 MOST_SEEDS = 100  # the largest number of seeds that is computed
-MEASURED = 5  # the number of last measurements of a term whose mean is compared
+MEASURED = 5  # the number of last measurements of a column whose mean is compared
 # Settings of methods that follow from the number of rounds, and do not tell methods apart.
 LENGTHS = ("method.fedbss.warmup_rounds=", "method.fraug.rounds=", "method.fraug.ramp_rounds=")
 VERDICTS = ("supported", "contradicted", "undecided")
@@ -213,9 +213,11 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return our accuracy, in percent, for the accuracy that the paper prints.
+    """Return the accuracy of our run of `claim.other` in percent, to compare with the paper's.
 
-    Return None if the paper prints no number for the claim.
+    It is summarised as the paper's table does, such as the mean of the last ten rounds. Return
+    None if the paper prints no number for the claim.
+    run: a run of the method `claim.other`.
     """
     if claim.printed is None:
         return None
@@ -302,15 +304,19 @@ def verdicts(paper: str, runs: Sequence[Run]) -> Iterator[str]:
 
 
 # --- the claims -----------------------------------------------------------------------------------
-def term(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a column's last `MEASURED` values; None without values."""
+def mean_of_last(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a column's last `MEASURED` values; None if the column has no values.
+
+    rows: the history of a run.
+    name: the name of the column.
+    """
     values = finite_values(column(rows, name))[-MEASURED:]
     return mean(values) if values else None
 
 
-def size_of_term(rows: Sequence[Row], name: str) -> float | None:
-    """Return the absolute value of `term`."""
-    value = term(rows, name)
+def absolute_mean_of_last(rows: Sequence[Row], name: str) -> float | None:
+    """Return the absolute value of `mean_of_last`."""
+    value = mean_of_last(rows, name)
     return None if value is None else abs(value)
 
 
@@ -320,9 +326,9 @@ CENTRAL_LAST_TEN = Score("accuracy_global", last_ten, 100)
 DEVIATION = Score("accuracy_global", deviation_of_last_ten, 100)
 WORST_DOMAIN = Score("accuracy_worst_domain", best_five, 100)
 BEST_VALIDATION = Score("accuracy_best", last, 100)
-SHIFT = Score("decomposition.distribution_shift", term)
-GLOBAL_LOSS = Score("decomposition.global_loss", term)
-AGGREGATION = Score("decomposition.aggregation", size_of_term)
+SHIFT = Score("decomposition.distribution_shift", mean_of_last)
+GLOBAL_LOSS = Score("decomposition.global_loss", mean_of_last)
+AGGREGATION = Score("decomposition.aggregation", absolute_mean_of_last)
 ROTATED = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-paper")
 SKEW = ("skew-slow", "skew-paper-80", "skew-fast", "skew-paper")
 XRAYS = ("xrays", "retina-paper")

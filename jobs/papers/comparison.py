@@ -1,4 +1,7 @@
-"""Compare a published table with our runs; a run's configuration tells its cells."""
+"""Compare a published table with our runs.
+
+The configuration of a run decides with which cells of the table it is compared.
+"""
 
 from __future__ import annotations
 
@@ -97,17 +100,21 @@ class Entry:
     @property
     def values(self) -> list[float]:
         """Return our scores, one for each run that has the score."""
-        return self.of(self.score.column)
+        return self.values_of(self.score.column)
 
-    def of(self, name: str) -> list[float]:
-        """Return the same statistic of another column, one for each run that has the column."""
+    def values_of(self, name: str) -> list[float]:
+        """Return the statistic of `score` for a column of the history.
+
+        The result has a value for each run that has the column.
+        name: the name of the column, which may be another one than that of `score`.
+        """
         scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
 
     def beside(self) -> dict[str, list[float]]:
         """Return the additional scores by title; the compared score is left out."""
         return {
-            title: self.of(name)
+            title: self.values_of(name)
             for title, name in self.score.beside.items()
             if name != self.score.column
         }
@@ -321,7 +328,10 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _with_options(command: Command) -> Command:
-    """Return a command with its preset, methods and options, such as partition=iid, alone."""
+    """Return a command that has only the preset, the methods and the options of another one.
+
+    Options are overrides of groups, such as partition=iid. Other settings are left out.
+    """
     options = {key: value for key, value in command.overrides.items() if "." not in key}
     return replace(command, overrides=options, places=())
 

@@ -158,9 +158,11 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
 
 
 def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
-    """Start or continue one run; return False if the time is over before its end.
+    """Start or continue one run; return False if the time is over before the run's end.
 
-    deadline: the end of the time.
+    folder: the folder with the data.
+    run_folder: the folder of the run, which contains its plan.
+    deadline: the end of the time, in seconds of `time.monotonic`.
     """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]
@@ -205,6 +207,11 @@ def _finish(
 ) -> None:
     """Write configuration, history and summary, which complete a run folder.
 
+    rows: the history of the run.
+    end: the event at the end of the run, which has the checksums of the model and the states.
+    spec: the run with this machine's device and number of lanes.
+    plan: the dict that `_prepare_run` stored. Used are "config" (the configuration), "split" (facts
+    about the split of the data) and "identity" (versions of the machine that prepared the run).
     seconds: the wall time of the run.
     """
     config = plan["config"]

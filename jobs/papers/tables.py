@@ -19,7 +19,15 @@ class Cell:
     """One printed number of a table.
 
     methods: the names of the methods; FedAvg, which all of them extend, is left out.
-    mean: as printed, with all digits.
+    variant: settings of the methods in this row, by name, such as {"tau2": 0.5}.
+    printed: the label of the row in the paper; None if the row has none.
+    dataset: the name of the data set, such as "cifar10".
+    column: the title of the column in the paper.
+    mean: the number with all printed digits.
+    deviation: the number after "±"; None if there is none.
+    rounds_to: the printed number of rounds until an accuracy, by this accuracy, such as
+    {"0.80": 828}; None is printed as a dash.
+    unit: the unit of the number, such as "percent".
     """
 
     methods: tuple[str, ...]
@@ -44,9 +52,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: its cells in the order of the paper, their meaning, and open questions."""
+    """A table of a paper.
 
-    name: str  # such as "fedbr/table1"
+    name: such as "fedbr/table1".
+    title: the name of the paper and the number of the table.
+    caption: what the table shows.
+    metric: which score the numbers are, and over which rounds it is summarised.
+    deviation_of: over what the deviations are, such as seeds or rounds; "" without deviations.
+    momentum: the momentum of the local optimizer, by data set; {} if it is the same for all or not
+    stated.
+    notes: what the paper leaves open or contradicts.
+    cells: the printed numbers, in the order of the paper.
+    """
+
+    name: str
     title: str
     caption: str
     metric: str

@@ -94,7 +94,10 @@ def test_parts_of_new_package_run_and_resume(mine: Path) -> None:
 
 
 def scores_of_printed_command(option: str, folder: Path) -> list[float]:
-    """Run the command with an option that `raysim new` prints; return the accuracies."""
+    """Run one of the commands that `raysim new` prints; return the accuracy of each round.
+
+    option: an override in this command, such as "method=mine".
+    """
     lines = next_steps(folder).splitlines()
     line = next(line for line in lines if "raysim run" in line and option in line)
     end = line.index("rounds=10") + len("rounds=10")

@@ -404,7 +404,10 @@ def example_study() -> StudyPlan:
 
 
 def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunScores]:
-    """Score made-up runs: fedprox is 0.01, 0.02, 0.03 above fedavg, scaffold is equal to it."""
+    """Return artificial scores: fedprox is 0.01, 0.02, 0.03 above fedavg, scaffold equal to it.
+
+    missing: the names of runs without a score.
+    """
     scores = []
     for run in planned.runs:
         gain = 0.01 * (run.seed + 1) if run.settings["method"] == "fedprox" else 0.0

@@ -718,7 +718,10 @@ def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
     "place", ["spec", "spec.rayClusterSpec", "spec.rayClusterSpec.headGroupSpec.template.spec"]
 )
 def test_rayjob_fits_kuberays_schema(place: str) -> None:
-    """Show that the schema sees all of the file: a key that does not exist is found anywhere."""
+    """Check jobs/rayjob.yaml, and that the schema finds an unknown key at any depth of the file.
+
+    place: the path of the mapping to which the unknown key "workers" is added.
+    """
     import jsonschema
 
     config, schema = rayjob()

@@ -87,7 +87,7 @@ def records_of(folder: Path, overrides: Sequence[str], metric: str = "accuracy")
 # --- the plan -----------------------------------------------------------------------------------
 @functools.cache
 def shipped(name: str) -> SweepPlan:
-    """Return the plan of a space in `conf/sweep`: composing it takes longer than the test of it."""
+    """Return the plan of a search space in `conf/sweep`; keep it for other tests, as it is slow."""
     method = name.partition("_")[0]
     extra = ["partition.validation_fraction=0.1"] if method == "fraug" else []
     return plan([f"sweep={name}", f"method=[{method}]", *extra])
@@ -559,7 +559,11 @@ SEARCHES = {
 
 
 def kill_and_continue(search: str) -> list[dict[str, Any]]:
-    """Kill a sweep's process after the second of four trials; return the trials once continued."""
+    """Kill a sweep's process after the second of four trials, and continue the sweep to its end.
+
+    Check that trials that had ended are not repeated. Return the rows of all four trials.
+    search: a key of `SEARCHES`.
+    """
     import ray
 
     address = ray.get_runtime_context().gcs_address

@@ -80,7 +80,7 @@ def test_checks_refuse_object_that_is_no_part() -> None:
 
 # --- methods -----------------------------------------------------------------------------------
 class Counting(FedProx):
-    """Count its batches outside of its declared state."""
+    """A method that counts its steps in an attribute, and not in a declared state."""
 
     name = "counting"
 
@@ -94,7 +94,7 @@ class Counting(FedProx):
 
 
 class Greedy(FedProx):
-    """Upload what it does not declare."""
+    """A method that uploads a tensor that it does not declare."""
 
     name = "greedy"
 
@@ -103,14 +103,14 @@ class Greedy(FedProx):
 
 
 class Understating(Greedy):
-    """Upload more floats than it declares."""
+    """A method that uploads more floats than it declares."""
 
     def setup(self, run: Any) -> None:
         run.upload("mean", 2)
 
 
 class Hooked(Method):
-    """Have an argument with the name of a hook."""
+    """A method that has a setting with the name of a hook."""
 
     name = "hooked"
     paper = "a test"
@@ -135,7 +135,7 @@ def test_check_finds_upload_that_is_not_declared(method: Method) -> None:
 
 
 class Remembering(FedProx):
-    """Keep its last update, which it sends as every method does."""
+    """A method whose client state is the client's last update."""
 
     name = "remembering"
 
@@ -148,7 +148,7 @@ class Remembering(FedProx):
 
 
 class Telling(FedProx):
-    """Send its client state in its report."""
+    """A method that sends client state in the report of a job."""
 
     name = "telling"
 
@@ -162,7 +162,7 @@ class Telling(FedProx):
 
 
 class Hoarding(FedProx):
-    """Keep a small part of its update, which looks like a secret in it."""
+    """A method whose client state is the first quarter of the update, which is then uploaded."""
 
     name = "hoarding"
 
@@ -212,9 +212,9 @@ def users_method(**attributes: Any) -> Method:
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """Return the messages of failed checks, except that of a file.
+    """Return the messages of failed checks, except the check "a file can hold it".
 
-    A file cannot hold a class that a function defines.
+    That check pickles the method, which is not possible for a class that a function defines.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)
@@ -278,7 +278,7 @@ def message_of(part: object, name: str) -> str:
 
 
 class Loose(ModelRecipe):
-    """Networks whose values have no seed."""
+    """A recipe whose initial values do not depend on the seed."""
 
     def extractor(self, input_shape: Any) -> tuple[nn.Module, int]:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), 4
@@ -290,7 +290,7 @@ class Loose(ModelRecipe):
 
 
 class Wide(ModelRecipe):
-    """Networks with another `feature_dim` than features."""
+    """A recipe whose networks have 4 features, but the attribute `feature_dim` is 5."""
 
     def extractor(self, input_shape: Any) -> tuple[nn.Module, int]:
         return nn.Sequential(nn.Flatten(), nn.LazyLinear(4)), 4
@@ -308,7 +308,7 @@ def test_check_finds_unseeded_model_and_wrong_features() -> None:
 
 @dataclass(frozen=True)
 class Drawing(Source):
-    """Images from NumPy's global generator, some of a class without a name."""
+    """A source that draws images from NumPy's global generator; one class has no name."""
 
     def read(self) -> Raw:
         images = np.random.randint(0, 256, (30, 1, 8, 8)).astype(np.uint8)  # noqa: NPY002
@@ -322,7 +322,7 @@ def test_check_finds_unstable_data_and_missing_label_names() -> None:
 
 @dataclass(frozen=True)
 class Normalising(SklearnLinear):
-    """Learner whose initial values are not seeded, and whose outputs depend on the batch."""
+    """A learner whose initial values have no seed, and whose outputs depend on the batch."""
 
     name = "normalising"
 
@@ -348,7 +348,7 @@ def test_check_finds_unseeded_learner_and_dependent_samples() -> None:
 
 
 class Doubling(Partitioner):
-    """Give every client the same rows, in an order without a seed."""
+    """A partition that gives both clients the same random rows, without a seed."""
 
     def split(self, labels: Any, domains: Any, num_classes: int, seed: int) -> Partition:
         rows = np.random.permutation(len(labels))[:20]  # noqa: NPY002
@@ -362,7 +362,7 @@ def test_check_finds_partition_with_shared_samples() -> None:
 
 
 class Forgetful(Synchronous):
-    """Dispatch more jobs than `concurrency`, and keep a count."""
+    """A schedule that dispatches more jobs than `concurrency`, and counts calls in itself."""
 
     def decide(self, view: Any) -> Any:
         object.__setattr__(self, "asked", getattr(self, "asked", 0) + 1)
@@ -377,7 +377,7 @@ def test_check_finds_schedule_that_changes_itself() -> None:
 
 @dataclass(frozen=True)
 class Random(Fleet):
-    """Speeds without a seed."""
+    """A fleet whose speeds do not depend on the seed."""
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         each = np.random.uniform(1, 2, clients)  # noqa: NPY002
@@ -391,7 +391,7 @@ def test_check_finds_unseeded_fleet() -> None:
 
 
 class CountingSelection(Selection):
-    """Choose the first clients, and count in itself."""
+    """A selection that chooses the first clients, and counts its decisions in itself."""
 
     def __init__(self) -> None:
         self.decisions = 0
@@ -409,7 +409,7 @@ def test_check_finds_selection_that_changes_itself() -> None:
 
 
 class Failing(Observer):
-    """Fail in the second round."""
+    """An observer that fails in the second round."""
 
     def on_round(self, run: Any, event: Any) -> None:
         assert event.row["round"] < 2, "no ink"
@@ -424,7 +424,7 @@ def test_check_names_failing_observer() -> None:
 
 # --- compressors -------------------------------------------------------------------------------
 class Halves(Compressor):
-    """Send the first half of the parameters."""
+    """A compressor that sends only the first half of the parameters."""
 
     name = "halves"
 
@@ -441,14 +441,14 @@ class Halves(Compressor):
 
 
 class TooLong(Halves):
-    """Send one word more than declared."""
+    """A compressor that sends one word more than it declares."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         return np.append(super().encode(values, layout, key, kept), np.uint32(0))
 
 
 class Drawn(Halves):
-    """Send a random word that does not follow from the key."""
+    """A compressor that sends a random word, which does not depend on the key."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         message = super().encode(values, layout, key, kept).copy()
@@ -457,7 +457,7 @@ class Drawn(Halves):
 
 
 class Changing(Halves):
-    """Change the values of the sender."""
+    """A compressor that changes the values that it encodes."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         values += 1.0
@@ -465,14 +465,14 @@ class Changing(Halves):
 
 
 class Adding(Halves):
-    """Leave the old values of the other half."""
+    """A compressor that does not overwrite the second half of `out` when it decodes."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         out.numpy()[: len(message)] = message.view(np.float32)
 
 
 class Telepathic(Halves):
-    """Decode from what the sender remembers."""
+    """A compressor that decodes with a number that is not in the message."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         self.mean = float(values.mean()) + 1.0
@@ -487,7 +487,7 @@ class Telepathic(Halves):
 
 
 class Doubled(Halves):
-    """Decode three times the values."""
+    """A compressor that decodes three times the encoded values."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         super().decode(message, layout, out)

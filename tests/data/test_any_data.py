@@ -24,7 +24,7 @@ from raysim.data.text import LETTERS
 
 
 class InputsOfTest(Source):
-    """Inputs of a test, with labels 0 and 1 in turn."""
+    """A source of the inputs that a test sets, with labels 0 and 1 in turn."""
 
     inputs: NDArray[Any]
 
@@ -244,7 +244,7 @@ def test_parquet_reads_lists_as_several_labels_of_a_sample(tmp_path: Path) -> No
 
 
 def write_leaf(folder: Path) -> str:
-    """Two roles as LEAF's Shakespeare has them."""
+    """Write a set with two users in the format of LEAF's Shakespeare data; return the folder."""
     roles = {"ROMEO": ("But, soft! ", "w"), "JULIET": ("O Romeo, Ro", "m")}
     for split, count in (("train", 5), ("test", 2)):
         (folder / split).mkdir(parents=True)

@@ -33,7 +33,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """What torchvision does to one image; reading it takes seconds."""
+    """Return torchvision's module of functions for images, whose import takes seconds."""
     from torchvision.transforms import functional
 
     return functional

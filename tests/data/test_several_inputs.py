@@ -85,7 +85,11 @@ def test_network_of_several_inputs_accepts_unpacked_arguments() -> None:
 
 # --- runs ------------------------------------------------------------------------------------
 class Items(Dataset[Any]):
-    """Items as a dictionary with the label, as a pair with a dictionary, or with a tuple."""
+    """A data set whose samples have two inputs and a label.
+
+    form: the form of a sample. "dictionary" is {"numbers": ..., "words": ..., "label": ...}, "pair"
+    is ({"numbers": ..., "words": ...}, label), "tuple" is ((numbers, words), label).
+    """
 
     def __init__(self, form: str):
         self.form = form

@@ -295,7 +295,11 @@ def test_parquet_domain_without_training_rows_is_last(tmp_path: Path) -> None:
 def write_labels(
     folder: Path, train: object, test: object = None, names: list[str] | None = None
 ) -> Parquet:
-    """A set without other inputs than a column of numbers, of these labels."""
+    """Write Parquet files with one numeric input "x" and these labels; return their source.
+
+    train, test: the labels; None takes the training labels for the test samples, too.
+    names: the names of the classes in the files' metadata; None writes none.
+    """
     for split, labels in (("train", train), ("test", train if test is None else test)):
         table = pa.table({"x": np.arange(float(len(labels))), "label": labels})
         metadata = {"class_names": json.dumps(names)} if names else None
@@ -554,7 +558,10 @@ def test_pictures_of_more_than_eight_bits_are_rejected(tmp_path: Path) -> None:
 
 # ---- data sets by name ---------------------------------------------------------------------------
 def forms(root: Path) -> list[np.ndarray]:
-    """Write one set of two classes and four images as strips, Parquet files and pictures."""
+    """Write one set of two classes and four images as strips, Parquet files and pictures.
+
+    Return the four images, first the two for training.
+    """
     images = list(write_strips(root / "strips/Office-Home", rows=(2, 2), classes=["a", "b"]))
     names = {"class_names": json.dumps(["a", "b"])}
     for split, part in (("train", images[:2]), ("test", images[2:])):

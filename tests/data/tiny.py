@@ -31,7 +31,12 @@ def encoded(pixels: np.ndarray) -> bytes:
 def write_parquet(
     path: Path, pixels: list[np.ndarray], labels: list, struct: bool = True, **columns: list
 ) -> None:
-    """Write one Parquet file in the layout of Hugging Face."""
+    """Write one Parquet file with the columns "image" and "label".
+
+    struct: True stores an image as {"bytes": ..., "path": ...}, as Hugging Face does; False stores
+    only the bytes of its PNG file.
+    columns: further columns, by name; `metadata` is the metadata of the file.
+    """
     content = [encoded(one) for one in pixels]
     images = (
         pa.array([{"bytes": one, "path": None} for one in content]) if struct else pa.array(content)

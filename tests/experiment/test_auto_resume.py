@@ -40,7 +40,7 @@ QUICK = [
 
 
 class Waited(Observer):
-    """An observer that counts the waits."""
+    """An observer that counts the events `Waiting` (a worker does not answer)."""
 
     times = 0
 
@@ -84,7 +84,7 @@ def test_run_ends_after_restarts_without_progress(fails: list[int], tmp_path: Pa
 
 
 def replace_ray(monkeypatch: pytest.MonkeyPatch, plan: Any, run: Any) -> None:
-    """Plan and run without Ray, by these functions."""
+    """Replace the functions that plan and run with Ray by the functions `plan` and `run`."""
     from raysim.runtime import ray as on_ray
 
     parts = {

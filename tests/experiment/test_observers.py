@@ -219,7 +219,11 @@ def test_run_on_equal_devices_draws_no_timeline() -> None:
 
 # --- following ------------------------------------------------------------------------------------
 def played(count: int, lasts: bool = True) -> Iterator[Event]:
-    """Yield the events of an artificial run; without `lasts` it ends in an error."""
+    """Yield the events of an artificial run.
+
+    count: the number of rounds.
+    lasts: False ends the run in an error after these rounds.
+    """
     yield Started([])
     for number in range(1, count + 1):
         yield Round({"round": number}, ())

@@ -58,7 +58,7 @@ def loss_and_uncertainty(runs: Runs) -> Sequence[Panel]:
     panels = []
     for title, setting in (("Dirichlet 0.1", SMALL), ("50 % wrong labels", NOISY)):
         result = runs.run(*setting, "method=fedbss", f"method.fedbss.warmup_rounds={WARMUP}")
-        client, state = _trained_last(result)
+        client, state = _most_recently_ranked(result)
         losses, uncertainties = state["fedbss.losses"], state["fedbss.uncertainties"]
         border = float(losses[np.argmax(uncertainties)])
         biased = losses > border
@@ -70,10 +70,11 @@ def loss_and_uncertainty(runs: Runs) -> Sequence[Panel]:
     return panels
 
 
-def _trained_last(result: object) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the client, of the first thirty, whose samples were ranked last, and its state.
+def _most_recently_ranked(result: object) -> tuple[int, dict[str, np.ndarray]]:
+    """Return which of the first thirty clients trained most recently, and its client state.
 
     FedBSS ranks a client's samples when the client trains.
+    result: the `Result` of a run.
     """
     states = {client: result.client_state(client) for client in range(30)}  # type: ignore[attr-defined]
     client = max(states, key=lambda client: int(states[client]["fedbss.version"][0]))

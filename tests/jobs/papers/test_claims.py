@@ -29,7 +29,7 @@ SKEW_CLAIM = next(claim for claim in CLAIMS["fedbss"] if claim.settings == SKEW)
 
 
 def stored_run(method: str, seed: int, accuracy: float, setting: str = "skew-slow") -> Run:
-    """A stored run of ten rounds of one accuracy."""
+    """Return a run of ten rounds that all have the same accuracy."""
     overrides = " ".join(find_setting(setting).overrides)
     command = f"raysim run {method} seed={seed} device=cuda {overrides} data.root=DIR"
     rows = [{"round": number, "accuracy_global": accuracy} for number in range(10)]
@@ -38,7 +38,11 @@ def stored_run(method: str, seed: int, accuracy: float, setting: str = "skew-slo
 
 
 def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow") -> list[Run]:
-    """Runs of FedAvg and of FedBSS, which is better by the gains."""
+    """Return a run of FedAvg and one of FedBSS for each gain.
+
+    gains: the accuracy of FedBSS minus that of FedAvg, for the seeds 0, 1, ...
+    base: the accuracy of FedAvg.
+    """
     runs = []
     for seed, gain in enumerate(gains):
         runs.append(stored_run("method=fedavg", seed, base, setting))
@@ -151,7 +155,10 @@ DEFAULTS = {"partition.alpha=0.1"}
 
 
 def _values(override: str) -> list[str]:
-    """Return an override once for each of its values; 0.5, 5.0 and 5 as in a setting."""
+    """Split an override with several values, "key=5.0,6", into "key=5" and "key=6".
+
+    Whole numbers lose their ".0", because the settings of claims have none.
+    """
     key, _, values = override.partition("=")
     if values.startswith("["):
         return [override]

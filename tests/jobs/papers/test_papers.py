@@ -24,7 +24,10 @@ WIDE = 1000
 
 
 def rows(scores: Sequence[float | None], **more: float) -> list[Row]:
-    """A history with `scores` on the central test set, every second round; `more` in every row."""
+    """Return a history with these scores on the central test set in every second round.
+
+    more: columns that have the same value in all rows.
+    """
     return [
         {
             "round": 2 * n,
@@ -38,7 +41,7 @@ def rows(scores: Sequence[float | None], **more: float) -> list[Row]:
 
 
 def make(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Run:
-    """A finished run's folder as `raysim run` with these words would have left it."""
+    """Write the folder of a finished run with these overrides and this history; load the run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(to_dict(compose(words))))
     write_history(history, folder / "history.parquet")
@@ -47,12 +50,12 @@ def make(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Run:
 
 
 def lines(text: str, label: str) -> list[str]:
-    """The lines of the tables that begin with a label, with single spaces."""
+    """Return the lines of a text that begin with a label, with single spaces between words."""
     return [" ".join(line.split()) for line in text.splitlines() if line.startswith(label)]
 
 
 def line(text: str, label: str) -> str:
-    """The first of these lines."""
+    """Return the first line of a text that begins with a label, with single spaces."""
     return lines(text, label)[0]
 
 
@@ -252,7 +255,7 @@ def test_fedbss_result_shows_mean_and_deviation_of_its_split(
 
 # --- the command ----------------------------------------------------------------------------------
 def status(*words: str) -> object:
-    """The exit status of the command with these words."""
+    """Run the command with these arguments; return its exit status."""
     with pytest.raises(SystemExit) as ended:
         command.run(lambda: report.main(words))
     return ended.value.code
