@@ -79,6 +79,13 @@ SETTINGS = (
         "fedbr-equal_steps",
     ),
     _setting(
+        "rotated-cnn-steps",
+        "RotatedMNIST at 14 x 14 pixels, the paper's CNN, 100 rounds of 50 steps at rate 0.01",
+        "experiment=fedbr/rotated_mnist rounds=100 data.rotation.test=spread data.pool=2 "
+        "local.lr=0.01",
+        "fedbr-cnn_equal_steps",
+    ),
+    _setting(
         "rotated-paper",
         "the paper's setting",
         "experiment=fedbr/rotated_mnist",

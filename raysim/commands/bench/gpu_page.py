@@ -59,8 +59,9 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     yield "distance is allowed if it is at most ten times the distance in float64, times the ratio"
     yield "of the rounding errors of both types. Models that draw random numbers in their steps are"
     yield "compared with the loop on the GPU, and are not recorded.\n"
-    yield "`loop` trains one client after another, `lanes K` trains K clients at once, and `graph`"
-    yield f"records steps as CUDA graphs. Numbers beyond the allowed distance: {len(beyond)}.\n"
+    yield "`loop` trains one client after another, `graph` also records steps as CUDA graphs, and"
+    yield "`graph of lanes K` trains K clients at once."
+    yield f"Numbers beyond the allowed distance: {len(beyond)} of {len(measured)}.\n"
     if measured:
         _draw_distances(measured, folder / "correctness.png")
         yield "![distances](correctness.png)\n"
