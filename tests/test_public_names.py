@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,16 @@ SETTINGS = {  # that are documented as attributes to assign to
 }
 # Of these libraries no name with a leading underscore is used, whatever it is.
 STRICT = ("ray", "hydra", "omegaconf", "mlflow")
+# Assignments that look like a patch of another package, and are none, by file.
+ALLOWED = {
+    "cli.py": {"overrides.completer"},  # argcomplete's documentation asks for it
+    "conformance/learners.py": {"learner.?"},  # an object of raysim whose calls are counted
+    "conformance/runs.py": {"coordinator.planner.next_aggregation"},  # an object of raysim
+    "primitives/spans.py": {"owner.?"},  # objects of raysim whose time is measured
+    # numba has no public way to find stored machine code by the text of the function.
+    "vectors/blocks.py": {"fast._cache"},
+}
+FRAMES = {"inspect.currentframe", "inspect.stack", "sys._getframe"}
 # Objects of raysim whose attributes the files that import Ray assign to.
 OWN_OBJECTS = {"self", "_waiting", "records"}
 
@@ -76,7 +86,8 @@ def targets(node: ast.AST) -> list[ast.expr]:
         return found
     if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
         return [node.target]
-    if isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr"):
+    setters = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
+    if isinstance(node, ast.Call) and dotted(node.func) in setters:
         return [ast.Attribute(node.args[0], "?")]
     return []
 
@@ -112,23 +123,161 @@ def imports_ray(text: str) -> bool:
     )
 
 
-def violations(text: str) -> Iterator[str]:
-    """Return what a file does that it must not."""
+class Scopes:
+    """The variables of a file that hold a module, class or function of another package.
+
+    A variable gets such an object by an import, by an assignment, by a loop over several of them,
+    or as an argument of a function of the file.
+    """
+
+    def __init__(self, tree: ast.AST, names: Mapping[str, str]):
+        self.names = names
+        self.scopes: dict[ast.AST, tuple[ast.AST, ...]] = {}  # of each node, the innermost first
+        self.functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        self.origins: dict[tuple[ast.AST, str], str] = {}  # by the scope of a variable and its name
+        self._enter(tree, (tree,))
+        kinds = (ast.Assign, ast.NamedExpr, ast.AnnAssign, ast.For, ast.comprehension, ast.Call)
+        bindings = [node for node in self.scopes if isinstance(node, kinds)]
+        count = -1
+        while count < len(self.origins):  # an object may pass through several variables
+            count = len(self.origins)
+            for node in bindings:
+                self._follow(node)
+
+    def _enter(self, node: ast.AST, scopes: tuple[ast.AST, ...]) -> None:
+        self.scopes[node] = scopes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self.functions.setdefault(node.name, []).append(node)
+            scopes = (node, *scopes)
+        for child in ast.iter_child_nodes(node):
+            self._enter(child, scopes)
+
+    def origin(self, node: ast.AST) -> str:
+        """Return the dotted path in another package that a chain of attributes means, else ""."""
+        name, _, rest = dotted(node).partition(".")
+        if not name:
+            return ""
+        scopes = self.scopes[node]
+        found = next((self.origins[s, name] for s in scopes if (s, name) in self.origins), None)
+        found = found or self.names.get(name, "")
+        return f"{found}.{rest}" if found and rest else found
+
+    def _follow(self, node: ast.AST) -> None:
+        scope = self.scopes[node][0]
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._bind(scope, target, node.value)
+        elif isinstance(node, (ast.NamedExpr, ast.AnnAssign)) and node.value is not None:
+            self._bind(scope, node.target, node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            for value in getattr(node.iter, "elts", []):
+                self._bind(scope, node.target, value)
+        elif isinstance(node, ast.Call):
+            self._pass_arguments(node)
+
+    def _bind(self, scope: ast.AST, target: ast.AST, value: ast.AST) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for part, part_value in zip(target.elts, getattr(value, "elts", ()), strict=False):
+                self._bind(scope, part, part_value)
+        elif isinstance(target, ast.Name) and (origin := self.origin(value)):
+            self.origins.setdefault((scope, target.id), origin)
+
+    def _pass_arguments(self, call: ast.Call) -> None:
+        called = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        for function in self.functions.get(called, ()):
+            names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+            if names[:1] == ["self"] or names[:1] == ["cls"]:
+                names = names[1:]
+            given = [*zip(names, call.args, strict=False)]
+            given += [(word.arg, word.value) for word in call.keywords if word.arg]
+            for name, value in given:
+                if origin := self.origin(value):
+                    self.origins.setdefault((function, name), origin)
+
+
+def is_own(node: ast.AST, tree: ast.AST) -> bool:
+    """Whether an object is certainly one of raysim: `self`, `cls`, or what a class of the file
+    makes.
+    """
+    if not isinstance(node, ast.Name):
+        return isinstance(node, ast.Attribute) and is_own(node.value, tree)
+    if node.id in ("self", "cls"):
+        return True
+    classes = {part.name for part in ast.walk(tree) if isinstance(part, ast.ClassDef)} | {"cls"}
+    made = [
+        assigned.value
+        for assigned in ast.walk(tree)
+        if isinstance(assigned, ast.Assign) and node.id in map(dotted, assigned.targets)
+    ]
+    return bool(made) and all(
+        isinstance(value, ast.Call) and dotted(value.func) in classes for value in made
+    )
+
+
+def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
+    """Return the assignments that may change an object of another package."""
+    scopes = Scopes(tree, names)
+    functions = {*scopes.functions}
+    for node in scopes.scopes:
+        value = getattr(node, "value", None)
+        is_function = (
+            isinstance(value, ast.Lambda) or dotted(value) in functions if value else False
+        )
+        for target in targets(node):
+            if isinstance(target, ast.Attribute):
+                owner = scopes.origin(target.value) if target.value in scopes.scopes else ""
+                path = f"{owner}.{target.attr}" if owner else ""
+                if path and path not in SETTINGS:
+                    yield ast.unparse(target)
+                is_hidden = target.attr.startswith("_") or target.attr == "?"
+                if (is_hidden or is_function) and not owner and not is_own(target.value, tree):
+                    yield ast.unparse(target)
+            if isinstance(target, ast.Subscript) and is_namespace(target.value, tree):
+                yield ast.unparse(target)
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if (
+            is_method
+            and node.func.attr in ("update", "pop", "setdefault", "clear")
+            and is_namespace(node.func.value, tree)
+        ):
+            yield ast.unparse(node.func)
+
+
+def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
+    """Whether an expression is the dictionary of attributes of an object that is not raysim's."""
+    if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
+        return not is_own(node.args[0], tree)
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return not is_own(node.value, tree)
+    return dotted(node) == "sys.modules"
+
+
+def violations(text: str, allowed: Set[str] = frozenset()) -> Iterator[str]:
+    """Return what a file does that it must not.
+
+    allowed: assignments that are accepted, such as "module.attribute".
+    """
     tree = ast.parse(text)
     names = imported_names(tree)
     for origin in names.values():
         if is_private_module(origin):
             yield f"import of {origin}"
+        if origin == "unittest.mock" or origin.startswith("unittest.mock."):
+            yield f"import of {origin}"
     for node in ast.walk(tree):
         path = dotted(node) if isinstance(node, ast.Attribute) else ""
-        if path.partition(".")[0] in names and uses_private_part(names, path):
+        first, _, rest = path.partition(".")
+        if first in names and uses_private_part(names, path):
             yield f"use of {path}"
+        full_path = dotted(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
+        first, _, rest = full_path.partition(".")
+        if f"{names.get(first, first)}.{rest}".rstrip(".") in FRAMES:
+            yield f"use of {full_path}"
         if isinstance(node, ast.Constant) and names_private_module(node.value):
             yield f"name {node.value}"
-        for target in targets(node):
-            path = dotted(target) if isinstance(target, ast.Attribute) else ""
-            if path.partition(".")[0] in names and path not in SETTINGS:
-                yield f"assignment to {path}"
+    for assignment in patches(tree, names):
+        if assignment not in allowed:
+            yield f"assignment to {assignment}"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +300,24 @@ def violations(text: str) -> Iterator[str]:
         "import ray\nsetattr(ray, 'get', 1)",
         "import importlib\nnode = importlib.import_module('ray._private.node').Node",
         "from importlib import import_module\nnode = import_module('ray.node')\nnode.x = 1",
+        "import ray\nx = ray.get\nx.y = 1",
+        "from ray.tune import A\ndef f(kind):\n    kind.run = 1\nf(A)",
+        "from ray.tune import A\ndef f(*, kind):\n    g(kind)\ndef g(k):\n    k.run = 1\nf(kind=A)",
+        "from ray.tune import A, B\nfor kind in (A, B):\n    kind.run = 1",
+        "from ray import tune\nclass C:\n    def f(self, t):\n        t.x = 1\nC().f(tune)",
+        "def f(kind):\n    kind.__init__ = None",
+        "def f(thing):\n    def g():\n        pass\n    thing.run = g",
+        "def f(thing):\n    thing.run = lambda: 1",
+        "def f(thing, name):\n    setattr(thing, name, 1)",
+        "def f(thing):\n    object.__setattr__(thing, 'x', 1)",
+        "def f(thing):\n    vars(thing)['run'] = 1",
+        "def f(thing):\n    thing.__dict__.update(run=1)",
+        "import sys\nsys.modules['ray'] = None",
+        "from unittest import mock",
+        "from unittest.mock import patch",
+        "import inspect\ninspect.currentframe()",
+        "from inspect import stack\nstack()",
+        "import sys\nsys._getframe(1)",
     ],
 )
 def test_name_checker_finds_private_names_and_assignments(text: str) -> None:
@@ -160,8 +327,13 @@ def test_name_checker_finds_private_names_and_assignments(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "import ray\nx = ray.get\nx.y = 1",
         "import ray\nray.__version__",
+        "import ray\nx = ray.get()\nx.y = 1",
+        "from torch import nn\ndef f(layer):\n    layer.training = True\ndef g(a):\n    return nn",
+        "from torch.backends import cudnn\ncudnn.benchmark = False",
+        "from ray import A\ndef f(kind):\n    kind = 1\ndef g(kind):\n    kind.x = 1\nf(A)",
+        "class A:\n    def f(self):\n        self.__dict__.update(x=1)\n        self._y = f",
+        "class A:\n    @classmethod\n    def f(cls):\n        a = cls()\n        a._x = 1",
         "text = 'ray._private is private'",
         "from raysim.results import _own",
         "class A:\n    def f(self):\n        self.x = 1",
@@ -174,8 +346,10 @@ def test_name_checker_accepts_names_of_the_package(text: str) -> None:
 def test_package_uses_only_public_names_of_libraries() -> None:
     problems = []
     for path in PACKAGE.rglob("*.py"):
-        names = violations(path.read_text())
-        problems += [f"{path.relative_to(PACKAGE)}: {name}" for name in names]
+        name = path.relative_to(PACKAGE).as_posix()
+        problems += [
+            f"{name}: {one}" for one in violations(path.read_text(), ALLOWED.get(name, set()))
+        ]
     assert problems == []
 
 

@@ -1,71 +1,65 @@
 """Collect the scores that a ServerApp computes itself, such as an accuracy on a central test set.
 
-Flower returns these scores only to the app: a message-based strategy returns a `Result`, an older
-`Server` a `History`. An app may override the function that makes them. Therefore raysim wraps the
-constructors of both classes while the app runs.
+Flower returns these scores only to the app, and writes them to its log in each round. A record of
+the log contains the scores as numbers, not as a text; raysim reads them there. An app with a loop
+of its own has these scores too if it logs them in Flower's words, as Flower's examples do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from flwr.server import History
-from flwr.serverapp.strategy import Result
-
-AppScores: TypeAlias = Result | History
-
-
-@contextlib.contextmanager
-def collect_scores() -> Iterator[list[AppScores]]:
-    """Yield a list that gets each `Result` and each `History` that is made inside `with`."""
-    made: list[AppScores] = []
-    with _collect_objects(Result, made), _collect_objects(History, made):
-        yield made
+# The words in which message-based strategies log a MetricRecord.
+_RECORD_TEXTS = ("Initial global evaluation results: %s", "└──> MetricRecord: %s")
+# The words in which an older `Server` logs a loss and a dictionary of metrics, and the place of the
+# loss among the logged values.
+_LOSS_TEXTS = {
+    "initial parameters (loss, other metrics): %s, %s": 0,
+    "fit progress: (%s, %s, %s, %s)": 1,
+}
 
 
-@contextlib.contextmanager
-def _collect_objects(kind: Any, made: list[Any]) -> Iterator[None]:
-    """Add each object of a class, and of its subclasses, to a list when it is made.
+class ScoreHandler(logging.Handler):
+    """A handler of Flower's log that keeps the scores of the ServerApp.
 
-    kind: the class.
-    made: the list that gets the objects.
+    scores: the last value of each number, by name.
     """
-    constructor = kind.__init__
 
-    @functools.wraps(constructor)
-    def make(self: Any, *arguments: Any, **named: Any) -> None:
-        constructor(self, *arguments, **named)
-        made.append(self)
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: dict[str, float] = {}
 
-    kind.__init__ = make
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the numbers of a record that contains scores."""
+        text = str(record.msg).strip()
+        if text in _RECORD_TEXTS and isinstance(record.args, Mapping):
+            self._keep(record.args)
+        elif text in _LOSS_TEXTS and isinstance(record.args, tuple):
+            place = _LOSS_TEXTS[text]
+            loss, metrics = record.args[place : place + 2]
+            self._keep({"loss": loss})
+            if isinstance(metrics, Mapping):
+                self._keep(metrics)
+
+    def _keep(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self.scores[name] = float(value)
+
+
+@contextlib.contextmanager
+def collect_scores() -> Iterator[dict[str, float]]:
+    """Yield a dictionary that gets the scores of the ServerApp that runs inside `with`, by name.
+
+    It stays empty if the level of the logger "flwr" is above INFO.
+    """
+    handler = ScoreHandler()
+    logger = logging.getLogger("flwr")
+    logger.addHandler(handler)
     try:
-        yield
+        yield handler.scores
     finally:
-        kind.__init__ = constructor
-
-
-def last_scores(scores: AppScores) -> dict[str, float]:
-    """Return the numbers that the app computed on the server in its last round, by name.
-
-    scores: the `Result` of a strategy, or the `History` of an older server.
-    """
-    numbers = {}
-    for name, value in _last_values(scores):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[name] = float(value)
-    return numbers
-
-
-def _last_values(scores: AppScores) -> Iterator[tuple[str, Any]]:
-    if isinstance(scores, Result):
-        rounds = scores.evaluate_metrics_serverapp
-        if rounds:
-            yield from rounds[max(rounds)].items()
-        return
-    if scores.losses_centralized:
-        yield "loss", scores.losses_centralized[-1][1]
-    for name, values in scores.metrics_centralized.items():
-        yield name, values[-1][1]
+        logger.removeHandler(handler)

@@ -129,6 +129,7 @@ class VirtualGrid(SimpleGrid):
         """
         if not self.is_owner():
             return list(self._nodes) or self._available_nodes()
+        self.end_batch()
         self._asked_for_nodes += 1
         if self._asked_for_nodes > QUICK_CALLS:
             self.clock.wait_for_change()
@@ -145,6 +146,8 @@ class VirtualGrid(SimpleGrid):
         Raises ValueError for a node id that does not exist.
         """
         with self._lock:
+            if self.is_owner():
+                self.end_batch()
             return [pending.message.metadata.message_id for pending in self._push(messages)]
 
     def _push(self, messages: Iterable[Message]) -> list[_Pending]:
@@ -223,6 +226,7 @@ class VirtualGrid(SimpleGrid):
         if not self.is_owner():
             return self._send_from_thread(messages)
         with self._lock:
+            self.end_batch()
             sent = self._push(messages)
             if not sent:
                 return []
@@ -233,10 +237,7 @@ class VirtualGrid(SimpleGrid):
             )
             self._answer(in_time)
             last = end if len(in_time) < len(sent) else in_time[-1].arrival.time
-            if self._batch_end is None:
-                self.clock.now = max(self.clock.now, last)
-            else:
-                self._batch_end = max(self._batch_end, last)
+            self.clock.now = max(self.clock.now, last)
             for pending in sent:
                 if pending.arrival.time > end:
                     self._drop(pending)
@@ -248,18 +249,13 @@ class VirtualGrid(SimpleGrid):
         self._record(pending, "lost", "the reply arrives after the timeout", {})
 
     # --- messages of several threads ----------------------------------------------------------
-    def begin_batch(self) -> None:
-        """Begin a batch of messages, unless one has begun; until its end the clock stands still."""
-        with self._lock:
-            if self._batch_end is None:
-                self._batch_end = self.clock.now
-                self._batch_times.clear()
-
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """End a batch: advance the clock to the last arrival in it.
+        """End a batch of messages: advance the clock to the last arrival in it.
 
-        Return a dictionary. For each node id, it has the virtual time of the node's last reply, and
-        the number of the node's client.
+        A batch is what threads send between two calls of the ServerApp's own thread. Until its end
+        the clock stands still.
+        Return a dictionary. For each node id, it has the virtual time of the node's last reply in
+        the last batch, and the number of the node's client.
         Raises ReplayError if a message of the batch differed from the stored run, and
         WorkerDiedError if a worker died repeatedly.
         """
@@ -278,6 +274,9 @@ class VirtualGrid(SimpleGrid):
         for a free worker.
         """
         with self._lock:
+            if self._batch_end is None:
+                self._batch_end = self.clock.now
+                self._batch_times.clear()
             sent = self._push(messages)
             unanswered = self._prepare(sent)
         for pending in unanswered:
@@ -293,14 +292,11 @@ class VirtualGrid(SimpleGrid):
                 self._keep(pending, answer)
         self.replies.forget_digests()
         with self._lock:
-            last = max(pending.arrival.time for pending in sent)
             for pending in sent:
-                client = pending.request.client
-                self._batch_times[node_id(client)] = (pending.arrival.time, client)
-            if self._batch_end is None:
-                self.clock.now = max(self.clock.now, last)
-            else:
-                self._batch_end = max(self._batch_end, last)
+                client, time = pending.request.client, pending.arrival.time
+                self._batch_times[node_id(client)] = (time, client)
+                earlier_end = time if self._batch_end is None else self._batch_end
+                self._batch_end = max(earlier_end, time)
             return self._deliver(sent)
 
     def _take_worker(self) -> int:

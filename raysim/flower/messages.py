@@ -19,7 +19,7 @@ from flwr.app import (
 
 RUN_ID = 1
 SERVER_NODE_ID = 1
-FIRST_NODE_ID = 2  # node id of client 0
+FIRST_NODE_ID = 0  # node id of client 0; older programs expect the cids "0" to "N-1"
 # Names of the records of a message, as Flower's strategies set them.
 ARRAYS, CONFIG = "arrays", "config"
 # Names of the records that Flower makes for a Client or NumPyClient, by the type of the message.

@@ -1,68 +1,104 @@
 """Sort the results that older Flower strategies aggregate, so that threads change nothing.
 
 A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
-Therefore sums of floats would differ from run to run. Before each round the server asks the Grid
-for nodes. At this moment raysim replaces the two functions of the server's strategy that aggregate
-results. The new functions sort the results by virtual time, and then call the old ones.
+Therefore sums of floats would differ from run to run. A ServerApp keeps the strategy or the server
+of an older app in an attribute. raysim runs a copy of the ServerApp that puts another strategy into
+this attribute: an object of a subclass, which sorts the results by virtual time before it
+aggregates them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from flwr.server import Server
+from flwr.server.strategy import Strategy
+from flwr.serverapp import ServerApp
 
 from raysim.flower.grid import VirtualGrid
 
-_AGGREGATE = ("aggregate_fit", "aggregate_evaluate")
-_MARK = "raysim_grid"
 
+@contextlib.contextmanager
+def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
+    """Yield a copy of a ServerApp, whose older strategy gets results in the order of virtual time.
 
-class OrderedGrid(VirtualGrid):
-    """A Grid that sorts the results of a `Server` before the server's strategy gets them."""
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the available nodes; if a `Server` calls this, begin a batch."""
-        if self.is_owner():
-            server = calling_server()
-            if server is not None:
-                order_results(server.strategy, self)
-                self.begin_batch()
-        return super().get_node_ids()
-
-
-def calling_server() -> Server | None:
-    """Return the `Server` that is among the callers of this function; None if there is none."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Server):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def order_results(strategy: Any, grid: VirtualGrid) -> None:
-    """Let a strategy sort results before it aggregates them.
-
-    A second call with the same strategy and Grid changes nothing.
-    strategy: the strategy of Flower's older `Server`.
+    A server of the app's own has the sorting strategy inside `with` only.
     grid: knows the virtual time of each reply.
     """
-    if getattr(strategy, _MARK, None) is grid:
-        return
-    setattr(strategy, _MARK, grid)
-    for name in _AGGREGATE:
-        usual = getattr(type(strategy), name)
-        setattr(strategy, name, _with_order(usual, strategy, grid))
+    kind: Any = type(app)
+    changed: list[tuple[Server, Strategy]] = []
+
+    class OrderedServerApp(kind):
+        """The copy of the ServerApp."""
+
+        def __init__(self) -> None:
+            for name, value in vars(app).items():
+                setattr(self, name, value)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute; a strategy, also that of a server, becomes a sorting one."""
+            if isinstance(value, Strategy):
+                value = order_results(value, grid)
+            elif isinstance(value, Server):
+                changed.append((value, value.strategy))
+                value.set_strategy(order_results(value.strategy, grid))
+            super().__setattr__(name, value)
+
+    try:
+        yield OrderedServerApp()
+    finally:
+        for server, strategy in reversed(changed):
+            server.set_strategy(strategy)
 
 
-def _with_order(usual: Callable[..., Any], strategy: Any, grid: VirtualGrid) -> Callable[..., Any]:
-    def aggregate(server_round: int, results: list[Any], failures: list[Any]) -> Any:
-        times = grid.end_batch()
-        ordered = sorted(results, key=lambda result: times.get(result[0].node_id, (0.0, 0)))
-        return usual(strategy, server_round, ordered, sorted(failures, key=str))
+def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
+    """Return a strategy that sorts results by virtual time, and then acts like the given one.
 
-    return aggregate
+    Both share all attributes, so that the program that made the given strategy sees what changes.
+    grid: knows the virtual time of each reply.
+    """
+    kind: Any = type(strategy)
+
+    class OrderedStrategy(kind):
+        """The sorting strategy."""
+
+        def __init__(self) -> None:
+            self.__dict__ = strategy.__dict__
+
+        def aggregate_fit(
+            self, server_round: int, results: list[Any], failures: list[Any], *more: Any
+        ) -> Any:
+            """Sort the results, and aggregate them as usual."""
+            ordered = _in_order(results, failures, grid)
+            return super().aggregate_fit(server_round, *ordered, *more)
+
+        def aggregate_evaluate(
+            self, server_round: int, results: list[Any], failures: list[Any], *more: Any
+        ) -> Any:
+            """Sort the results, and aggregate them as usual."""
+            ordered = _in_order(results, failures, grid)
+            return super().aggregate_evaluate(server_round, *ordered, *more)
+
+    ordered_strategy: Strategy = OrderedStrategy()
+    return ordered_strategy
+
+
+def _in_order(
+    results: list[Any], failures: list[Any], grid: VirtualGrid
+) -> tuple[list[Any], list[Any]]:
+    """Return results and failures in an order that does not depend on threads.
+
+    results: pairs of a client and its result; sorted by the virtual time of the reply.
+    failures: such pairs, too, or errors, which are sorted by their texts.
+    grid: knows the virtual time of each reply.
+    """
+    times = grid.end_batch()
+
+    def arrival(result: Any) -> tuple[float, int]:
+        return times.get(result[0].node_id, (0.0, 0))
+
+    errors = [failure for failure in failures if isinstance(failure, BaseException)]
+    pairs = [failure for failure in failures if not isinstance(failure, BaseException)]
+    return sorted(results, key=arrival), sorted(errors, key=str) + sorted(pairs, key=arrival)

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysim.primitives.errors import RefusedError, suggest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.users_lines import users_line
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
 
 PROJECT_FILE = "pyproject.toml"
 UserConfig: TypeAlias = dict[str, Any]  # values are bool, int, float or str
@@ -211,12 +214,18 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
             f"{setting}: is a {type(target).__name__}. Give a ClientApp, a client_fn, "
             "or a class of clients."
         )
+    return _inspect_once(target)
+
+
+@functools.lru_cache
+def _inspect_once(app: ClientApp) -> LoadedClientApp:
+    """Find out what a ClientApp can do; only once, because a test registers a function."""
     try:
-        target.train("raysim_probe")  # registers nothing until its result is called
+        app.train("raysim_probe")  # registers nothing until its result is called
     except ValueError:  # Flower's answer for an app that was made from a client_fn
-        return LoadedClientApp(target, True, True, True)
-    can_train, can_evaluate = _is_registered(target.train), _is_registered(target.evaluate)
-    return LoadedClientApp(target, False, can_train, can_evaluate)
+        return LoadedClientApp(app, True, True, True)
+    can_train, can_evaluate = _is_registered(app.train), _is_registered(app.evaluate)
+    return LoadedClientApp(app, False, can_train, can_evaluate)
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:

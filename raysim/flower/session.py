@@ -18,13 +18,13 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp import ServerApp
 
 from raysim.experiment.settings import RuntimeOptions
-from raysim.flower.central_scores import AppScores, collect_scores, last_scores
+from raysim.flower.central_scores import collect_scores
 from raysim.flower.clock import VirtualClock
 from raysim.flower.grid import MessageRecord, VirtualGrid
 from raysim.flower.identity import set_identity
 from raysim.flower.local_work import EXAMPLES_NAMES
 from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
-from raysim.flower.ordering import OrderedGrid
+from raysim.flower.ordering import order_app
 from raysim.flower.project import LoadedClientApp
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.worker import AppSpec, AppWorker
@@ -151,10 +151,9 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     return result
 
 
-def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
-    """Seed the random generators, and call the ServerApp.
+def _call_server_app(run: AppRun, grid: VirtualGrid) -> dict[str, float]:
+    """Seed the random generators, and call the ServerApp; return the scores that it computes.
 
-    Return the last object in which its strategy or server kept scores; None if there is none.
     grid: the Grid through which the ServerApp sends messages.
     Raises RunStoppedError, which contains the line of the app that failed.
     """
@@ -168,8 +167,13 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
     set_identity()
     seed = torch_seed(run.seed, "flower.server")
     try:
-        with seeded_generators(seed, torch.device(run.device)), collect_scores() as made:
-            run.server_app(grid, context)
+        with (
+            seeded_generators(seed, torch.device(run.device)),
+            collect_scores() as scores,
+            order_app(run.server_app, grid) as server_app,
+        ):
+            server_app(grid, context)
+            grid.end_batch()
     except SystemExit as error:
         if error.code not in (None, 0):
             place = users_line(error, run.folder)
@@ -188,7 +192,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> AppScores | None:
         text = f"the ServerApp raised {type(error).__name__}: {error}{place}"
         odd_reply = grid.describe_odd_reply()
         raise RunStoppedError(f"{text}. {odd_reply}" if odd_reply else text) from error
-    return made[-1] if made else None
+    return scores
 
 
 @contextlib.contextmanager
@@ -257,7 +261,7 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 
 
 # --- results --------------------------------------------------------------------------------------
-class _WatchingGrid(OrderedGrid):
+class _WatchingGrid(VirtualGrid):
     """A Grid that keeps what a run's summary needs.
 
     model: the parameters in the last message that had any; None if no message had.
@@ -284,7 +288,7 @@ def _digest(model: ArrayRecord | None) -> str:
 
 
 def _summarise(
-    run: AppRun, records: list[MessageRecord], grid: _WatchingGrid, scores: AppScores | None
+    run: AppRun, records: list[MessageRecord], grid: _WatchingGrid, scores: dict[str, float]
 ) -> AppResult:
     rows = []
     for record in records:
@@ -309,9 +313,8 @@ def _summarise(
         if of_kind:
             numbers = {name: of_kind[-1][name] for name in of_kind[-1] if name not in ROUND_COLUMNS}
             summary.update({f"{kind}.{name}": value for name, value in numbers.items()})
-    if scores is not None:
-        for name, value in last_scores(scores).items():
-            summary[f"server.{name}"] = value
+    for name, value in scores.items():
+        summary[f"server.{name}"] = value
     return AppResult(pd.DataFrame(rows), rounds, summary, run.out)
 
 

@@ -18,11 +18,9 @@ from flwr.server import (
     ServerConfig,
     SimpleClientManager,
 )
-from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg, Strategy
 
 from raysim.experiment.settings import RuntimeOptions
-from raysim.flower.messages import client_number
 from raysim.flower.project import inspect_client_app, with_one_argument
 from raysim.flower.session import AppRun, run_app, warn_on_stderr
 from raysim.primitives.errors import RefusedError
@@ -90,30 +88,26 @@ def start_simulation(
         manager = client_manager or SimpleClientManager()
         server = Server(client_manager=manager, strategy=strategy or FedAvg())
     histories: list[History] = []
-    usual_fit: Callable[..., Any] = server.fit
-    manager = server.client_manager()
-    usual_register = manager.register
+    kind: Any = type(server)
 
-    def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Call the server's original `fit`, keep the history, and return history and seconds.
+    class RecordingServer(kind):
+        """A server that shares all attributes with the program's server, and keeps its history."""
 
-        The `fit` of an older server returns only the history; then the seconds are 0.
-        """
-        returned = usual_fit(num_rounds=num_rounds, timeout=timeout)
-        history, seconds = (returned, 0.0) if isinstance(returned, History) else returned
-        histories.append(history)
-        return history, seconds
+        def __init__(self) -> None:
+            self.__dict__ = server.__dict__
 
-    def register(client: ClientProxy) -> bool:
-        """Register a client under its number, not under its node id."""
-        client.cid = str(client_number(int(client.cid)))
-        return bool(usual_register(client))
+        def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
+            """Run the rounds, keep the history, and return history and seconds.
 
-    server.fit = fit
-    manager.register = register
+            The `fit` of an older server returns only the history; then the seconds are 0.
+            """
+            returned: Any = super().fit(num_rounds=num_rounds, timeout=timeout)
+            history, seconds = (returned, 0.0) if isinstance(returned, History) else returned
+            histories.append(history)
+            return history, seconds
 
     def server_fn(context: Context) -> ServerAppComponents:
-        return ServerAppComponents(server=server, config=settings)
+        return ServerAppComponents(server=RecordingServer(), config=settings)
 
     run = AppRun(
         client_app=inspect_client_app(
@@ -130,11 +124,7 @@ def start_simulation(
         out=Path(out) if out else None,
         resumes=resume,
     )
-    try:
-        run_app(run, warn_on_stderr)
-    finally:
-        server.fit = usual_fit
-        manager.register = usual_register
+    run_app(run, warn_on_stderr)
     return histories[0]
 
 

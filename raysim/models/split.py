@@ -93,7 +93,7 @@ def original_names(model: nn.Module) -> dict[str, str]:
 
 def _replace_module(net: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, attribute = name.rpartition(".")
-    setattr(net.get_submodule(owner), attribute, module)
+    net.get_submodule(owner).register_module(attribute, module)
 
 
 # ---- splitting -----------------------------------------------------------------------------------

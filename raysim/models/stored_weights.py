@@ -190,7 +190,7 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
             continue
         for name, child in list(module.named_children()):
             if id(child) in layers:
-                setattr(module, name, layers[id(child)])
+                module.register_module(name, layers[id(child)])
 
 
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:

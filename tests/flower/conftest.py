@@ -13,7 +13,8 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(autouse=True)
 def quiet_flower(monkeypatch):
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    for handler in logging.getLogger("flwr").handlers:
+        handler.setLevel(logging.CRITICAL)
     monkeypatch.setattr(sys, "path", [str(PROJECT), *sys.path])
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("flwr")
 
 import raysim
 from raysim.flower.learner import FlowerLearner
+from raysim.flower.project import load_client_app
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.events import RunStoppedError
 
@@ -148,6 +149,12 @@ def test_output_of_an_app_goes_to_stderr(project, tmp_path, capsys):
 def test_app_that_cannot_be_used_is_refused(project, settings, key):
     with pytest.raises(RefusedError, match=key):
         FlowerLearner(folder=str(project), **settings)
+
+
+def test_app_has_the_same_functions_when_it_is_loaded_again(project):
+    loaded = load_client_app("tiny_flower_app.broken:no_train", project, "first")
+    assert (loaded.can_train, loaded.can_evaluate) == (False, True)
+    assert load_client_app("tiny_flower_app.broken:no_train", project, "second") == loaded
 
 
 def test_app_without_parameters_is_refused(project, tmp_path):

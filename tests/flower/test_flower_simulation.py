@@ -40,10 +40,31 @@ def test_start_simulation_takes_a_client_fn_with_context():
 
 
 def test_start_simulation_accepts_a_users_server():
-    server = Server(client_manager=SimpleClientManager(), strategy=FedAvg())
+    strategy = FedAvg()
+    server = Server(client_manager=SimpleClientManager(), strategy=strategy)
     history = start(server=server, strategy=None)  # asks a client for the initial parameters
     assert len(history.losses_distributed) == 2
-    assert "fit" not in vars(server) or server.fit.__name__ == "fit"
+    assert server.parameters.tensors
+    assert server.strategy is strategy
+    assert not {"fit", "aggregate_fit"} & (vars(server).keys() | vars(strategy).keys())
+
+
+class CountingStrategy(FedAvg):
+    """A strategy that counts its rounds."""
+
+    rounds = 0
+
+    def aggregate_fit(self, server_round, results, failures):
+        self.rounds += 1
+        self.clients = [client.cid for client, _ in results]
+        return super().aggregate_fit(server_round, results, failures)
+
+
+def test_start_simulation_changes_the_users_strategy():
+    strategy = CountingStrategy()
+    start(strategy=strategy)
+    assert strategy.rounds == 2
+    assert strategy.clients == sorted(strategy.clients)
 
 
 def test_start_simulation_takes_a_client_fn_with_defaults():
