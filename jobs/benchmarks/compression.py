@@ -2,8 +2,8 @@
 
     uv run python -m jobs.benchmarks.compression W3 W1
 
-W1 trains a CNN on 600 samples of each client, W3 an MLP with two hidden layers of 2,700 units on 32
-samples of each client (`WORKLOADS` in `raysim/commands/bench/loops.py`).
+W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden layers of 2,700
+units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
 
 One process trains blocks of rounds, in turn without compression and with a compressor. A row has
 the median CPU time of a round in both kinds of blocks, the time that the compressor adds (the

@@ -51,11 +51,11 @@ def arrival_weights(
 
 
 def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
-    """Return the divisor of the weighted sum of a buffer.
+    """Return the number by which the weighted sum of a buffer's updates is divided.
 
-    normalization: "count" for the number of updates, "weights" for the sum of the weights [K],
-    "none" for 1.
-
+    weights: [K], the weights of the updates.
+    normalization: "count" for the number of updates, "weights" for the sum of the weights, "none"
+    for 1.
     Raises ValueError for another normalization, and for "weights" if the sum is not positive.
     """
     if normalization == "count":
@@ -74,9 +74,9 @@ def buffered_aggregate(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the direction [D] of a full buffer: the weighted sum of its updates, divided.
+    """Return the direction [D] of a full buffer: the sum of w_i delta_i over `buffer_divisor`.
 
-    deltas: [K, D] in the order of arrival.
+    deltas: [K, D], the updates in the order of arrival.
     staleness: int64 [K].
     exponent: the exponent a of the weight (1 + staleness)^-a.
     sample_weights: [K], factors on the weights; None for no factors.
@@ -101,7 +101,7 @@ def buffered_step(
     """Return the new parameters: params + server_lr times `buffered_aggregate`, [D].
 
     params: the parameters of the current version, [D].
-    deltas: [K, D] in the order of arrival.
+    deltas: [K, D], the updates in the order of arrival.
     staleness: int64 [K].
     server_lr: the factor on the direction.
     exponent: the exponent a of the weight (1 + staleness)^-a.

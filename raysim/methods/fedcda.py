@@ -131,8 +131,8 @@ def greedy_selection(
 ) -> Tensor:
     """Return the index of the model that each of P clients chooses: int64 [P].
 
-    The clients are cut into `num_batches` batches. The batches choose one after another, each as in
-    `select_models`, and later batches see the earlier choices.
+    The clients are divided into `num_batches` groups. One group chooses after another, each as in
+    `select_models`, and later groups see the earlier choices.
     candidates: [P, K, D], the cached models, newest first.
     candidate_losses: [P, K].
     num_candidates: int64 [P], the number of cached models of each client, at most K.
@@ -154,8 +154,8 @@ def greedy_selection(
 class _Selection:
     """The models chosen so far, summarised in float64.
 
-    The summary is their number, and the sums of their losses, of their differences to a centre, and
-    of the squared norms of these differences.
+    The summary is the number of models, and three sums: of their losses, of their differences to a
+    centre, and of the squared norms of these differences.
 
     centre: a vector [D] that is subtracted from all models. The objective is the same for any
     centre, but rounding errors are small only if the centre is near the models.
@@ -261,11 +261,11 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise `RefusedError` if the search of a batch has too many combinations of models.
+    """Raise `RefusedError` if a group of clients has too many combinations of models to search.
 
-    The error names a number of batches that is enough.
+    The error names a number of groups that is enough.
     memory: the number of models that are kept for a client.
-    batches: the number of batches into which a search divides the clients.
+    batches: the number of groups into which the participants are divided.
     participants: the number of clients of an aggregation.
     """
     clients = -(-participants // batches)
@@ -292,7 +292,8 @@ class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
     memory: the number of cached models per client.
-    batches: the number of batches into which participants are cut; each batch chooses in turn.
+    batches: the number of groups into which the participants of an aggregation are divided. The
+    groups choose models one after another.
     smoothness: the weight L of the models' divergence in the objective.
     warmup_rounds: the number of first rounds in which no models are chosen.
     warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"

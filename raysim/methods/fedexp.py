@@ -55,6 +55,7 @@ def extrapolation(mean_square: float, square: float, epsilon: float, minimum: fl
 
     mean_square: the weighted mean of the squared norms of the updates.
     square: the squared norm of the mean update. If no client moved, the result is `minimum`.
+    epsilon: the number that is added to `square`.
     """
     divisor = 2.0 * (square + epsilon)
     if not divisor:
@@ -73,7 +74,7 @@ def server_step_size(
 ) -> float:
     """Return FedExP's step size for the updates `deltas` [M, D].
 
-    epsilon: the number in the divisor of the step size.
+    epsilon: the number that is added to the squared norm of the mean update.
     weights: [M], at least 0, normalised here; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     minimum: the smallest step size.
@@ -98,7 +99,7 @@ def server_step(
     """Return `params` [D] plus the step size of `server_step_size` times the mean update.
 
     deltas: [M, D], the updates.
-    epsilon: the number in the divisor of the step size.
+    epsilon: the number that is added to the squared norm of the mean update.
     weights: [M], the weights of the mean, at least 0; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     minimum: the smallest step size.
@@ -137,7 +138,8 @@ def squared_norm(values: np.ndarray) -> float:
 class FedExP(Method):
     """A server rule with a longer step if the clients' updates disagree more.
 
-    epsilon: a number in the divisor of the step size; a larger epsilon limits the step size.
+    epsilon: the number that is added to the squared norm of the mean update, by which the step size
+    is divided; a larger epsilon limits the step size.
     epsilon_scale: "count" multiplies epsilon by the number of participants.
     epsilon_decay: factor on epsilon after each version.
     minimum: the smallest step size; 0 sets no lower bound.

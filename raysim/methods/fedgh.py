@@ -266,7 +266,7 @@ def hierarchical_harmonized_gradient(
 
     gradients: [m, d], the updates.
     reference: [d], the running mean of past aggregates.
-    eps: added to divisors.
+    eps: the number that is added to squared norms before a division.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))
@@ -281,7 +281,7 @@ _MOMENTUM = 0.99
 class HierarchicalFedGH(Method):
     """A server rule that harmonises the updates of each tensor in a tree (FedLD's FedGH).
 
-    eps: added to divisors, so that none is 0.
+    eps: the number that is added to squared norms before a division, so that none is 0.
     """
 
     name = "fedgh_hierarchical"

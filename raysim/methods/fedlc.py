@@ -47,7 +47,7 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 
     class_counts: [C], the client's samples n of each class.
     tau: the scale of the margins.
-    count_floor: the smallest count: any smaller one is replaced by it.
+    count_floor: counts below this number are replaced by it.
     """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
@@ -96,7 +96,7 @@ def calibrated_cross_entropy(
     class_counts: [C], the client's samples of each class.
     tau: the scale of the margins.
     denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
-    count_floor: the smallest count: any smaller one is replaced by it.
+    count_floor: counts below this number are replaced by it.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)

@@ -26,9 +26,9 @@ Departures from the paper
   sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
   claims.
 - Every single update keeps its length, but the mean of the updates is longer than FedAvg's if the
-  updates have a common direction. For example, it is 1.2 times as long for m = 5 updates that are
-  each the sum of a common vector and an own vector of the same length. For a fair comparison, try
-  FedAvg with a larger server step, too.
+  updates have a common direction. For example, let m = 5 updates each be the sum of a common vector
+  and an own vector of the same length. Then the mean is 1.2 times as long. For a fair comparison,
+  try FedAvg with a larger server step, too.
 - The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.

@@ -64,8 +64,8 @@ def mean_pairs(
 
     inputs: [n, ...].
     labels: int64 [n].
+    num_classes: the number C of classes.
     indices: int64 [R, M], the samples of each mean.
-    num_classes: C.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}

@@ -375,10 +375,10 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of two forward passes for statistics minus the saved backward passes.
+        """Return what a job costs more than usual training, in trained samples.
 
-        A forward pass of a sample costs a third of a trained sample. A step that trains the head
-        saves the extractor's backward pass.
+        Two forward passes over the client's samples measure statistics; each costs a third of
+        training on them. A step that trains the head saves the extractor's backward pass.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

@@ -81,7 +81,7 @@ class FedSpeed(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second forward and backward pass of each batch."""
+        """Return the cost of the second gradient of each step, in trained samples."""
         return job.trained_samples
 
     def perturb(

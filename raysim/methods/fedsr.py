@@ -71,8 +71,8 @@ def conditional_information_penalty(
 
     mean, std: [B, Z], the features' mean and standard deviation (above 0).
     labels: int64 [B].
-    reference_mean: [C, Z].
-    reference_std_raw: [C, Z], before its softplus.
+    reference_mean: [C, Z], the means of the classes' Gaussians.
+    reference_std_raw: [C, Z]; the softplus of it is the standard deviation of these Gaussians.
     scale: the factor on the features' mean and deviation; not 0.
     """
     centre = reference_mean[labels]

@@ -118,7 +118,7 @@ class FLoRA(Method):
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Set the gradient to 0 for the ranks that the client does not have.
+        """Set the gradient to 0 for the rows of A and columns of B that the client does not have.
 
         grad: the gradient by the parameters `job.params[at]`, changed in place.
         """

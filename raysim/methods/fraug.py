@@ -518,7 +518,7 @@ class FRAug(Method):
         """Return the input of RTNet: features that the generator makes from noise, or the noise.
 
         noise: [2, B, Z].
-        labels: [2B].
+        labels: int64 [2B], the class of each generated feature.
         """
         rows = noise.flatten(0, 1)
         if not self.use_generator:

@@ -131,7 +131,7 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from factors reduced to the client's rank, and mark the ranks that it may prune."""
+        """Reduce the factors to the client's rank; mark the rows and columns it may prune."""
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
             rank = int(job.received["rank"])
@@ -146,9 +146,9 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the derivative of the term that makes the last ranks small.
+        """Add the derivative of the term that makes the last rows of A and columns of B small.
 
-        Then set the gradient to 0 for the ranks that the client does not have.
+        Then set the gradient to 0 for the rows and columns that the client does not have.
         grad: the gradient by the parameters `job.params[at]`, changed in place.
         """
         if self.lam:
@@ -160,7 +160,7 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Prune the marked ranks if training made the term smaller."""
+        """Prune the marked rows of A and columns of B if training made the term smaller."""
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
         if bool(tail_sum(params, tail, job.layout) < job.scratch["sum"]):

@@ -237,10 +237,10 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if gradients must be masked to keep the ranks 0 that a client does not have.
+    """Return True if gradients of rows and columns that a client does not have must be set to 0.
 
-    They must be masked if clients have different ranks and another method changes gradients.
-    Otherwise the gradients of these ranks are 0 anyway.
+    This is necessary if clients have different ranks and another method changes gradients.
+    Otherwise the gradients of these rows of A and columns of B are 0 anyway.
     ranks: the method's setting; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
@@ -260,9 +260,9 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 
 
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
-    """Return a mask of the trained parameters, [trained]: 0 for the ranks from `rank` on, else 1.
+    """Return a mask of the trained parameters, [trained], that keeps `rank` ranks of each adapter.
 
-    These are the rows of A and the columns of B with the numbers `rank`, `rank` + 1 and so on.
+    It is 0 for the rows of A and the columns of B from number `rank` on, and 1 elsewhere.
     """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
     for factors in find_factors(job.layout):
@@ -273,9 +273,9 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 
 
 def truncate(job: LocalJob, rank: int) -> None:
-    """Start the job from the received model with the first `rank` ranks of each adapter.
+    """Start the job from the received model with the first `rank` rows of A and columns of B.
 
-    `job.scratch["mask"]` is the mask of these ranks.
+    The other rows and columns become 0. `job.scratch["mask"]` gets the `rank_mask`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()

@@ -87,7 +87,7 @@ class PseudoData:
 
     @functools.cached_property
     def proxy_set(self) -> Dataset:
-        """The public set; the first use builds it."""
+        """The public data set, which the first access builds."""
         assert self.proxy is not None, "pseudo=mixture needs a proxy set"
         return self.proxy.build()
 
@@ -132,21 +132,21 @@ class PseudoData:
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return means of the client's own samples, which it sends before round 0, as "pool"."""
+        """Return {"pool": means of the client's samples}, which the client sends before round 0."""
         size = self.means_per_client, self.samples_per_mean
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Keep all means as the server's pool; with refresh="once" keep only B drawn ones.
+        """Store the means of all clients on the server; with refresh="once" only B drawn ones.
 
-        parts: the arrays that `own_means` returned, in a list for each name, by client number.
+        parts: {"pool": a list with the means of each client}, by client number.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
         if self.refresh == "once":
             server.state["pool"] = self.draw(server)
 
     def draw(self, server: ServerView) -> Tensor:
-        """Draw B means without replacement from the pool, or make new ones of the public set."""
+        """Draw B of the stored means without replacement, or make B means of the public set."""
         generator = server.stream("pseudo")
         if self.kind == "mixture":
             assert self.proxy is not None

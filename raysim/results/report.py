@@ -378,9 +378,8 @@ def comparison_table(
     """Return the comparison as text.
 
     The table has a row for each run, or for each setting if some runs differ only in their seeds.
-    Options that all runs share are above the table. Lines below the table say what the marks in it
-    mean (* for the best value of a column, † and ‡ for significant differences), and over what
-    deviations are computed.
+    Options that all runs share are above the table. Lines below the table explain its marks: * for
+    the best value of a column, † and ‡ for significant differences, ± for deviations.
     groups: one group of runs for each setting.
     width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
     a block below.

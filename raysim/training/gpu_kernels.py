@@ -69,8 +69,8 @@ class GpuKernels(TorchFunctionMode):
     are views of one flat vector, so their addresses are often not aligned.
 
     Convolutions of few channels are computed as matrix products of patches, because the GPU's
-    kernels for such convolutions are slow. (On an H100 they took 130 us for 64 images of 28 x 28
-    pixels with one channel.) Other convolutions get tensors in which the channels of a pixel are
+    kernels for such convolutions are slow: on an H100 they took 130 us for 64 images of 28 x 28
+    pixels with one channel. Other convolutions get tensors in which the channels of a pixel are
     adjacent, unless a network has layers that would copy them back (GroupNorm).
     """
 
