@@ -261,7 +261,7 @@ class Spy(InProcess):
     trained: the results of training.
     states: the client states that the worker returned.
     contributed: the arrays that clients sent before the first round.
-    constants: the arrays that each client receives once, by name.
+    constants: the arrays that each client receives only once in a run, by name.
     """
 
     def __init__(self, spec: RunSpec):

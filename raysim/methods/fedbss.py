@@ -1,4 +1,7 @@
-"""FedBSS: after some plain rounds, train on easy samples first and add biased ones by epoch.
+"""FedBSS: after some plain rounds, train on samples with a low loss first, and then on others.
+
+The samples with a low loss are called unbiased, the others biased. Each epoch of a job trains on
+all unbiased samples and on more of the biased ones than the epoch before.
 
 Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The
 received model gives sample i the class probabilities p_i:

@@ -91,7 +91,7 @@ def round_of(row: Row) -> int:
 
 
 def as_mapping(value: object) -> dict[str, object]:
-    """Return {} unless the value is a mapping; return a mapping with its keys as texts.
+    """Return a mapping with its keys as texts, and {} for a value that is no mapping.
 
     value: a value that was read from a JSON file.
     """

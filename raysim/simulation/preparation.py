@@ -55,7 +55,7 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors that each client receives once, and the probed rows.
+    """Send every worker the tensors that clients receive only once in a run, and the probed rows.
 
     The probed rows are the samples of the central test set on which `evaluate.probe` scores local
     models. Do nothing if there are no such tensors and no probes.

@@ -42,6 +42,7 @@ class Versions(Mapping[int, PublishedVersion]):
         """Store a replica's current version, unless it is stored already.
 
         The replica's previous version is dropped if no job holds it.
+        replica: the number of the replica; 0 if the run has one.
         version: the number of the current version.
         make: function that returns this version; it can be called as long as the version is
         current.

@@ -65,8 +65,8 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    GPU kernels are fast only for tensors at aligned addresses. Parameters and running statistics
-    are views of one flat vector, so their addresses are often not aligned.
+    Some GPU kernels work only with tensors at aligned addresses. Parameters and running statistics
+    are views of one flat vector, so their addresses may be unaligned; then they are copied.
 
     Convolutions of few channels are computed as matrix products of patches, because the GPU's
     kernels for such convolutions are slow: on an H100 they took 130 us for 64 images of 28 x 28

@@ -124,8 +124,9 @@ class Worker(SeparateSums):
         return self.name
 
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
-        """Store the tensors that every client receives once, and the probed rows.
+        """Store the tensors that methods send to each client only once in a run, and probed rows.
 
+        constants: these tensors as arrays, by "method.name".
         probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
         """
         self.receiver.store_constants(constants)

@@ -33,7 +33,7 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Run FedAvg with uniform means; from version `warmup` on, jobs use easy samples first.
+    """Run FedAvg with uniform means; from version `warmup` on, jobs use unbiased samples first.
 
     kind: how a_e grows, a key of `FRACTION`, or "all" for no selection. refresh: samples are ranked
     again in each `refresh`-th job of a client. fraction_of: with "loss" all samples take part, and
@@ -109,7 +109,7 @@ def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
-    """Return the samples' order by ascending loss S_i, and the number of easy samples (eq. 5)."""
+    """Return the samples' order by ascending loss S_i, and the number of unbiased ones (eq. 5)."""
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
     return order, int((losses <= losses[border]).sum())
