@@ -30,12 +30,13 @@ from raysim.commands.sweep.trial import Trial, open_trial
 from raysim.commands.ui.database import RunDatabase
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
+from raysim.experiment.runner import RunFailedError
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import conf_folder
 from raysim.results.history import read_history
 from raysim.runtime import inprocess
-from raysim.simulation.events import Event, RunStoppedError
+from raysim.simulation.events import Event, ProcessLostError, RunStoppedError
 from raysim.training.identity import Identity, identify
 
 STUDY = (
@@ -70,9 +71,12 @@ def trials(folder: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: int(row["trial"]))
 
 
-def run_accuracy(config: Path) -> float:
-    """Return the final accuracy of a single run of a stored configuration."""
-    overrides = [*INPROCESS, "out=single"]
+def run_accuracy(config: Path, *words: str) -> float:
+    """Return the final accuracy of a single run of a stored configuration.
+
+    words: further words of the command.
+    """
+    overrides = [*INPROCESS, "out=single", *words]
     assert cli.call(["run", "--config", str(config), *overrides, "--quiet"]) == 0
     accuracy = read_history(Path("single", "history.parquet"))[-1]["accuracy_global"]
     shutil.rmtree("single")
@@ -246,9 +250,42 @@ class TestTrial:
         with pytest.raises(RunStoppedError, match=r"sweep\.metric.* accuracy, accuracy_global"):
             trial.advance()
 
+    @pytest.mark.parametrize("is_lost", [True, False])
+    def test_trial_starts_again_only_if_a_worker_is_lost(
+        self, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from raysim.commands.sweep.tune import SweepTrial, TrialTask
+
+        def fail(self: SweepTrial) -> Trial:
+            cause = ProcessLostError("a node is lost") if is_lost else RunStoppedError("a nan")
+            raise RunFailedError(str(cause)) from cause
+
+        monkeypatch.setattr(SweepTrial, "_open_trial", fail)
+        monkeypatch.setattr("raysim.commands.sweep.tune._START_FOLDER", os.getcwd())
+        task = TrialTask("s", "accuracy", "cpu", {}, (), (), identify("driver", []), False)
+        process = SweepTrial.__new__(SweepTrial)  # without Ray Tune
+        process.setup({"trial": {"point": {}, "replay": []}}, plan([LRS]), task)
+        if is_lost:
+            with pytest.raises(RunFailedError):  # so that Ray Tune starts the trial again
+                process.step()
+        else:
+            assert process.step()["error"] == "a nan"
+
 
 # --- reports ------------------------------------------------------------------------------------
 class TestReport:
+    def test_status_counts_trials_that_wait_to_start_again(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        records = records_of(tmp_path, [LRS])
+        for number in range(2):
+            records.start(number, {"local.lr": 0.1})
+        records.report_restart(1, "")
+        assert "trial 1" in capsys.readouterr().out
+        assert records.status() == "0/6 trials · 1 running · 1 waiting to start again"
+        records.start(1, {"local.lr": 0.1})
+        assert records.status() == "0/6 trials · 2 running"
+
     def test_ties_are_counted_among_complete_trials_only(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])
         outcomes = [
@@ -480,6 +517,23 @@ class TestSearch:
             assert "runtime.mixed=false" in error and "torch" in error
         mixed = raysim.sweep([*overrides, "runtime.mixed=true", "out=t"], quiet=True)
         assert mixed.num_errors == 0
+
+    def test_trial_continues_after_its_process_was_killed(
+        self, ray_session: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        option = tmp_path / "own" / "method" / "dying_once.yaml"
+        option.parent.mkdir(parents=True)
+        settings = f"{{_target_: dying_once.DyingOnce, marker: {tmp_path}/died}}"
+        option.write_text(f"dying_once: {settings}\n")
+        searched = ("local.lr=0.1,0.2", "sweep.search=grid", "method=[dying_once]")
+        folder = sweep(*searched, "--conf", "own", "--allow", "dying_once")
+        lines = capsys.readouterr().out.splitlines()
+        restarts = [line for line in lines if "has lost a process" in line]
+        assert len(restarts) == 1
+        for row in trials(folder):
+            assert row["status"] == "done"
+            config = folder / row["folder"] / "config.yaml"
+            assert row["accuracy_global"] == run_accuracy(config, "--allow", "dying_once")
 
     def test_pbt_copies_states_and_changes_values(self, ray_session: None) -> None:
         folder = sweep(

@@ -220,13 +220,15 @@ class ConnectionToJob:
             self._broken_since = now
             self._say(
                 f"the connection to {address} was lost ({first_line(error)}); trying again for "
-                f"{self._wait_s:g} s. The job continues without it"
+                f"{self._wait_s:g} s. The job does not need this connection"
             )
         if now - self._broken_since >= self._wait_s:
             raise RunStoppedError(
-                f"{address} has not answered for {self._wait_s:g} s. If its head node is alive, "
-                f"the job continues: {describe_commands(address, self.job)}. If the job has ended, "
-                "submit it again with resume=latest"
+                f"job {self.job}: the job server at {address} has not answered for "
+                f"{self._wait_s:g} s. If Ray still runs on its head node, the job continues: "
+                f"{describe_commands(address, self.job)}. Otherwise start Ray there again and "
+                "submit the same command with resume=latest, which continues from the last "
+                "checkpoint"
             ) from error
         time.sleep(min(RECONNECT_INTERVAL_S, self._wait_s))
 

@@ -103,6 +103,7 @@ class TrialRecords:
         self.deadline = float("inf")
         self._say = say
         self._ended_before: set[int] = set()
+        self._waiting: set[int] = set()  # trials that lost a process
         self._uri = uri
         self._is_tracked = tracked
         self._trackers: dict[int, StoredTracker] = {}
@@ -161,6 +162,7 @@ class TrialRecords:
         if number in self._ended_before:
             return
         record = self.all.setdefault(number, TrialRecord(number, point))
+        self._waiting.discard(number)
         record.status = "running"
         record.error = ""
         self._write(record)
@@ -168,13 +170,15 @@ class TrialRecords:
             self._trackers[number] = self._start_tracker(record)
 
     def report_restart(self, number: int, details: str) -> None:
-        """Print that a trial starts again because its process was lost.
+        """Print that a trial lost a process; it starts again when there is room for it.
 
         number: the trial's number.
         details: text for the end of the line, such as the file of Ray's messages; or "".
         """
+        self._waiting.add(number)
         self._say(
-            f"trial {number} has lost its process and continues from its last checkpoint{details}"
+            f"trial {number} has lost a process. It continues from its last checkpoint as soon "
+            f"as the cluster has room for it{details}"
         )
 
     def _start_tracker(self, record: TrialRecord) -> StoredTracker:
@@ -234,6 +238,7 @@ class TrialRecords:
         time limit ended it, nothing is recorded.
         """
         record = self.all[number]
+        self._waiting.discard(number)
         if number in self._ended_before:
             return
         if record.status == "running":
@@ -342,7 +347,10 @@ class TrialRecords:
 
     def status(self) -> str:
         """Return the state of the sweep in one line."""
-        parts = [f"{self.ended}/{self.total} trials", f"{len(self.all) - self.ended} running"]
+        running = len(self.all) - self.ended - len(self._waiting)
+        parts = [f"{self.ended}/{self.total} trials", f"{running} running"]
+        if self._waiting:
+            parts.append(f"{len(self._waiting)} waiting to start again")
         best = self.best()
         if best is not None:
             score = plus_minus(best.score, best.deviation)

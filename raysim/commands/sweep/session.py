@@ -301,7 +301,9 @@ class SweepSession:
             "pbt": f", PBT every {options.interval} rounds",
         }[options.scheduler]
         seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
-        place = f"{options.workers} workers each" if options.workers else "each in a process"
+        place = "each in a process"
+        if options.workers:
+            place = f"{options.workers} worker{'s' if options.workers > 1 else ''} each"
         reserved = format_resources(self.resources) or "nothing reserved"
         space = [f"{key}: {_describe(values)}" for key, values in self.plan.space.items()]
         lines = {

@@ -38,13 +38,13 @@ from raysim.primitives.files import LOCK_FILE, make_folder
 from raysim.primitives.streams import stream
 from raysim.runtime.placement import RayOptions, Resources, Size
 from raysim.simulation import checkpoint
-from raysim.simulation.events import Event
+from raysim.simulation.events import Event, ProcessLostError
 from raysim.training.identity import Identity, Participants
 
 # Tune changes a trial's working directory, so that the user's relative paths would be wrong.
 _START_FOLDER = os.getcwd()
 TUNE = ".tune"  # the folder that Tune writes while it runs; removed in the end
-MAX_TRIAL_DEATHS = 3  # after so many deaths of its process a trial has failed
+MAX_TRIAL_DEATHS = 3  # after so many losses of a process a trial has failed
 ORIGIN = "run"  # the file in Tune's checkpoint that names the checkpoint's trial
 TRIAL_PROCESS_BYTES = 1.0  # Tune requires a resource even for a process that only waits
 ENVIRONMENT = {  # options that Tune reads only from environment variables
@@ -117,7 +117,8 @@ class SweepTrial(tune.Trainable):
 
         These are the round, the metric, the new rows of the history, the seconds, and whether the
         trial is done. A trial that ended in an earlier session repeats only its rounds and metrics.
-        A failed trial returns the error and the worst possible metric.
+        A failed trial returns the error and the worst possible metric. Raise `RunFailedError` if a
+        worker is lost with its node, so that Tune starts the trial again in another place.
         """
         metric = self._task.metric
         if self._replay:
@@ -134,6 +135,8 @@ class SweepTrial(tune.Trainable):
         except Exception as error:
             worst = float("-inf") if self._plan.options.mode == "max" else float("inf")
             self.cleanup()
+            if isinstance(error.__cause__, ProcessLostError):
+                raise  # Tune starts the trial again
             return {"round": 0, metric: worst, "error": first_line(error), "done": True}
         value, _ = last_score(rows, metric)
         is_done = self._trial.is_finished
@@ -284,7 +287,7 @@ class Listener(tune.Callback):
         self._status.show(self._records.status())
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Report that a trial starts again because its process was lost."""
+        """Report that a trial lost its own process or a worker, and will start again."""
         messages = f". Ray's own messages: {self._ray_messages}" if self._ray_messages else ""
         self._records.report_restart(_number(trial), messages)
 
@@ -293,10 +296,11 @@ class Listener(tune.Callback):
         self._records.end(_number(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record the failure of a trial whose process died too often."""
+        """Record the failure of a trial that lost processes too often."""
         self._records.fail(
             _number(trial),
-            f"its process died {MAX_TRIAL_DEATHS} times, perhaps because of missing memory",
+            f"it lost a process {MAX_TRIAL_DEATHS} times, perhaps because of missing memory (see "
+            f"{self._records.folder / 'logs'})",
         )
         self._records.end(_number(trial))
 
@@ -526,7 +530,7 @@ def search(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
             callbacks=[Listener(records, status, ray_messages)],
-            # If a trial's process dies, it is started again and continues at its checkpoint.
+            # If a trial loses a process, it is started again and continues at its checkpoint.
             failure_config=tune.FailureConfig(max_failures=MAX_TRIAL_DEATHS - 1),
             verbose=0,
         ),
