@@ -27,8 +27,8 @@ Departures from the paper
   claims.
 - Every single update keeps its length, but the mean of the updates is longer than FedAvg's if the
   updates have a common direction. For example, let m = 5 updates each be the sum of a common vector
-  and an own vector of the same length. Then the mean is 1.2 times as long. For a fair comparison,
-  try FedAvg with a larger server step, too.
+  and an own vector of the same length, all orthogonal to each other. Then the mean is 1.2 times as
+  long. For a fair comparison, try FedAvg with a larger server step, too.
 - The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.

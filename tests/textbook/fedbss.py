@@ -47,20 +47,20 @@ def fedbss(
         for job in jobs:
             samples = len(world.data[job.client][1])
             select = kind != "all" and job.version >= warmup
-            order, easy = torch.arange(samples), samples
+            order, unbiased = torch.arange(samples), samples
             if select:
                 known = cache[job.client]
                 if known[3] % refresh == 0:
                     known[:3] = *ranked(x, *world.data[job.client]), job.version
                 known[3] += 1
-                order, easy = split(known[0], known[1])
-                told = [1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]
+                order, unbiased = split(known[0], known[1])
+                told = [1 - unbiased / samples, known[0][order[unbiased - 1]], known[1].mean()]
                 report.append(torch.tensor(told, dtype=torch.float64))
             weighted = fraction_of == "loss"
-            chosen, parts = batches(world, job, order, samples if weighted else easy, kind)
+            chosen, parts = batches(world, job, order, samples if weighted else unbiased, kind)
             inputs, labels = world.data[job.client]
             drawn = [(inputs[rows], labels[rows]) for rows in chosen]
-            biased = set(order[easy:].tolist())
+            biased = set(order[unbiased:].tolist())
 
             def loss(
                 p: Params,
@@ -116,11 +116,13 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 
 
 def batches(
-    world: World, job: Job, order: Tensor, easy: int, kind: str
+    world: World, job: Job, order: Tensor, unbiased: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
     """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
 
-    An epoch uses the first samples of `order`: the easy ones, and the fraction a_e of the others.
+    An epoch uses the first samples of `order`: the unbiased ones, and the fraction a_e of the
+    biased ones.
+    unbiased: the number of unbiased samples; all other samples are biased.
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()
@@ -128,7 +130,7 @@ def batches(
     parts = local.epochs or min(local.phases, local.steps)
     for e in range(1, parts + 1):
         share = FRACTION.get(kind, FRACTION["linear"])(e, parts)
-        some = easy + math.floor(share * (len(order) - easy) + 1e-9)
+        some = unbiased + math.floor(share * (len(order) - unbiased) + 1e-9)
         positions, part = np.sort(order[:some].numpy()), list[np.ndarray]()
         goal = local.steps * e // parts - local.steps * (e - 1) // parts if local.steps else 1
         while len(part) < goal:
