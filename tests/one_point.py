@@ -1,4 +1,4 @@
-"""Draw one point in place of each picture of a run: drawing takes most of the time at its end."""
+"""Replace each picture of a run by one point; drawing would take most of the time at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ ONE_POINT: dict[str, Any] = {
 
 
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let pictures in files be one point. set_attribute: a way to replace a function."""
+    """Let each picture file have one point only.
+
+    set_attribute(owner, name, function): replaces a function of a class or module, as `setattr` or
+    a monkeypatch does.
+    """
     from matplotlib.figure import Figure
 
     from raysim.results import curves

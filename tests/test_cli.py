@@ -1,4 +1,4 @@
-"""The commands, as a user types them: what they print, what they write, and their exit status."""
+"""Test the commands as a user types them: what they print and write, and their exit status."""
 
 from __future__ import annotations
 
@@ -90,7 +90,11 @@ def one_sentence(text: str) -> str:
 
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
-    """Return what a command prints; what it prints to stderr, a sentence, if it is refused."""
+    """Assert the exit status of a command; return what it prints.
+
+    For the status 0 this is its standard output. Otherwise it is standard error, which must be one
+    line that begins with "raysim: ".
+    """
     try:
         ended: object = cli.call(words)
     except SystemExit as error:

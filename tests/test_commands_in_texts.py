@@ -1,9 +1,8 @@
-"""Every command that a text shows can be pasted: bash and zsh hand its words on as they stand, and
-raysim takes them.
+"""Test that each command in a text can be pasted into bash or zsh, and that raysim accepts it.
 
-A new text is found by itself: Markdown (fenced bash, and code in a line that begins with raysim),
-comments of configuration and jobs, and the help of the command. What a text names and this machine
-lacks lies in `folder`.
+Texts are all Markdown files, comments of configuration and jobs, and the help of the command. In
+Markdown, commands are fenced blocks of bash and code that begins with raysim. The fixture `folder`
+has the runs, files and packages that the commands name.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def fences(path: Path) -> list[str]:
     )
 
 
-def lines(block: str) -> Iterator[str]:
-    """Its commands, those with a backslash at the end of a line put together."""
+def commands_of(block: str) -> Iterator[str]:
+    """Yield the commands of a block; a backslash at a line's end joins it with the next line."""
     for line in block.replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             yield line.strip().removeprefix("$ ")
@@ -74,7 +73,7 @@ def lines(block: str) -> Iterator[str]:
 
 def in_markdown(path: Path) -> Iterator[str]:
     for block in fences(path):
-        yield from lines(block)
+        yield from commands_of(block)
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     quoted = (" ".join(each.split()) for each in re.findall(r"`((?:uv run )?raysim [^`]+)`", prose))
     yield from (
@@ -106,8 +105,11 @@ def in_help() -> Iterator[str]:
             )
 
 
-def found() -> dict[str, list[str]]:
-    """Commands by where they stand; those that are no more than a form are left out."""
+def find_commands() -> dict[str, list[str]]:
+    """Return the commands of each text, by the text's path.
+
+    Commands with placeholders are left out.
+    """
     places = {str(path.relative_to(ROOT)): [*in_markdown(path)] for path in MARKDOWN}
     places |= {str(path.relative_to(ROOT)): [*in_comments(path)] for path in YAML}
     places["help"] = [*in_help()]
@@ -120,7 +122,7 @@ def raysims(command: str) -> bool:
     return re.search(r"\braysim [a-z-]", command) is not None and not NO_COMMAND.search(command)
 
 
-COMMANDS = {command: place for place, all_of_it in found().items() for command in all_of_it}
+COMMANDS = {command: place for place, all_of_it in find_commands().items() for command in all_of_it}
 # Options and classes of the package `mine` in `folder`. A composition with its files takes longer.
 OF_MINE = re.compile(r"mine|my_method|pinball")
 
@@ -128,7 +130,7 @@ OF_MINE = re.compile(r"mine|my_method|pinball")
 # --- what they name -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands name: runs, and files and methods of one's own."""
+    """Make a folder with what the commands name: runs, and a user's own files and methods."""
     root = tmp_path_factory.mktemp("texts")
     for run in ("runs/a", "runs/b", "runs/mine", "studies/mine/runs/fedavg_seed-0"):
         (root / run).mkdir(parents=True)
@@ -155,9 +157,9 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """What each command hands to raysim, in a shell as one types into it.
+    """Type all commands into a shell; return the arguments that each one passes to raysim.
 
-    [] where it is not called.
+    The list is empty if the command does not call raysim.
     """
     out = folder / f"{shell}.txt"
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)
@@ -201,7 +203,7 @@ def test_search_finds_commands_in_texts() -> None:
 def test_command_gets_same_arguments_in_zsh_and_bash(
     in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]
 ) -> None:
-    """But for a comment, which zsh takes for words where it is typed."""
+    """The comments after commands are removed: an interactive zsh passes them on as arguments."""
     for command, words in in_zsh.items():
         assert without_comment(words) == in_bash[command], f"{COMMANDS[command]}: {command}"
 
@@ -211,9 +213,9 @@ def without_comment(words: list[str]) -> list[str]:
 
 
 def taken(words: list[str]) -> None:
-    """raysim understands the words, as far as nothing has to run.
+    """Let raysim check the arguments, without running anything.
 
-    Raises RefusedError, or ends the process.
+    Raise RefusedError, or end the process, if it does not accept them.
     """
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return
@@ -266,7 +268,7 @@ def test_every_block_of_commands_is_valid_in_bash_and_zsh(path: Path) -> None:
 
 
 def test_programs_in_texts_exist() -> None:
-    """A module of `python -m jobs...`, or a file of `python tests/...`."""
+    """Texts call programs by `python -m jobs...` and `python tests/...`; their files must exist."""
     sources = [
         *ROOT.glob("jobs/**/*.py"),
         *ROOT.glob("jobs/*.sh"),
@@ -367,7 +369,7 @@ def test_quick_commands_of_texts_succeed(
             printed.write_text(output.out)
             answers.write(f"{status}\n")
     assert shell.returncode == 0
-    assert commands == [line.split()[1] for line in lines(REAL)]
+    assert commands == [line.split()[1] for line in commands_of(REAL)]
     assert (tmp_path / "runs/mlflow_artifacts").is_dir()
     assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
         f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)

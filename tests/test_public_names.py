@@ -93,13 +93,14 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 def is_private_module(name: str) -> bool:
-    """Whether a part of a module's or a name's path begins with one underscore."""
+    """Return whether a part of a module's or a name's path begins with one underscore."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Whether the attribute `path` of an imported name is private to the package that it comes
-    from.
+    """Return whether an attribute of an imported name is private to the name's package.
+
+    path: the name and its attributes, such as "ray.util.get".
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -108,16 +109,14 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
 
 
 def names_private_module(value: object) -> bool:
-    """Whether a text is the dotted path of a private module or name of one of the `STRICT`
-    libraries.
-    """
+    """Return whether a text is the dotted path of a private part of a `STRICT` library."""
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         return False
     return value.partition(".")[0] in STRICT and is_private_module(value)
 
 
 def imports_ray(text: str) -> bool:
-    """Whether a file imports Ray, at its head or in a function."""
+    """Return whether a file imports Ray, at its head or in a function."""
     return any(
         origin.partition(".")[0] == "ray" for origin in imported_names(ast.parse(text)).values()
     )
@@ -196,8 +195,9 @@ class Scopes:
 
 
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
-    """Whether an object is certainly one of raysim: `self`, `cls`, or what a class of the file
-    makes.
+    """Return whether a variable certainly holds an object of the file's own classes.
+
+    It is `self`, `cls`, or the result of a class that the file defines.
     """
     if not isinstance(node, ast.Name):
         return isinstance(node, ast.Attribute) and is_own(node.value, tree)
@@ -253,9 +253,10 @@ def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
 
 
 def violations(text: str, allowed: Set[str] = frozenset()) -> Iterator[str]:
-    """Return what a file does that it must not.
+    """Yield each use of a private name of another package in a source text.
 
-    allowed: assignments that are accepted, such as "module.attribute".
+    Changes of another package's objects are yielded, too. allowed: assignments that are accepted,
+    such as "module.attribute".
     """
     tree = ast.parse(text)
     names = imported_names(tree)

@@ -1,4 +1,4 @@
-"""Runs have the same bits in process and on Ray, with any workers, and resumed."""
+"""Test that runs have the same bits in process and on Ray, with any workers, and resumed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_bits_of_lanes_are_the_same_on_ray_and_resumed(
 
 
 def _ranked(result: FinishedRun) -> list[int]:
-    """Return the versions whose rankings the clients have."""
+    """Return for each client the version under which FedBSS last ranked the client's samples."""
     states = result.private
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 

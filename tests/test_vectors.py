@@ -1,4 +1,4 @@
-"""Test every function with a vector in the shared folder."""
+"""Test every function for which the shared folder has test vectors: arguments and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(os.environ.get("RAYSIM_SHARED") or "missing") / "check_vectors.py"
 
 
 def rules() -> ModuleType:
-    """The shared script that decodes vectors and says when two values agree."""
+    """Load the shared script, which decodes test vectors and compares values; return its module."""
     spec = importlib.util.spec_from_file_location("check_vectors", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,21 +27,27 @@ RULES = rules() if SCRIPT.is_file() else None
 
 
 def every_block() -> list[dict[str, Any]]:
-    """Each with a function's name and its cases; none without the shared folder."""
+    """Return the blocks of test vectors, each with a function's name and its cases.
+
+    Without the shared folder there are none.
+    """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
     )
 
 
 def functions_with_vectors() -> set[str]:
-    """Their names, "module:function"; the test that asks is skipped without the shared folder."""
+    """Return the names, as "module:function", of the functions that have test vectors.
+
+    Without the shared folder, skip the test that calls this.
+    """
     if RULES is None:
         pytest.skip("RAYSIM_SHARED does not name a folder with vectors")
     return {block["function"] for block in every_block()}
 
 
 def every_case() -> list[Any]:
-    """One parameter a case."""
+    """Return a pytest parameter for each case of each function."""
     if RULES is None:
         return [
             pytest.param(

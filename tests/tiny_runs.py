@@ -1,4 +1,4 @@
-"""Tiny federated runs from objects, a fraction of a second each, and helpers to look into runs."""
+"""Tiny federated runs from objects, of a fraction of a second each, and helpers to see them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from raysim.vectors.layout import Layout, Vector
 
 
 class BiasFreeMlp(NormedMlp):
-    """The same network without a bias in its head."""
+    """The network of `NormedMlp` without a bias in its head."""
 
     def build(self, input_shape: Shape, num_classes: int, seed: int) -> Classifier:
         model = super().build(input_shape, num_classes, seed)
@@ -68,7 +68,7 @@ class BiasFreeMlp(NormedMlp):
 
 
 class Block(nn.Module):
-    """Two convolutions under torchvision's names."""
+    """Two convolutions with torchvision's names."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -123,7 +123,7 @@ def clients_of_sizes(counts: Sequence[int]) -> FederatedData:
 
 
 def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP) -> None:
-    """Raise ValueError for a list of methods that do not fit together."""
+    """Raise ValueError if methods do not fit together."""
     check_names(methods)
     declare_run(run_spec(*methods, model=model))
 
@@ -135,7 +135,7 @@ def declare_methods(
     task: Task | None = None,
     local: Local = LOCAL,
 ) -> Declarations:
-    """Return what methods declare, for networks and a layout that are given."""
+    """Return what methods declare for these networks and this layout."""
     task = task or run_spec().task
     all_declared = []
     for method in methods:
@@ -168,7 +168,11 @@ def make_server(
     *others: Any,
     **settings: Any,
 ) -> Server:
-    """Return a server of methods for a layout of no networks that matter."""
+    """Return a server with these methods, for tests that use no network.
+
+    vector, counters: the initial model, of this layout. others, settings: further arguments of
+    `Server`.
+    """
     networks = {"model": nn.Sequential()}
     declarations = declare_methods(methods, networks, layout, task)
     settings = {"local": Local()} | settings
@@ -176,18 +180,18 @@ def make_server(
 
 
 def make_step(vector: Vector, methods: Sequence[Method], *others: Any, **settings: Any) -> Step:
-    """Return the step of methods on a vector."""
+    """Return the `Step` of methods on a vector; others, settings: further arguments of `Step`."""
     declarations = declare_methods(methods, vector.networks, vector.layout)
     return Step(vector, declarations, *others, **settings)
 
 
 def method_views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
-    """Return what the hooks of each method see of a job."""
+    """Return for each method the `LocalJob` that its hooks get in a job."""
     return {each.method: LocalJob(ctx, each.method) for each in declarations.methods}
 
 
 def method_state(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
-    """Return a client state that holds only what methods keep."""
+    """Return a client state that has only what methods keep."""
     return ClientState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
 
 
@@ -202,7 +206,12 @@ def participation_facts(
     version: int = 0,
     accepted: int = 0,
 ) -> Participation:
-    """Return the argument of a method's `cost`. spec: the run; None: any run."""
+    """Return the `Participation` that a method's `cost` gets.
+
+    spec: the run; None: any run. samples: the client's training samples. trained: samples that the
+    job trains on, over all epochs. earlier, accepted: numbers of the client's earlier jobs that
+    were dispatched, and aggregated.
+    """
     spec = spec or run_spec()
     declarations = declare_run(spec)
     filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
@@ -217,7 +226,10 @@ def participation_facts(
 
 
 class UntrainedRuntime(InProcess):
-    """A runtime that trains nothing, for the order of events: updates are zero, reports empty."""
+    """A runtime that trains nothing, for tests of the order of events.
+
+    Updates are zero and reports are empty.
+    """
 
     def __init__(self, shared: int, counts: np.ndarray):
         super().__init__(None)
@@ -225,7 +237,7 @@ class UntrainedRuntime(InProcess):
         self.jobs: list[Job] = []
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Return what a worker returns if clients learn nothing."""
+        """Return what a worker would return if clients learned nothing."""
         if method != "train":
             return [[]]
         jobs, groups = args[:2]
@@ -261,7 +273,7 @@ class TimedFleet(Fleet):
 
 
 class TimedDevices(Fixed):
-    """The devices of a `Clock`."""
+    """The devices of a `TimedFleet`: client k needs seconds[k] for a job, whatever the job is."""
 
     def __init__(self, seconds: Sequence[float]):
         everything = np.full(len(seconds), np.inf)
@@ -278,7 +290,7 @@ class TimedDevices(Fixed):
 
 
 class AggregationLog(Method):
-    """Record which updates are aggregated, in their order, and change nothing."""
+    """A method that records which updates are aggregated, in their order, and changes nothing."""
 
     name = "ledger"
     paper = "a test"
@@ -294,7 +306,7 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """Take the gradient at shifted parameters, and record both gradients."""
+    """A method that takes the gradient at shifted parameters, and records both gradients."""
 
     name = "asking"
     paper = "a test"
@@ -322,7 +334,7 @@ def untrained_run(
     seed: int = SEED,
     **settings: Any,
 ) -> tuple[Coordinator, AggregationLog, UntrainedRuntime]:
-    """Return a coordinator whose clients learn nothing, its aggregations and its runtime."""
+    """Return a coordinator whose clients learn nothing, its aggregation log and its runtime."""
     ledger = AggregationLog()
     spec = run_spec(ledger, model=Mlp((1,)), data=clients_of_sizes(counts), seed=seed)
     runtime = UntrainedRuntime(0, np.asarray(counts))

@@ -14,7 +14,10 @@ X, Y = np.zeros((20, 4), np.float32), np.zeros(20, np.int64)
 
 
 def calls() -> None:
-    """Names, values by their keys, objects, lists of rows."""
+    """Call `raysim.run` with every kind of argument that its type hints allow.
+
+    A group can be an option's name, a mapping of keys to values, or an object.
+    """
     raysim.run("method=fedprox", rounds=20, runtime="inprocess")
     raysim.run(
         ["method=fedprox"], schedule={"cohort": 5}, fleet={"sigma": 0.5}, partition={"clients": 3}

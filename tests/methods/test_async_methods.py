@@ -65,9 +65,11 @@ def arrive(
     bases: dict[int, Tensor] | None = None,
     version: int = -1,
 ) -> None:
-    """Aggregate (client, change) pairs that start from one version; -1: the current one.
+    """Let the server aggregate the updates of some arrivals.
 
-    bases: vectors by version.
+    arrivals: pairs of a client and the value that its update has in all entries. version: the
+    version that they all started from; -1: the current one. bases: the vectors of earlier versions;
+    the current one is added.
     """
     base = at.version if version < 0 else version
     known = bases if bases is not None else {}
@@ -335,7 +337,7 @@ def test_settings_out_of_range_are_refused(
 
 
 class Rule(Protocol):
-    """A server of the toy problem."""
+    """A server for the quadratic problem of `distance`: its parameters x, and its version."""
 
     x: Tensor
     version: int
@@ -344,7 +346,10 @@ class Rule(Protocol):
 
 
 class OneByOne:
-    """A server of the toy problem with a method's rule, which acts at each `size` arrivals."""
+    """A server for the quadratic problem of `distance`, with a method's rule.
+
+    It aggregates as soon as `size` updates have arrived.
+    """
 
     def __init__(self, method: Method, size: int = 1):
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
@@ -374,9 +379,10 @@ class OneByOne:
 
 
 def distance(rule: Rule, arrivals: int = 1000) -> float:
-    """Return the distance to the mean optimum at the end.
+    """Return the mean distance of the server's x from the optimum, in the last 20% of the arrivals.
 
-    Five of ten clients are eight times as fast, and their optima are shifted.
+    Client i's loss is |x - a_i|^2 / 2 with its own optimum a_i; the optimum of all is their mean.
+    Five of ten clients are eight times as fast as the others, and their a_i are shifted by 2.
     """
     draw = np.random.default_rng(0)
     optima = draw.normal(0, 3, (10, 5))

@@ -1,4 +1,8 @@
-"""Test lanes by batched products: the numbers of the loop, and bits without other clients."""
+"""Test lanes that train with batched matrix products.
+
+They end with the numbers of training one client after another. A client's bits do not depend on the
+clients in the other lanes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ def study(*methods: Method, **others: Any) -> RunSpec:
 
 
 def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
-    """Assert that the run ends at the same numbers in lanes and in the loop."""
+    """Assert that the run ends with the same numbers in lanes as one client after another."""
     loop, batched = (run(replace(spec, lanes=count), **settings) for count in (1, lanes))
     for ended in (loop, batched):
         assert not ended.failures, ended.failures[0].error
@@ -107,7 +111,7 @@ class TestNumbers:
 
 
 def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
-    """Return each client's delta from one call to a new worker."""
+    """Return each client's update from one call of a new worker's `train`."""
     answer = Worker(spec).train(jobs, [], 1, coordinate(spec).server.published())
     assert not isinstance(answer, tuple)
     deltas: dict[int, np.ndarray] = {}
@@ -162,7 +166,7 @@ class TestBits:
 
 
 class Failing(Method):
-    """Raises for one client, before or after its training."""
+    """A method that raises for one client, before or after its training."""
 
     name = "failing"
 

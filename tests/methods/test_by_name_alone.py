@@ -39,7 +39,7 @@ SMALL = [
 
 
 def plan_lines(experiment: Experiment) -> list[str]:
-    """Return the lines of the plan about settings that a method set."""
+    """Return the lines of the run's printed plan that show which settings a method has changed."""
     lines = overview(experiment, Path("folder")).splitlines()
     return [line for line in lines if line.startswith("settings ")]
 
@@ -49,7 +49,7 @@ METHOD_FILES = find_groups().files["method"]
 
 @functools.cache
 def every_method() -> dict[str, Any]:
-    """Return the default study with all methods: one composition costs as much as a short run."""
+    """Return the configuration of a small run with all methods, composed once for all tests."""
     return to_dict(compose([*SMALL, f"method={'+'.join(METHOD_FILES)}"]))
 
 

@@ -1,4 +1,4 @@
-"""Centralized training: what the class declares, and what training on pooled data equals."""
+"""Test centralized training: what the method declares, and what training on pooled data equals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE = Synthetic(samples=120, test_samples=20, classes=5)
 
 
 def population(clients: int = 4) -> FederatedData:
-    """Clients with test rows of their own."""
+    """Return the data of some clients, each with its own test samples."""
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 

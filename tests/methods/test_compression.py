@@ -1,4 +1,4 @@
-"""Runs whose updates or steps are compressed: values, traffic, virtual time, and other methods."""
+"""Test runs with compressed updates or versions: values, traffic, time, and other methods."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_every_compressor_passes_all_checks(compressor: Compressor) -> None:
 
 
 def first_step(*methods: Method, **settings: Any) -> tuple[FinishedRun, np.ndarray, list[Any]]:
-    """Return a run of one round, its step, and the deltas of its updates with their weights."""
+    """Run one round; return the run, the server's step and the clients' updates.
+
+    The step is the change of the vector, [d]. Each update has a `delta` and its `samples`.
+    """
     spec = run_spec(*methods)
     spy = Spy(spec)
     finished = run_to_end(coordinate(spec, Synchronous(4), runtime=spy, rounds=1, **settings))

@@ -1,4 +1,4 @@
-"""What every method must keep to, driven by one table of methods with small settings."""
+"""Test what every method must keep to, driven by one table of methods with small settings."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Frozen(Scaffold):
 
 
 class Alone(Mixup):
-    """Mixup in which every sample keeps its own inputs and label: weight 1."""
+    """Mixup whose mixing weight is always 1, so every sample keeps its own inputs and label."""
 
     def draw_weights(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
         return torch.ones_like(torch.stack(list(super().draw_weights(job, generator)))).unbind()
@@ -134,7 +134,11 @@ class Alone(Mixup):
 
 @dataclass(frozen=True)
 class Plain:
-    """A setting at which the method is FedAvg, weighed as the run asks, by its spec's Checks."""
+    """A setting at which the method equals FedAvg.
+
+    make: returns the method. study, run: settings of both runs, as arguments of `run_spec` and
+    `run`.
+    """
 
     make: Callable[[], Method]
     study: Mapping[str, Any] = field(default_factory=dict)
@@ -143,12 +147,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class Row:
-    """A method with small settings.
+    """A method with small settings, and what is expected of it.
 
-    uploads: what it sends on purpose beside the update. personal: it keeps parameters on the
-    client. private: clients keep something that is worth hiding. contributes: clients send
-    something before round 0. model: on which it does something. as_fedavg: it trains as FedAvg does
-    at any settings.
+    make: returns the method. plain: by name, the settings at which it equals FedAvg. uploads: names
+    of what it uploads on purpose besides the update. personal: it keeps parameters on the client.
+    private: its client state must not appear in any message. contributes: clients send something
+    before round 0. model: a model on which the method changes the training. as_fedavg: at any
+    settings, the shared model is that of FedAvg.
     """
 
     make: Callable[[], Method]
@@ -441,7 +446,7 @@ TABLE: dict[str, Row] = {
 
 
 def every_method() -> Iterator[type[Method]]:
-    """All classes of the package that a configuration can name."""
+    """Yield all classes of the package that a configuration can name."""
     for module in pkgutil.iter_modules(raysim.methods.__path__):
         for found in vars(importlib.import_module(f"raysim.methods.{module.name}")).values():
             if isinstance(found, type) and issubclass(found, Method) and "name" in vars(found):
@@ -459,12 +464,12 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def made(*names: str) -> list[Method]:
-    """New methods; "fedavg" is none."""
+    """Return new methods of the table by their names; "fedavg" adds no method."""
     return [TABLE[name].make() for name in names if name in TABLE]
 
 
 def fresh(*names: str) -> Callable[[], Any]:
-    """A run of these methods, made anew each time."""
+    """Return a function that makes a new run of these methods."""
     return lambda: study(*made(*names))
 
 
@@ -510,7 +515,10 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of the run of a method of `FREIGHT`, or of FedAvg."""
+    """Return the model for the run of a name in `FREIGHT`, or no setting for FedAvg.
+
+    FREIGHT: the methods whose messages are checked, by names that begin with a name of the table.
+    """
     row = TABLE.get(name.partition(" ")[0])
     return {} if row is None else {"model": row.model}
 
@@ -700,7 +708,7 @@ def test_traffic_has_pseudo_data_once_per_client() -> None:
 
 @functools.cache
 def declared(name: str) -> MethodDeclaration:
-    """What a method of the table declares in a run of its own."""
+    """Return what a method of the table declares in a run."""
     return declare_run(study(TABLE[name].make(), model=TABLE[name].model)).methods[0]
 
 
@@ -715,7 +723,7 @@ def check_list(names: Sequence[str]) -> None:
 
 @functools.cache
 def clash(first: str, second: str) -> bool:
-    """Whether two methods of the table may not be in one list."""
+    """Return whether two methods of the table may not be in one list."""
     try:
         check_list([first, second])
     except ValueError:
@@ -865,12 +873,11 @@ COMPATIBLE = {frozenset(pair) for pair in pairs(list(TABLE))} - EXCLUDED
 def covering(
     names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 8
 ) -> list[list[str]]:
-    """Lists of `least` to `most` names that hold each allowed pair at least once.
+    """Return lists of `least` to `most` names, in which each allowed pair occurs at least once.
 
-    Greedy, and always the same ones.
-
-    A list begins with the first pair that is missing and takes, again and again, the name with the
-    most missing pairs.
+    allowed: pairs of names. A list begins with the first pair that is in no list yet; then the name
+    is added that brings the most such pairs. No chance is involved, so the lists are always the
+    same.
     """
     missing, found = set(allowed), list[list[str]]()
     while missing:

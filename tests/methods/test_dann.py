@@ -1,4 +1,4 @@
-"""DANN's domains, what a discriminator step saves, and which runs are refused."""
+"""Test DANN's domains, the cost of a discriminator step, and which runs are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raysim.vectors.layout import Vector
 
 
 class Present(Dann):
-    """Know which job runs."""
+    """A DANN that notes the client and the number of the running job, for a test to read."""
 
     def begin(self, job: LocalJob) -> None:
         super().begin(job)

@@ -1,6 +1,6 @@
-"""Ditto: the shared model knows nothing of the personal ones.
+"""Test that Ditto's shared model does not depend on the personal ones.
 
-Where these end is `textbook/ditto.py`.
+The values of the personal models are compared with `textbook/ditto.py`.
 """
 
 from __future__ import annotations

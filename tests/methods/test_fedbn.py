@@ -1,4 +1,4 @@
-"""FedBN: which tensors stay, what that saves, and statistics for clients that never trained."""
+"""Test FedBN: which tensors stay, how much traffic it saves, and untrained clients' statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from raysim.vectors.layout import plan_layout
 
 
 def population(clients: int = 5) -> FederatedData:
-    """Return clients that have test rows."""
+    """Return the data of some clients, each with its own test samples."""
     source = Synthetic(samples=150, test_samples=20, classes=5)
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
@@ -62,7 +62,7 @@ def private_names(method: FedBN, model: nn.Module) -> list[str]:
 
 
 class Trap(nn.Module):
-    """A model whose names and types of layers do not go together."""
+    """A model in which a layer's name does not tell its type: bn1_projection is no BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_fedbn_shared_counters_have_the_largest_value(scope: Any) -> None:
 
 
 class Starts(Method):
-    """Keep the tensors that each job starts with."""
+    """A method that keeps the tensors that each job starts with."""
 
     name = "starts"
     paper = "a test"
@@ -169,7 +169,11 @@ def test_fedbn_clients_differ_only_in_private_tensors(scope: Any) -> None:
 def personalised(
     trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
 ) -> tuple[Worker, Mapping[str, Tensor]]:
-    """Return a worker after `personalise` for client 0, and its tensors from before."""
+    """Call the method's `personalise` for client 0.
+
+    Return the worker and a copy of its model's tensors from before the call, by name. trained:
+    whether the client has trained before.
+    """
     worker = Worker(study(method, model=model))
     worker.trainer.set_training(False)
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)

@@ -1,4 +1,4 @@
-"""FedBR's two-stage step in `Step`, in float64, against the published trace."""
+"""Test FedBR's two-stage step, in float64, against the trace of the published code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dense(layer: dict[str, Any]) -> nn.Linear:
 
 
 class Net(nn.Module):
-    """tanh of a dense layer, and a dense head."""
+    """A network with one dense layer, tanh, and a dense head."""
 
     def __init__(self, feature: dict[str, Any], classifier: dict[str, Any]):
         super().__init__()
@@ -57,7 +57,7 @@ def networks(args: dict[str, Any]) -> dict[str, nn.Module]:
 
 
 class Watched(FedBR):
-    """Keeps the value of every contrast that a step computes."""
+    """A FedBR that keeps the value of every contrast that a step computes."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -147,7 +147,10 @@ def state(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def agree(found: Any, expected: Any, where: str) -> None:
-    """Every number of nested lists and dictionaries, to 1e-9 relative."""
+    """Assert that two nested structures have equal numbers, with a relative tolerance of 1e-9.
+
+    where: the place in the structure, for the error message.
+    """
     if isinstance(expected, list):
         assert len(found) == len(expected), where
         for index, (one, other) in enumerate(zip(found, expected, strict=True)):

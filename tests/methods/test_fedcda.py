@@ -47,7 +47,7 @@ UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 def case(
     seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5
 ) -> dict[str, Any]:
-    """Return random arguments of a selection, around a model far from zero."""
+    """Return random arguments of a selection, whose models are far from zero."""
     draw = np.random.default_rng(seed)
     return {
         "candidates": torch.from_numpy(10 + draw.standard_normal((clients, memory, size))),
@@ -60,7 +60,10 @@ def case(
 
 
 def objective(choice: Sequence[int], arguments: dict[str, Any]) -> float:
-    """Return J of a choice by its definition."""
+    """Return FedCDA's objective J by its definition.
+
+    choice: for each client, the position of its chosen model. arguments: as `case` returns them.
+    """
     rows = list(range(len(choice)))
     models = torch.cat([arguments["fixed_models"], arguments["candidates"][rows, list(choice)]])
     losses = torch.cat(
@@ -143,9 +146,10 @@ def step(
     losses: dict[int, float] | None = None,
     base: int = -1,
 ) -> None:
-    """An aggregation of (client, model) pairs.
+    """Let the server aggregate the updates of some clients.
 
-    base: the version that they were trained from, the current one if -1.
+    models: pairs of a client and its trained model. losses: by client, the loss that it uploads.
+    base: the version that they were trained from; -1: the current one.
     """
     version = at.version if base < 0 else base
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)
@@ -173,7 +177,7 @@ def _update(
 
 
 def cached(at: Server, client: int) -> list[list[float]]:
-    """A client's models, newest first."""
+    """Return a client's cached models, newest first."""
     state = {key.removeprefix("fedcda."): value for key, value in at.state.items()}
     row = state["clients"].tolist().index(client)
     memory, pushes = state["models"].shape[1], int(state["pushes"][row])

@@ -1,4 +1,4 @@
-"""Test edge cases of FedGH's projections and of FedLD's hierarchy, and both on the server."""
+"""Test edge cases of FedGH's projections and of FedLD's hierarchical variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedNTD at a single step, its cost, and settings that it refuses; its textbook has the rest."""
+"""Test FedNTD with a single local step, its cost, and settings that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.simulation.fleet import Ideal
 
 
 def shared(steps: int, *methods: Method) -> np.ndarray:
-    """Return the vector after two rounds with so many steps in each job."""
+    """Return the shared vector after two rounds; steps: local steps of each job."""
     local = Local(lr=0.5, epochs=None, steps=steps, batch=8)
     result = run(run_spec(*methods, local=local), ROUNDS, Ideal(), rounds=2)
     vector: np.ndarray = result.coordinator.server.vector.numpy()

@@ -97,13 +97,21 @@ def test_fedpac_variance_is_never_negative(
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
-    """Return P by its definition."""
+    """Return the matrix P of FedPAC's quadratic program for one client, by its definition.
+
+    variances: V_j of all clients, [m]. weighted: their h_j, [m, C, D]. client: i in P_jk = <h_i -
+    h_j, h_i - h_k>, plus V_j on the diagonal.
+    """
     difference = (weighted[client] - weighted).flatten(1)
     return torch.diag(variances) + difference @ difference.T
 
 
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return V and h of some clients."""
+    """Return V [clients] and h [clients, 3, 5] of random clients.
+
+    kind: how far the h differ; "twins": pairs of equal h, and some V of 0; "mixed": very different
+    sizes.
+    """
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
     weighted = torch.from_numpy(5 + spread * draw.standard_normal((clients, 3, 5)))
@@ -206,7 +214,7 @@ def test_fedpac_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.M
 
 
 class Watch(Method):
-    """Keep the batches of each job, and the model before each step and after the last."""
+    """A method that keeps each job's batches, and the model before each step and after the last."""
 
     name = "watch"
     paper = "a test"
@@ -259,7 +267,10 @@ def train(
 
 
 def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> dict[str, Tensor]:
-    """Return prototypes of some classes, as a server sends them."""
+    """Return prototypes of some classes, as a server sends them.
+
+    present: for each class, whether it has a prototype.
+    """
     return {"fedpac.prototypes": random(5, 12).float(), "fedpac.present": torch.tensor(present)}
 
 
@@ -392,7 +403,10 @@ def test_fedpac_aligns_nothing_in_the_first_round() -> None:
 
 
 class Alternation(Method):
-    """Train a private head for the first of three epochs, then the extractor; nothing else."""
+    """FedPAC's two phases without the rest of FedPAC.
+
+    A job trains a private head in the first of three epochs, then the extractor.
+    """
 
     name = "alternation"
     paper = "a test"

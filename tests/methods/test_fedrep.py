@@ -22,7 +22,10 @@ HEAVY = replace(LOCAL, momentum=0.9, weight_decay=0.5, epochs=3)
 
 
 class Watching(Method):
-    """Keep the model as it is in each step, once its statistics moved."""
+    """A method that keeps the model of each step, between its forward pass and its backward pass.
+
+    BatchNorm's statistics have then been updated.
+    """
 
     name = "watching"
     paper = "a test"

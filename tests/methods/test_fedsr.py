@@ -96,7 +96,7 @@ def test_fedsr_references_start_at_zero_with_scale_one() -> None:
 
 
 class Sure(FedSR):
-    """A FedSR with deviations of 0."""
+    """A FedSR whose features have a standard deviation of 0, and so no noise."""
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         made = cast(Gaussian, super().model(task, model))

@@ -164,7 +164,10 @@ def test_fraug_sends_both_networks_without_batchnorm(norm: Any) -> None:
 
 
 class Count(Method):
-    """Write down the steps that each job's optimizer counts, and those that moved the client."""
+    """A method that notes how many optimizer steps each job has made.
+
+    One list has the counts of the saved optimizer state, the other those of `LocalJob.moves`.
+    """
 
     name, paper = "count", "a test"
 
@@ -262,7 +265,10 @@ def test_fraug_settings_in_the_warning_decrease_norms() -> None:
 
 
 def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
-    """Return the strengths of residuals in a run, each once, in ascending order."""
+    """Run FRAug; return the values of `strength` with which it made embeddings, ascending.
+
+    Each value is there once. rounds: of the run. method_rounds: the setting of FRAug.
+    """
     seen: set[float] = set()
 
     class Look(FRAug):
@@ -301,7 +307,7 @@ def test_fraug_takes_its_rounds_from_the_run(first: str) -> None:
 
 
 def lonely() -> FederatedData:
-    """Return the tiny data, of which client 0 has one sample."""
+    """Return the tiny data, in which client 0 has a single sample."""
     rows = [tiny_data().partition.train.rows(client) for client in range(6)]
     rows[0] = rows[0][:1]
     train_rows = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))

@@ -1,6 +1,4 @@
-"""Test methods' functions where no run takes them: ties, extreme numbers, settings that are
-refused.
-"""
+"""Test functions of methods with arguments that no run has: ties, extreme and refused numbers."""
 
 from __future__ import annotations
 

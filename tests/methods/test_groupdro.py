@@ -25,7 +25,11 @@ LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
 class Watch(GroupDRO):
-    """Keep what the server has after each aggregation."""
+    """A GroupDRO that keeps what each aggregation has used and left on the server.
+
+    losses: the uploaded ones. log_weights: log q of all clients. weights: those of the updates.
+    vectors: the new versions.
+    """
 
     def __init__(self, settings: GroupDRO) -> None:
         super().__init__(settings.step_size, settings.batches, settings.prior)
@@ -44,7 +48,7 @@ class Watch(GroupDRO):
 def watched(
     *methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any
 ) -> Watch:
-    """Run the methods with a watched GroupDRO in place of theirs, which comes last."""
+    """Run the methods with a `Watch` in place of the last one, a GroupDRO; return the `Watch`."""
     *others, groupdro = methods
     assert isinstance(groupdro, GroupDRO)
     watch = Watch(groupdro)

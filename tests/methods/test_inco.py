@@ -1,4 +1,4 @@
-"""Test InCo's mixing at its limits, which pairs models have, and what it refuses."""
+"""Test InCo's mixing at its limits, which layers of a model it pairs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_inco_zero_source_halves_target_equal_source_doubles(
 
 
 def test_inco_compiled_mixing_changes_only_the_given_rows() -> None:
-    """Rows are mixed 64 at a time, and 100 is no multiple."""
+    """Rows are mixed in blocks of 64, and the last block of 100 rows is smaller."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
     inco.compile_function(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)
@@ -168,7 +168,10 @@ TARGETS = [f"extractor.layer1.1.conv{number}.weight" for number in (1, 2)]
 
 
 class Watch(Method):
-    """Keeps the mean update before and after InCo; one on either side of it."""
+    """A method that keeps each round's mean update and weights.
+
+    A run has one `Watch` before InCo and another one after it.
+    """
 
     name = "watch"
     paper = "a test"
@@ -187,7 +190,7 @@ class Watch(Method):
 
 
 class After(Watch):
-    """A second watch, with a name of its own."""
+    """A second `Watch`, so that both may be in one list."""
 
 
 def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]:

@@ -1,4 +1,4 @@
-"""Test local training: nothing travels, clients are independent, and optimizers may be kept."""
+"""Test local training: clients send nothing, are independent, and may keep their optimizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from raysim.simulation.schedule import Buffered, Synchronous
 
 
 def population(*clients: int) -> FederatedData:
-    """Return clients with the training rows of some tiny clients, and ten test rows each."""
+    """Return the data of clients that have the training samples of some tiny clients.
+
+    Each also has ten test samples.
+    """
     rows = [tiny_data().partition.train.rows(client) for client in clients]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     tests = tiny_data().central[:10]
@@ -45,7 +48,7 @@ def population(*clients: int) -> FederatedData:
 
 
 class Watch(Method):
-    """Keep what each job ended with."""
+    """A method that keeps the parameters and BatchNorm's counters at the end of each job."""
 
     name = "watch"
     paper = "a test"
@@ -58,7 +61,7 @@ class Watch(Method):
         self.ended[job.client, job.participation] = ended
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
-        """Return what the client ended with, job by job."""
+        """Return the client's parameters and counters at the end of each of its jobs."""
         return [
             ended
             for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0])

@@ -57,7 +57,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def population(clients: int = 4) -> FederatedData:
-    """Return clients with test rows of their own."""
+    """Return the data of some clients, each with its own test samples."""
     return federate(
         Synthetic(samples=120, test_samples=20, classes=5),
         IID(clients=clients, test_fraction=0.2),
@@ -66,7 +66,7 @@ def population(clients: int = 4) -> FederatedData:
 
 
 class Watch(Method):
-    """Keep where each job started and ended; listed behind PartialFed."""
+    """A method that keeps where each job started and ended; in the list it follows PartialFed."""
 
     name = "watch"
     paper = "a test"
@@ -88,7 +88,10 @@ class Watch(Method):
 
 
 class Client:
-    """A client 0 that trains from any given vector."""
+    """Client 0 on a worker, whose jobs can start from any version.
+
+    base, counters: the received parameters and counters; None: the initial ones.
+    """
 
     def __init__(
         self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL
@@ -122,7 +125,7 @@ class Client:
 
 
 def other(vector: Tensor) -> Tensor:
-    """A vector with every value changed, and still fit for a variance."""
+    """Return a vector with other values, of which none is negative, as for variances."""
     return vector + 0.1 + vector.abs()
 
 
@@ -252,7 +255,7 @@ def test_partialfed_frozen_models_have_the_mixed_start() -> None:
 
 
 class FirstGradient(Method):
-    """Keep the first gradient of a job, as other methods corrected it."""
+    """A method that keeps the first gradient of a job, after the other methods corrected it."""
 
     name, paper = "first", "a test"
 
@@ -292,7 +295,7 @@ def test_partialfed_does_not_mix_layers_of_fedbn() -> None:
 
 
 class Learning(PartialFed):
-    """A PartialFed that compares the model before and after the steps of the policy."""
+    """A PartialFed that notes whether learning its policy changed the model or the random state."""
 
     def _learnt_mask(self, job: LocalJob, layers: Any) -> Tensor:
         before = self._tensors(job)

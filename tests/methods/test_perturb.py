@@ -1,4 +1,8 @@
-"""Test the hook `perturb` with every method: both passes see the same and change nothing else."""
+"""Test the hook `perturb` with every method.
+
+Both forward passes of a step must see the same batch, masks and statistics. Nothing may change but
+the parameters that the hook moves.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,10 @@ PARTNERS = [name for name in TABLE if name not in OWNERS and not clash(name, "fe
 
 
 def bits_with(name: str, *more: Method) -> tuple[str, str]:
-    """Return the bits of two rounds of the method of that name and others."""
+    """Run two rounds of a method and others; return the hashes of the parameters and of the state.
+
+    name: a method of the conformance table, or "fedavg".
+    """
     row = TABLE.get(name)
     methods, model = ([row.make()], row.model) if row else ([], NORMED_MLP)
     return run(study(*methods, *more, model=model), ROUNDS, rounds=2).bits

@@ -46,7 +46,7 @@ MODES: dict[str, PFedAvg] = {
 
 
 def population(clients: int = 5) -> FederatedData:
-    """Return clients with test rows of their own."""
+    """Return the data of some clients, each with its own test samples."""
     return federate(
         Synthetic(samples=150, test_samples=20, classes=5),
         IID(clients=clients, test_fraction=0.2),
@@ -63,7 +63,7 @@ def study(*methods: Method, **others: Any) -> Any:
 
 @functools.cache
 def run_without(others: tuple[Method, ...], schedule: Any) -> FinishedRun:
-    """Run the other methods alone."""
+    """Run the other methods without pFedAvg."""
     return run(study(*others), schedule, rounds=4)
 
 
@@ -104,7 +104,7 @@ def test_pfedavg_fine_tuning_stores_no_client_state(mode: str) -> None:
 
 
 class Watch(Method):
-    """Keep what each client trained last."""
+    """A method that keeps the model of each client's last job."""
 
     name = "watch"
     paper = "a test"

@@ -1,8 +1,8 @@
 """Test recorded steps, in which `Step` runs on tensors with fixed addresses, for every method.
 
-On a CPU a recording computes the step again in place of replaying a CUDA graph. Like a graph it
-knows the client only by what was copied in, and cannot read a value: a Python number that should
-have been a tensor shows in the result.
+On a CPU, a recording computes the step again in place of replaying a CUDA graph. Like a graph, it
+gets a client's values only from the tensors that were copied in, and it cannot read a value. So a
+step that uses a Python number, where it should use such a tensor, gives a wrong result.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ QUICK = (
 
 
 def study(*methods: Method | str, **others: Any) -> RunSpec:
-    """A run in three recorded lanes, of methods or of a row of the conformance table."""
+    """Return a run in three recorded lanes, of methods or of a row of the conformance table."""
     model = NORMED_MLP
     parts: list[Method] = []
     for method in methods:
@@ -97,7 +97,10 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that the recorded run ends at the loop's numbers, with the same history."""
+    """Assert that the recorded run ends with the same numbers and history as an unrecorded one.
+
+    The unrecorded run trains one client after another.
+    """
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)
     # Adam divides a gradient near 0 by its own size, so a difference in rounding grows.
@@ -182,7 +185,10 @@ class TestNumbers:
 
 
 class Leaning(Method):
-    """A pull towards a point that each client is sent, of a strength that all are sent."""
+    """A method that pulls the outputs towards a point.
+
+    Each client receives its own point, and all receive the same strength of the pull.
+    """
 
     name = "leaning"
     paper = "a test"
@@ -271,7 +277,7 @@ class TestInputs:
 
 
 class Ramping(Method):
-    """A term that grows with the version."""
+    """A method with a loss term that grows with the version."""
 
     name = "ramping"
 
@@ -280,7 +286,7 @@ class Ramping(Method):
 
 
 class Numbered(Method):
-    """A term that depends on the client's number."""
+    """A method with a loss term that depends on the client's number."""
 
     name = "numbered"
 
@@ -320,7 +326,7 @@ def nonzeros(value: Tensor) -> int:
 
 
 class Reporting(Method):
-    """Writes a column of the history in the middle of a step."""
+    """A method that writes a column of the history in the middle of a step."""
 
     name = "reporting"
 
@@ -330,7 +336,7 @@ class Reporting(Method):
 
 
 class Returning(Method):
-    """Returns nothing from a hook."""
+    """A method with a hook that returns nothing."""
 
     name = "returning"
 
@@ -339,7 +345,7 @@ class Returning(Method):
 
 
 class Undeclaring(Method):
-    """A method that reads state that it has not declared."""
+    """A method that reads client state which it has not declared."""
 
     name = "undeclaring"
 

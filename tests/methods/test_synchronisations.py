@@ -1,6 +1,6 @@
-"""Test that no step most_waits for a value of the device, so that a GPU can run ahead of Python.
+"""Test that no training step waits for a device's value, so a GPU can run ahead of Python.
 
-The operations that would wait are counted on the CPU.
+The operations that would wait on a GPU are counted on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAITING = (
 
 
 class Counter(TorchDispatchMode):
-    """A mode that counts operations which wait."""
+    """A mode that counts the operations that would wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Counter(TorchDispatchMode):
 
 
 def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which each operation of a recorded step that waits is added."""
+    """Return a list, which grows with each operation of a later recorded step that waits."""
     operations: list[str] = []
     compute = RecordedLanes.compute
 
@@ -65,7 +65,7 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Return how often the steps of a job wait at most, in two rounds."""
+    """Run two rounds; return the largest number of waiting operations in the steps of one job."""
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP
     local = Local(batch=8, epochs=2)

@@ -125,7 +125,7 @@ def test_centre_crop_of_padded_image_is_the_image() -> None:
 
 
 def views(method: Vhl) -> Tensor:
-    """Return what a job of 40 steps draws."""
+    """Return the virtual images and crops that a job of 40 steps draws, int64 [40, 4, batch]."""
     job: Any = SimpleNamespace(plan=SimpleNamespace(steps=40))
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))
 

@@ -1,4 +1,4 @@
-"""Networks: counts, shapes, initial values and repeatability, against the specification."""
+"""Test networks: parameter counts, shapes, initial values and repeatability."""
 
 from __future__ import annotations
 
@@ -42,9 +42,13 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the specification's summary.
+    """What the specification says of one network.
 
-    mac: multiply-adds, in millions. light: a smaller input that is cheaper to run.
+    recipe, shape, classes: the network, the shape of its inputs and its classes. feature_dim:
+    numbers in the features of a sample. features, head: parameters of the extractor and of the
+    head. norms: number and types of its normalisation layers, with their parameters and buffers.
+    mac: millions of multiply-adds. positive: no feature is negative. light: a smaller shape, for
+    tests that compute outputs.
     """
 
     recipe: ModelRecipe
@@ -117,7 +121,10 @@ def count(parameters: object) -> int:
 def outputs(
     net: nn.Module, kind: tuple[type[nn.Module], ...], shape: tuple[int, int, int]
 ) -> list[tuple[int, ...]]:
-    """Return the output shapes of the modules of these types, without batch axis, as executed."""
+    """Return the output shapes of the modules of these types, in the order of their execution.
+
+    The batch axis is left out.
+    """
     shapes: list[tuple[int, ...]] = []
     for module in net.modules():
         if isinstance(module, kind):
@@ -201,7 +208,7 @@ def test_network_outputs_repeat_unless_it_is_stochastic(name: str) -> None:
 
 
 def sequential(name: str) -> nn.Sequential:
-    """The benchmark's networks W1, W2, W3."""
+    """Return one of the benchmark's networks W1, W2, W3."""
     torch.manual_seed(20240)
     if name == "cnn pool 2":
         first = [nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]

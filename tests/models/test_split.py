@@ -1,4 +1,4 @@
-"""Networks from outside raysim: split into features and a head, or whole; and adapters."""
+"""Test networks of third parties: split into features and a head, or whole; and adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPE = (1, 8, 8)
 
 
 class Two(nn.Module):
-    """A body and a head named fc, and a branch without output."""
+    """A network with a body, a head named fc, and a branch whose output is not used."""
 
     def __init__(self, num_classes: int = 5, width: int = 7, after: bool = False):
         super().__init__()
@@ -124,7 +124,10 @@ def test_network_that_squeezes_its_outputs_is_rejected() -> None:
 
 
 class Scaled(nn.Module):
-    """A network whose last linear layer is followed by a step that changes nothing at first."""
+    """A network with a part after its last linear layer; at first it does not change the outputs.
+
+    after: a module; None: a trained factor that starts at 1.
+    """
 
     def __init__(self, after: nn.Module | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits: layers compute as with rounded weights, and hold one copy."""
+"""Test frozen weights in fewer bits: outputs equal those of rounded weights, kept in one copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def stored(layer: Any, kind: type[HalfWeight | FourBitWeight] = HalfWeight) -> S
 
 
 def round_to_four_bits(weight: Tensor) -> Tensor:
-    """Return each entry as the nearest level times the largest entry of its block of 64."""
+    """Round each entry to the nearest value that NF4 can store.
+
+    These values are the 16 NF4 levels, from -1 to 1, times the largest absolute entry of a block of
+    64.
+    """
     levels = torch.tensor(NF4_LEVELS)
     blocks = []
     for block in weight.detach().flatten().split(64):
@@ -81,7 +85,11 @@ def test_stored_layer_computes_exactly_as_a_rounded_layer(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal() -> None:
-    """The paper's Equation 4, with the offset of its code: (1/2)(1/32 + 1/30) below 1."""
+    """Compute the levels by the paper's Equation 4.
+
+    As in the released code, the largest quantile is that of 1 - (1/32 + 1/30) / 2, as that of 1 is
+    infinite.
+    """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(most, 0.5, 8, dtype=torch.float64)[:-1])

@@ -1,4 +1,4 @@
-"""Where the threads of a process stand, read from outside of it."""
+"""Test where the threads of a process stand, read from outside of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ wait_for_disk()
 
 
 def read_until(text: str, source: StackSource) -> str:
-    """Return the stacks once they contain a text: a busy machine lets the process wait first."""
+    """Read the stacks of a process until they contain a text, and return them.
+
+    On a busy machine, the process needs some time to reach the place with this text.
+    """
     while text not in (stacks := read_stacks(source)):
         pass
     return stacks

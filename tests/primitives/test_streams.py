@@ -1,4 +1,4 @@
-"""Random streams have names, and no other generators are used."""
+"""Test that random streams have names, and that no other generators are used."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def sources() -> list[Path]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` as text, "" for anything but a chain of names."""
+    """Return `a.b.c` as text, and "" for anything but a chain of names."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value)
         return before and f"{before}.{node.attr}"
@@ -105,7 +105,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def global_draws(tree: ast.AST) -> Iterator[str]:
-    """Return the uses of global generators of NumPy, Python and torch."""
+    """Yield each use of a global random generator of NumPy, Python or torch, as source text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(
             alias.name.partition(".")[0] == "random" for alias in node.names

@@ -1,6 +1,6 @@
-"""TensorBoard and Weights & Biases have what the history has.
+"""Test that TensorBoard and Weights & Biases have the values of the history.
 
-Without their package there is one sentence.
+If their package is missing, an error names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ END = Finished("abc", "def", 1)
 def follow(
     observer: TensorBoard | WeightsAndBiases, folder: Path, first: int, last: int
 ) -> CurrentRun:
-    """Tell an observer of some rounds, of a run that has made those before."""
+    """Tell an observer of the rounds from `first` to `last`, both included; return the run.
+
+    The run has the rounds before `first` already, as a resumed run has.
+    """
     folder.mkdir(exist_ok=True)
     earlier = [dict(row) for row in ROWS[: first - 1]]
     facts = {"identity": {"threads": 7}}
@@ -53,7 +56,10 @@ def follow(
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the values of TensorBoard's event files; later ones replace those of the same step."""
+    """Return (step, value) pairs by name from TensorBoard's event files.
+
+    Of several values of one step, the last one counts.
+    """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
@@ -114,7 +120,7 @@ def test_wandb_keeps_a_run_offline_under_one_id(
 
 
 class Standing:
-    """What W&B is told, without W&B."""
+    """A stand-in for the package wandb, which keeps what it is told."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, object]] = []

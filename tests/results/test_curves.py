@@ -1,4 +1,4 @@
-"""Curves are drawn whatever a history lacks, and mean curves say what their seeds say together."""
+"""Test that curves are drawn without missing values, and mean curves from what all seeds have."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
 def test_curves_get_an_axis_if_rounds_differ_in_its_cost(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
-    """But wall time, which is a machine's, never does; nor what nobody would see."""
+    """A cost has an axis if two runs need clearly different amounts of it for the same round.
+
+    Wall time never has one here, because it depends on the machine; nor has a difference of 0.1%.
+    """
     each = [
         [
             row | {key: value * (row["round"] or 0) for key, value in change.items()}
@@ -119,7 +122,12 @@ def test_curves_without_a_common_round_are_drawn_on_all_axes() -> None:
 def limits(
     name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """Of the axis of a mean over seeds, and of its band."""
+    """Return four numbers of a panel with a mean curve: of its band and of its axis.
+
+    They are the lowest and the highest value of the band, then the lower and the upper end of the
+    axis. Fewer than three seeds have no band, and the result is two numbers. scores: one list for
+    each seed.
+    """
     from matplotlib.axes import Axes
 
     seen: list[float] = []
@@ -175,7 +183,7 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
 
 @pytest.mark.pictures
 def test_curve_that_lies_on_another_is_dashed() -> None:
-    """So is one of which a third or more lies on another."""
+    """A curve is dashed if at least a third of it lies on an earlier curve."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),
         ([0.5, 0.751, 0.7], True),

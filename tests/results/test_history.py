@@ -1,4 +1,4 @@
-"""Histories are kept exactly and summed up as papers do."""
+"""Test that histories are kept exactly, and summarised as papers do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from raysim.results import history as metrics
 def row(
     index: int, accuracy: float | None = None, **more: float | None
 ) -> dict[str, int | float | None]:
-    """One row of a history with round figures."""
+    """Return one row of a history, whose costs are multiples of the round `index`.
+
+    more: columns that are added or replaced.
+    """
     return {
         "round": index,
         "virtual_seconds": 2.0 * index,

@@ -1,4 +1,4 @@
-"""jobs.parquet: what is written of the jobs of a run, and what of it a continued run keeps."""
+"""Test jobs.parquet: what it has of a run's jobs, and which rows remain when a run is continued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysim.simulation.schedule import Buffered, Oversample, Schedule
 
 
 def ends(number: int, count: int = 2) -> list[JobRecord]:
-    """Jobs that a round ended."""
+    """Return the jobs that a round ended."""
     return [
         JobRecord(
             client,
@@ -34,12 +34,15 @@ def ends(number: int, count: int = 2) -> list[JobRecord]:
 
 
 def written(folder: Path) -> list[JobRecord]:
-    """The rows of the whole table, as any reader of Parquet sees them."""
+    """Return the rows of the whole table, as any reader of Parquet sees them."""
     return [JobRecord(**row) for row in pq.read_table(folder / JOBS).to_pylist()]
 
 
 def write(folder: Path, rounds: range, kept: int = 0) -> None:
-    """Write the jobs of some rounds, with a checkpoint after each."""
+    """Write the jobs of some rounds, with a checkpoint after each.
+
+    kept: the number of rounds whose jobs the file keeps from before, as for a resumed run; 0: none.
+    """
     writer = JobWriter.open(folder, kept)
     assert writer is not None
     for number in rounds:
@@ -53,7 +56,7 @@ def all_of(rounds: range) -> list[JobRecord]:
 
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows of a file."""
+    """Set how many rows a file of the table has; the number is the fixture's parameter."""
     monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 
@@ -130,7 +133,11 @@ def test_job_table_of_a_run_has_the_end_of_every_job(tmp_path: Path, schedule: S
 
 
 def _check_the_rest(jobs: Jobs, end: float) -> None:
-    """Of jobs that were taken: when, and how stale; of those under way: that they began in time."""
+    """Assert the times and staleness of aggregated jobs, and the times of jobs in flight.
+
+    end: virtual time at the end of the run, in seconds. Aggregated jobs finish before it, and jobs
+    in flight start before it.
+    """
     taken, left = jobs[jobs.has_fate("aggregated")], jobs[jobs.has_fate("in flight")]
     assert (taken.staleness == taken.round - 1 - taken.version).all()
     assert (taken.finish <= end).all() and (left.start <= end).all()

@@ -1,4 +1,4 @@
-"""The report is one file that needs no other, whatever its runs are called or lack."""
+"""Test that the report is one file that needs no other, whatever its runs are called or lack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 class Tags(HTMLParser):
-    """All tags and attributes of a page, and the text of its cells."""
+    """The tags and attributes of a page, and the text of its cells."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -46,7 +46,7 @@ def written(runs: list[report.Run], folder: Path) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """What stands below a heading."""
+    """Return the HTML below a heading, up to the next one."""
     return re.split(r"<h2", text.partition(f">{title}</h2>")[2])[0]
 
 
@@ -148,9 +148,9 @@ def test_page_shows_no_checksum_without_state(tmp_path: Path) -> None:
 
 
 def test_page_allows_line_break_before_a_deviation(tmp_path: Path) -> None:
-    """Or the last columns of a study's results are off the page.
+    """The line may break between a mean and "±", but not between "±" and the deviation.
 
-    The sign stays with the deviation.
+    Without such a break, the last columns of a study's results would not fit on the page.
     """
     text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
     assert (
@@ -237,7 +237,7 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 @pytest.mark.pictures
 def test_class_map_has_the_colour_of_the_page(tmp_path: Path) -> None:
-    """What is drawn for a light page can hardly be seen on a dark one."""
+    """A picture that is drawn for a light page is hard to see on a dark one."""
     run = make(tmp_path / "a", [0.5])
     write_split(
         ClientLabels(np.arange(2), np.arange(2), np.full(2, 3), 2, ["cat", "dog"]), run.folder

@@ -1,4 +1,4 @@
-"""Where the time goes: every second of every process is of one kind, and looking changes no bit."""
+"""Test the time profile: each second of a process has one kind, and profiling changes no bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raysim.training.worker import Worker
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spans, list[float]]]:
-    """Spans on a clock that is set by hand."""
+    """Yield spans, and their clock as a list of one number, which a test sets."""
     clock, found = [0.0], Spans(whole=("evaluation",))
     monkeypatch.setattr(found, "now", lambda: clock[0])
     yield found, clock

@@ -1,4 +1,4 @@
-"""Runs are read, told apart, grouped by their seeds and put in a table."""
+"""Test that runs are read, told apart, grouped by their seeds and put in a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Rows = list[dict[str, int | float | None]]
 
 
 def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
-    """One row per score."""
+    """Return a history with one row for each score.
+
+    virtual: seconds of virtual time in a round.
+    """
     return [
         {
             "round": n,
@@ -42,7 +45,7 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
 def make(
     folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True
 ) -> stored_runs.Run:
-    """A run's folder, and the run as it is read from there."""
+    """Make a run's folder, and return the run as it is read from there."""
     folder.mkdir(parents=True)
     write_history(history(scores), folder / "history.parquet")
     (folder / "config.yaml").write_text(config)
@@ -52,7 +55,7 @@ def make(
 
 
 def table(runs: list[stored_runs.Run]) -> str:
-    """The comparison of runs, as it is printed."""
+    """Return the comparison of runs, as it is printed."""
     return report.comparison_table(report.group_by_setting(runs))
 
 
@@ -211,7 +214,10 @@ def test_labels_leave_out_defaults_of_the_runtime(tmp_path: Path) -> None:
 
 
 def test_table_marks_no_best_value_of_incomparable_runs(tmp_path: Path) -> None:
-    """Neither over other data, nor in what a run costs after fewer rounds."""
+    """The table marks no best value if runs have different data.
+
+    It marks the lowest virtual time only among runs with the same number of rounds.
+    """
     scores: list[float | None] = [0.2, 0.5]
     alike = [
         make(tmp_path / name, scores[: len(scores)], config)
@@ -294,7 +300,7 @@ def test_summary_with_a_wrong_value_raises_only_value_errors(odd: int, tmp_path:
 
 # --- seeds ----------------------------------------------------------------------------------------
 def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[stored_runs.Run]:
-    """A run for each final accuracy, of the seeds 0, 1, ..."""
+    """Return runs with the seeds 0, 1, ..., one for each final accuracy."""
     return [
         make(
             tmp_path / f"{method}-{seed}",
@@ -322,7 +328,7 @@ def test_runs_of_one_setting_share_a_row_with_mean_and_deviation(
 
 
 def test_runs_with_different_losses_are_different_settings(tmp_path: Path) -> None:
-    """One of the user's own may have no key that would tell them apart."""
+    """A user's own loss need not have a key of its own, so the option's name tells runs apart."""
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
     assert len(report.group_by_setting(runs)) == 2

@@ -1,4 +1,4 @@
-"""The timeline of a run: what its axes show."""
+"""Test what the axes of a run's timeline show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ pytestmark = pytest.mark.pictures
 
 
 def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
-    """Jobs by client, start, finish, fate and staleness; each ends in a round of its own."""
+    """Return jobs, of which each ends in a round of its own.
+
+    jobs: tuples of client, start (s), finish (s), end and staleness; the end is a word such as
+    "aggregated" or "lost".
+    """
     client, start, finish, fate, stale = (np.array(each) for each in zip(*jobs, strict=True))
     codes, rounds = (
         np.array([FATES.index(each) for each in fate], np.int8),
@@ -53,7 +57,7 @@ ROWS: list[Row] = [
 
 
 def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
-    """The panels: clients, fleet, workers and, where anything is stale, staleness."""
+    """Return the panels: clients, fleet, workers and, if some update is stale, staleness."""
     figure = Figure()
     timeline.fill_figure(figure, jobs, ROWS if rows is None else rows, LIGHT)
     return [ax for ax in figure.axes if ax.get_label() != "<colorbar>"]
@@ -64,7 +68,7 @@ def boxes(ax: Any) -> list[PolyCollection]:
 
 
 def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
-    """Left, right and row of each bar."""
+    """Return (start, finish, row of the axis) for each bar; start and finish in seconds."""
     corners = [path.vertices[:4] for path in bars.get_paths()]
     return [
         (*np.round((c[:, 0].min(), c[:, 0].max(), c[:, 1].mean()), 6).tolist(),) for c in corners

@@ -1,6 +1,6 @@
-"""What MLflow has is what the run had, once, whatever happens to its server.
+"""Test that MLflow gets each row of a run once, whatever happens to its server.
 
-The run never waits for it.
+The run never waits for the server.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs
 
 
 def rows(first: int, last: int) -> list[Row]:
-    """Rows of a history, both ends included."""
+    """Return rows of a history, from round `first` to round `last`, both included."""
     return [
         {"round": n, "wall_seconds": float(n), "accuracy": None if n % 2 else n / 100}
         for n in range(first, last + 1)
@@ -59,8 +59,10 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 class Shelf:
-    """A server that keeps what it is sent in a list, is down on demand, and may fail after it has
-    stored.
+    """A stand-in for MLflow's server, which keeps the rounds of the rows that it receives.
+
+    down: it refuses all calls. late: it stores the rows, and then fails as if its answer were lost.
+    gate: it answers only while this event is set.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class Shelf:
         return str(record["run_id"] or "run-1")
 
     def describe(self, _: Record) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def send(self, rows: Sequence[Row]) -> None:
         self.gate.wait()
@@ -106,7 +108,11 @@ class Shelf:
 
 
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
-    """A tracker of a shelf, in a folder that exists."""
+    """Return a tracker that sends to the shelf; its folder is made.
+
+    said: gets the lines that the tracker prints. patience: seconds that it waits for the server at
+    the end.
+    """
     folder.mkdir(exist_ok=True)
     return Tracker(
         folder, "http://me:secret@shelf", say=said.append, connect=shelf.connect, patience=patience
@@ -114,14 +120,17 @@ def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0)
 
 
 def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
-    """Start, and wait until the thread has had its first contact."""
+    """Start the tracker, and wait until its thread has called the server for the first time.
+
+    some: rows of a resumed run from before.
+    """
     shelf.answered.clear()
     made.start({}, {}, some)
     assert shelf.answered.wait(600)
 
 
 def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
-    """Log rows one by one, each after the thread has dealt with the one before."""
+    """Log rows one by one, each after the thread has sent the one before or failed to."""
     for row in some:
         shelf.answered.clear()
         made.log(row)
@@ -351,8 +360,9 @@ def test_tracker_import_does_not_import_mlflow() -> None:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs in one SQLite file: `online`, and `offline`, which had no server and was replayed
-    into it.
+    """Make two runs in one SQLite file of MLflow; return their parent folder.
+
+    The run `online` had a server; the run `offline` had none and was sent to MLflow later.
     """
     root = tmp_path_factory.mktemp("runs")
     config = {"local": {"lr": 0.1}, "long": "x" * 7000, **{f"key{n}": n for n in range(150)}}
@@ -376,7 +386,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(tracked: Path) -> MlflowClient:
-    """MLflow's own view of the two."""
+    """Return MLflow's client for the two runs of `tracked`."""
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=default_uri(tracked))
@@ -389,7 +399,7 @@ def client_of(root: Path) -> MlflowClient:
 
 
 def identity(folder: Path) -> str:
-    """The MLflow run of a folder."""
+    """Return the id of the MLflow run of a folder."""
     return str(json.loads((folder / RECORD).read_text())["run_id"])
 
 

@@ -1,4 +1,4 @@
-"""A node is asked whether it answers, without Ray."""
+"""Test how raysim finds nodes that do not answer, without starting Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry(port: int, name: str = "node", alive: bool = True) -> dict[str, Any]:
 
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
-    """Listen, but answer nobody, as a stopped process does."""
+    """Listen on a port without an answer to any client, as a stopped process does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
 

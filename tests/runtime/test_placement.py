@@ -226,7 +226,7 @@ def test_jobs_and_client_states_share_a_gpu() -> None:
 
 
 class Seen(Method):
-    """Write down which clients train."""
+    """A method that notes which clients train."""
 
     name = "seen"
     clients: list[tuple[int, int]] = []  # noqa: RUF012
@@ -327,7 +327,7 @@ def test_dataset_copied_to_another_node_is_written_once(
 
 # --- two raylets ----------------------------------------------------------------------------------
 class Hidden(PosixPath):
-    """A file that the second node does not see."""
+    """A path whose file does not exist on the second node."""
 
     def exists(self, **_: Any) -> bool:  # type: ignore[override]
         return "SECOND_NODE" not in os.environ and super().exists()
@@ -420,7 +420,7 @@ def _actors(word: str) -> dict[str, Any]:
 
 
 def _gone(what: Callable[[], Any]) -> bool:
-    """Whether it is empty at last; Ray forgets in the background."""
+    """Return whether what() is empty within ten minutes; Ray removes things in the background."""
     from ray.util import placement_group, remove_placement_group
 
     for _ in range(600):
@@ -471,7 +471,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
 
 
 def _where(actor: Any) -> tuple[str, str, int]:
-    """A worker's node, its data, how often it worked."""
+    """Return a worker's node id, the path of its data set and the number of its client states."""
     import ray
 
     worker = actor.held
@@ -511,7 +511,10 @@ SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), round
 
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
-    """With nodes that add up, and without: the bits, and the nodes of each kind of call."""
+    """Run twice: first the nodes add up updates, then they do not. Return a pair for each run.
+
+    A pair: the bits, and by kind of call the nodes that got such calls.
+    """
     from raysim.runtime import ray as on_ray
 
     size, options = Size(4, {"CPU": 0.5}), RayOptions(combine=True)
@@ -742,9 +745,10 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Bits of three runs that follow each other, and who lives after each.
+    """Run three runs and a failing one with the same processes.
 
-    The last two have fewer workers.
+    The last two have fewer workers. Return the bits of the first three, and a list of living
+    actors: after each run their ids by name, and what is left at the end.
     """
     from raysim.runtime import ray as on_ray
 
@@ -790,7 +794,10 @@ def test_processes_are_reused_by_equal_runs_until_a_failure(
 
 # --- inside a search ------------------------------------------------------------------------------
 def _trial() -> tuple[tuple[str, str], list[str], Size]:
-    """What a trial does in bundle 0 of its own group."""
+    """Run as a trial of a sweep does, in bundle 0 of the trial's placement group.
+
+    Return the bits, the names of all placement groups, and the planned workers.
+    """
     from raysim.runtime import ray as on_ray
 
     study = run_spec(model=NORMED)

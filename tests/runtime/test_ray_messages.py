@@ -1,4 +1,4 @@
-"""What Ray's threads print goes to a file, without Ray."""
+"""Test that messages of Ray's threads go to a file, without starting Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_ray_messages_without_folder_reach_standard_error(
 def test_ray_messages_pass_a_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bar replaces the output when it starts, and restores it when it ends."""
+    """Ray's messages go to their file although a progress bar replaces sys.stdout in the meantime.
+
+    The bar replaces sys.stdout when it starts, and restores it when it ends.
+    """
     original = sys.stdout
     with separate_messages():
         before_bar = sys.stdout

@@ -35,7 +35,7 @@ _CLUSTERS: list[Any] = []
 
 
 def _start_cluster(environment: dict[str, str], folder: str) -> None:
-    """In the driver's process: two nodes of a CPU each, the second with another environment."""
+    """Start two nodes of one CPU each for the driver; the second has another environment."""
     os.chdir(folder)  # where a driver is, workers look for packages first
     from ray.cluster_utils import Cluster
 
@@ -57,7 +57,7 @@ def _stop_cluster() -> None:
 
 
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
-    """Call functions in a process of its own that is the driver on two nodes."""
+    """Yield a function that calls functions in another process, the driver on two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -76,7 +76,7 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Give the second node other kernels, and a copy of raysim in which one comment differs."""
+    """Yield a driver; its second node has other kernels, and a raysim with one other comment."""
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(
         Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__")
@@ -87,7 +87,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
 
 
 def _run(words: list[str], out: str) -> str:
-    """Run; return the sentence that refuses it, or ""."""
+    """Run raysim with some overrides; return the text of its RefusedError, or "" if it has none.
+
+    words: the overrides. out: the run's folder.
+    """
     try:
         raysim.run([*WORDS, *ON_BOTH, *words, f"out={out}"], quiet=True)
         return ""

@@ -1,4 +1,4 @@
-"""Availability of clients by hand, by properties and by statistics, and runs that wait."""
+"""Test availability of clients by hand, by properties and by statistics, and runs that wait."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ several = st.one_of(
 
 
 class ByHand(Availability):
-    """A user's availability with the two required functions only."""
+    """A user's availability that has only the two required functions."""
 
     def __init__(self, like: Availability):
         self._like = like
@@ -319,7 +319,10 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 
 
 def test_markov_availability_of_many_equals_that_of_one() -> None:
-    """Compare clients at the first place that stays or goes, among many and alone."""
+    """Compare the answer for many clients at once with the answers for single clients.
+
+    In each step, the clients are those at the limits between coming, staying and leaving.
+    """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
     for step in range(200):
@@ -497,7 +500,10 @@ def test_run_continues_in_the_next_period_of_a_trace() -> None:
 
 
 def test_availability_reports_every_change_of_a_fast_client() -> None:
-    """One client has more changes than are sorted at once before the others' next ones."""
+    """One client changes 150 times before any other client does.
+
+    The code sorts a client's next 32 changes at a time, so it must sort again in between.
+    """
     others = 1500
     bounds = np.array(
         [0.0, 1.0, *(bound for client in range(others) for bound in (0.0, 150.0 + client))]

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, are verified, and killed runs resume to the same bits."""
+"""Test that checkpoints are complete or absent and are verified, and that killed runs resume."""
 
 from __future__ import annotations
 
@@ -185,14 +185,18 @@ def test_checkpoint_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
 
 
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
-    """Return a run in which each client has an accepted job; the contents name the client."""
+    """Return a snapshot of a run with a committed state for each client.
+
+    Client k's state comes from job `job` + k, and all of its `size` numbers are the number of this
+    job.
+    """
     jobs = {client: job + client for client in clients}
     tensors = {client: {"x": np.full(size, number, np.float32)} for client, number in jobs.items()}
     return Snapshot({"rows": []}, {}, tensors, jobs)
 
 
 def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
-    """Return the same run after these clients took part."""
+    """Return the same run after these clients took part; job: as in `states`."""
     new = states(changed, job)
     return replace(
         before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs}
@@ -491,7 +495,10 @@ ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads 
 
 
 def unsafe(text: str) -> list[str]:
-    """Return names that read or write pickles, except for readers that check what a file names."""
+    """Return the names in a Python source text that read or write pickles.
+
+    Readers that check which classes a file names are allowed.
+    """
     result = []
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -517,7 +524,7 @@ def unsafe(text: str) -> list[str]:
 
 
 def _refuses(call: ast.Call) -> bool:
-    """Return whether a call reads arrays or tensors only."""
+    """Return whether a call to read a file forbids pickles."""
     said = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return said.get("allow_pickle") is False or said.get("weights_only") is True
 
@@ -702,7 +709,10 @@ def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def killed(folder: str, where: str) -> None:
-    """Run in a process that is killed."""
+    """Run until the process kills itself.
+
+    where: a key of `KILLED`, the moment at which this happens.
+    """
     from raysim.training.trainer import Trainer
 
     study, settings = study_and_settings(where)

@@ -1,4 +1,4 @@
-"""Client state between a client's participations, for several methods."""
+"""Test client state between a client's participations, for several methods."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
 
 
 def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
-    """Return the job that left each client's accepted state."""
+    """Return by client the number of the job that its committed state comes from."""
     return dict(snapshot.jobs)
 
 
@@ -171,7 +171,7 @@ def test_client_state_survives_conversion_to_named_arrays() -> None:
 
 
 class Forgetful(FedBSS):
-    """A method that loses its caches between two participations."""
+    """A method that deletes its cached values between two jobs of a client."""
 
     def begin(self, job: LocalJob) -> None:
         for key in ("losses", "uncertainties"):

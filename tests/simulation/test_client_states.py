@@ -1,4 +1,4 @@
-"""Client states: sending, committing, spilling and counting bytes."""
+"""Test client states: sending, committing, spilling and counting bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ EACH = 4 * FLOATS  # bytes of a state
 
 
 class Books:
-    """Client states over workers that only note their calls."""
+    """Client states with stand-ins for workers, which only keep the calls that they get.
+
+    told: (worker, clients) of each call to release states.
+    """
 
     def __init__(self, budget: float = math.inf, workers: int = 2):
         self.told: list[tuple[int, list[int]]] = []
@@ -33,9 +36,10 @@ class Books:
         self.told.append((worker, clients))
 
     def send(self, client: int, worker: int = 0) -> tuple[Any, list[Any], int]:
-        """Send a client's job to a worker.
+        """Send a client's job and its state to a worker.
 
-        Return the job, its states and the bytes read from disk.
+        Return the job, the client states of the message, and the bytes that were read from disk for
+        it.
         """
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
@@ -46,7 +50,7 @@ class Books:
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
-        """Note the answer of a call."""
+        """Let a job's answer arrive: its state's size is known, and its `read` bytes are freed."""
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)
         self.client_states.release_read(read)

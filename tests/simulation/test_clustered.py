@@ -1,4 +1,4 @@
-"""topology=clustered: whole runs, what is refused, and the rule that splits clusters."""
+"""Test topology=clustered: whole runs, what is refused, and the rule that splits clusters."""
 
 from __future__ import annotations
 
@@ -189,7 +189,10 @@ def test_bipartition_of_a_cluster_accepts_equal_or_zero_updates() -> None:
 
 @dataclass(frozen=True)
 class OneByOne(ClusterRule):
-    """Move one client per aggregation to a place of the test's choice."""
+    """A rule that moves one client per aggregation to another cluster.
+
+    target: the number of that cluster. many: move all clients of the cluster, which is refused.
+    """
 
     target: int = 1
     many: bool = False

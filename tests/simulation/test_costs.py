@@ -1,4 +1,4 @@
-"""Energy, money and CO2 of jobs, against arithmetic by hand."""
+"""Test energy, money and CO2 of jobs against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ FLEET = Lognormal(cost=COST, kwh_price=0.2, kwh_co2=400)
 
 
 def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
-    """Two clients of 10 and 20 samples/s, 4 bytes/s down and 8 bytes/s up."""
+    """Return the costs of devices: client 0 trains 10 samples a second and client 1 20.
+
+    Both receive 4 bytes a second and send 8. kinds: for each client, 0 for the prices of `COST` and
+    1 for a device that only computes.
+    """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)
     return Costs(prices, Fixed(Speeds(*speeds), Fate()), np.arange(clients))
@@ -55,7 +59,7 @@ def test_cost_of_a_job_depends_on_the_clients_device() -> None:
 
 
 def test_idle_energy_counts_idle_seconds_of_all_clients() -> None:
-    """Two clients idle for 1 s, one for 4 s, two for 5 s."""
+    """Two clients are idle for 1 s, one of them for the next 4 s, and both for the last 5 s."""
     added, job = costs(), Job(0, 0, 0, 0, start=1.0, finish=5.0, work=1.0)
     added.start(job, 1.0)
     added.end(job, 5.0)

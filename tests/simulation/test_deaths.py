@@ -1,4 +1,4 @@
-"""A worker that dies is replaced, its calls run again, and the bits are the same."""
+"""Test that a dead worker is replaced, that its calls run again, and that bits are the same."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def study(name: str) -> RunSpec:
 
 # --- workers in this process that die on command --------------------------------------------------
 class Ref:
-    """A value that a worker may lose until the coordinator reads it."""
+    """A reference to a value on a worker; lost: it was lost before the coordinator read it."""
 
     def __init__(self, value: Any, lost: bool):
         self.value, self.lost = value, lost
 
 
 class Mortal:
-    """Workers that die in the calls with these numbers (from 1) and lose unread values."""
+    """Workers that die in the calls with these numbers (from 1), with all values not yet read."""
 
     is_in_process = False
 
@@ -174,9 +174,10 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Workers whose node is lost, or leaves, in the call with this number.
+    """Workers of which one loses its node in the call with this number.
 
-    They come back, and others join, in the second round after it.
+    is_reachable: the node is told to leave and can still be read; False: it is gone. The worker
+    comes back in the second round after that, together with a new one.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):
@@ -225,7 +226,7 @@ class Vanishing(Mortal):
 
 
 class Stopped(Mortal):
-    """Workers that stop answering with the calls with these numbers, and stay alive."""
+    """Workers that stop answering from the calls with these numbers on, but stay alive."""
 
     now = 0.0
 
@@ -415,7 +416,10 @@ def test_worker_that_always_dies_stops_the_run() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """End the process so many times, at a client's job; a folder counts them."""
+    """A method that ends the process in a client's job, until a folder has a file per death.
+
+    times: the number of deaths. how: the signal that ends the process.
+    """
 
     name = "deadly"
     paper = "a test"
@@ -510,7 +514,7 @@ def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
 def test_replacement_lost_with_its_node_counts_as_dead_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The new actor dies, and the task that reports its identity never runs."""
+    """The replacement dies before it reports its identity, and the error names the lost node."""
     from raysim.runtime import ray as on_ray
 
     identity_of_actor, report = MagicMock(), MagicMock()
@@ -534,7 +538,7 @@ def test_replacement_lost_with_its_node_counts_as_dead_worker(
 
 
 class Sleepy(Method):
-    """Make each job take a tenth of a second until a file exists."""
+    """A method whose jobs each take a tenth of a second until a file exists."""
 
     name = "sleepy"
 
@@ -581,7 +585,7 @@ def test_workers_that_join_when_another_run_ends_change_no_bit(
 
 
 class Halting(Method):
-    """Stop the process of the coordinator in the second round."""
+    """A method that stops the process of the coordinator in the second round."""
 
     name = "halting"
 

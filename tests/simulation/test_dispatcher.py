@@ -1,4 +1,4 @@
-"""Calls in which jobs are sent: bundles that are worth a message, and few at a time."""
+"""Test the calls that send jobs: bundles that are worth a message, and few calls at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ CLIENTS, SAMPLES = 12, 12
 
 @dataclass
 class Slow:
-    """Workers that answer the awaited call and report so many seconds for a sample."""
+    """Workers that report a fixed training time and answer when the coordinator reads.
+
+    seconds: reported for a sample. calls: worker and number of jobs of each call to train. most:
+    the largest number of such calls in flight on one worker. combine_from: as of a runtime.
+    """
 
     spec: RunSpec
     seconds: float

@@ -1,4 +1,4 @@
-"""Views of clients' models, fine-tuning, the loss decomposition and pooled data."""
+"""Test the scores of clients' models, fine-tuning, the loss decomposition and pooled data."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
 
 def apart(clients: int = 4) -> FederatedData:
-    """Return clients with their own test rows."""
+    """Return the data of some clients, each with its own test samples."""
     source = Synthetic(samples=120, test_samples=20, classes=5)
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
 
 class Doubled(Method):
-    """Make each client's own model of zeros; the shared one stays a model."""
+    """A method that scores each client with a model of zeros; the shared model is as usual."""
 
     name = "doubled"
     paper = "a test"
@@ -72,7 +72,7 @@ class Dropping(NormedMlp):
 
 
 class Pooled(Method):
-    """One model for all samples."""
+    """A method that trains one model on the samples of all clients."""
 
     name = "centralized"
     paper = "a test"
@@ -264,7 +264,7 @@ def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
 
 
 class Drift(Method):
-    """Score zeros in place of the third version: all outputs are alike."""
+    """A method that scores a vector of zeros in place of version 3; its outputs are all equal."""
 
     name = "drift"
     paper = "a test"

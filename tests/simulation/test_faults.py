@@ -1,4 +1,4 @@
-"""Failed clients are recorded and left out; too many stop the run with a checkpoint."""
+"""Test that failed clients are recorded and left out, and that too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Diverging(Raising):
 
 
 class Infinite(Method):
-    """Make the loss of each batch infinite."""
+    """A method that makes the loss of each batch infinite."""
 
     name = "infinite"
 
@@ -101,7 +101,7 @@ class Spoiling(Raising):
 
 
 class Absent(Method):
-    """A method whose failing clients train well and get weight 0."""
+    """A method that gives weight 0 to the clients that fail in other runs; here they train well."""
 
     name = "absent"
 
@@ -113,7 +113,7 @@ class Absent(Method):
 
 
 class Leaving(Raising):
-    """A hook of third-party code that ends its process."""
+    """A method with a hook that ends its process, as third-party code may do."""
 
     name = "leaving"
 
@@ -139,7 +139,7 @@ class Long(Raising):
 
 
 class Server(Method):
-    """A hook that fails on the server in the third round."""
+    """A method with a hook that fails on the server in the third round."""
 
     name = "server"
 
@@ -381,7 +381,7 @@ def declares_upload(self: Any, run: Setup) -> None:
 
 
 def draws(value: Any) -> Any:
-    """Return a `setup` that declares a draw with this result."""
+    """Return a `setup` that declares a random draw whose function returns this value."""
 
     def setup(self: Any, run: Setup) -> None:
         run.draw("x", lambda job, generator: value)

@@ -1,4 +1,4 @@
-"""Sums of workers and nodes have the same bits as those of the coordinator."""
+"""Test that sums of workers and nodes have the same bits as those of the coordinator."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Metho
 
 
 def test_coordinator_gets_few_vectors_from_nodes() -> None:
-    """Cases: three nodes of one worker; two of two workers; eight of one worker. In two rounds."""
+    """Nodes add up their updates, so the coordinator gets 2 to 4 vectors in a round.
+
+    The rounds have 12, 8 and 16 clients.
+    """
     _, runtime = apart(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
     _, runtime = apart(study(), (0, 0, 1, 1), Synchronous(8))
@@ -114,7 +117,7 @@ def test_coordinator_gets_few_vectors_from_nodes() -> None:
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0)])
 def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], least: float) -> None:
-    """Cases: a small model, and workers on one node."""
+    """Nodes do not add up updates of a small model, nor if all workers are on one node."""
     result, runtime = apart(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
     assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added

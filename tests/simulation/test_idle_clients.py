@@ -1,4 +1,4 @@
-"""The tracked clients are always those that are available and not busy."""
+"""Test that the tracked clients are always those that are available and not busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raysim.simulation.idle_clients import _FEW, IdleClients
 
 
 def crowds(each: int) -> Intervals:
-    """Return three groups of clients that come and go together, in alternating intervals."""
+    """Return three groups of `each` clients that come and go together, in alternating intervals."""
     bounds = np.array([[0.0, 50.0]] * each + [[50.0, 100.0]] * each + [[25.0, 75.0]] * each)
     clients = np.arange(len(bounds))
     return Intervals(

@@ -1,4 +1,4 @@
-"""Properties of the plan over random fleets and schedules, and its cost."""
+"""Test properties of the plan over random fleets and schedules, and its cost."""
 
 from __future__ import annotations
 
@@ -244,7 +244,10 @@ def test_plan_whose_clients_come_too_late_is_refused() -> None:
 # --- schedules of one's own -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
-    """Dispatches all clients and then takes one action."""
+    """A schedule that dispatches all clients, waits for the first arrival and takes one action.
+
+    action: that action. The other fields are those that every schedule has.
+    """
 
     action: Action
     concurrency: int = 3
@@ -332,7 +335,7 @@ def test_planning_cost_does_not_grow_with_the_population() -> None:
 
 
 def operations(plan: Planner, count: int) -> float:
-    """Return the operations of Python's interpreter for a job, over so many aggregations."""
+    """Plan `count` aggregations; return the mean number of bytecode operations per job."""
     made = 0
 
     def each(frame: Any, event: str, arg: Any) -> Any:
@@ -367,7 +370,7 @@ def test_planning_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
 
 
 class Counted(MarkovAvailability):
-    """Counts the examined clients."""
+    """An availability that counts the examined clients."""
 
     looks = 0
 
@@ -421,7 +424,10 @@ def test_planning_cost_does_not_grow_with_few_available_clients(
 
 
 def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner:
-    """Return two tiers of two clients; slow ones (0 and 1) and fast ones come at these times."""
+    """Return a plan with two tiers of two clients: slow ones (0 and 1) and fast ones (2 and 3).
+
+    slow, fast: the time in seconds at which the clients of a tier become available.
+    """
 
     @dataclass(frozen=True)
     class Late(TimedFleet):

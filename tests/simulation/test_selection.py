@@ -1,4 +1,4 @@
-"""Selection rules: properties of their plans, what they see, and wrong choices."""
+"""Test selection rules: properties of their plans, what they see, and wrong choices."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_selection_chooses_clients_for_several_replicas(name: str, topology: Top
 
 @dataclass(frozen=True)
 class Looking(Selection):
-    """Choose like `FewestJobs`, and record what is seen."""
+    """A selection that chooses like `FewestJobs`, and records what it sees."""
 
     seen: list[dict[str, Any]]
 
@@ -227,7 +227,7 @@ def test_selection_with_reports_plans_one_aggregation_ahead(name: str) -> None:
 
 
 def test_selection_measures_losses_of_the_current_version() -> None:
-    """Pi_pow-d with all clients as candidates chooses those with the largest losses."""
+    """Power-of-choice, with all clients as candidates, chooses those with the largest losses."""
     spec = run_spec(selection=PowerOfChoice(6))
     coordinator = coordinate(spec, Synchronous(2), rounds=3)
     measured: list[tuple[int, dict[int, float]]] = []
@@ -329,7 +329,7 @@ def test_oort_prefers_fast_clients_with_large_losses() -> None:
 # --- wrong choices ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Scripted(Selection):
-    """Return what a function makes of the view."""
+    """A selection that returns choose(view)."""
 
     choose: Callable[[SelectionView], Any]
 
@@ -414,7 +414,7 @@ def test_selection_refuses_too_few_candidates() -> None:
 
 
 def test_losses_measured_on_few_samples_are_repeatable() -> None:
-    """The samples of a small pass depend on client and version only."""
+    """The samples on which losses are measured depend on client and version only."""
     rule = PowerOfChoice(6, samples=3)
     one, other = (run(run_spec(selection=rule), Synchronous(2)) for _ in range(2))
     full = run(run_spec(selection=replace(rule, samples=None)), Synchronous(2))

@@ -1,4 +1,4 @@
-"""The server's step: its sums and their order, buffers, and hooks."""
+"""Test the server's step: its sums and their order, buffers, and hooks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def step(
 
 
 def on_a_worker(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
-    """Return the sum of a group as a worker makes it."""
+    """Return the weighted sum of the updates of one group of clients, as a worker computes it.
+
+    failed: clients of the group whose jobs failed.
+    """
     jobs = [Job(client, client, 0, 0, weight=float(COUNTS[client])) for client in clients]
     sums = WorkerSums([tuple(clients)])
     for job in jobs:
@@ -315,7 +318,7 @@ def test_server_sample_ends_are_cumulative_shares_of_samples() -> None:
 
 
 class Halving(Method):
-    """Halve the weights."""
+    """A method that halves the weights."""
 
     name = "halving"
 

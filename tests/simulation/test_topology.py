@@ -1,4 +1,4 @@
-"""Topologies: replicas, their exchanges, and runs that agree with independent arithmetic."""
+"""Test topologies: replicas, their exchanges, and runs that agree with independent arithmetic."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAST = {"bandwidth_up": np.inf, "bandwidth_down": np.inf}
 
 
 class ReadUpdates(Method):
-    """Workers return single updates, which a test adds up by itself."""
+    """A method for which workers return single updates; the test adds them up itself."""
 
     name = "read_updates"
 
@@ -115,7 +115,11 @@ class TestHierarchical:
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
     def test_hierarchical_run_equals_independent_arithmetic(self, schedule: Schedule) -> None:
-        """HierFAVG: each edge averages by samples, and every 2 aggregations the edges average."""
+        """Compute HierFAVG by hand: each replica is an edge server with half of the clients.
+
+        An edge server averages its clients by samples. After every two aggregations of all edge
+        servers, their models are averaged by samples.
+        """
         topology = Hierarchical(2, every=2)
         spy, finished = spied(topology, schedule, rounds=11)
         coordinator = finished.coordinator
@@ -281,7 +285,7 @@ def dense(network: Network) -> np.ndarray:
 
 
 def neighbours(clients: int) -> np.ndarray:
-    """Return a ring's mixing matrix: a third for the client and for each of two neighbours."""
+    """Return the mixing matrix of a ring: a third for the client and for each of two neighbours."""
     matrix = np.eye(clients)
     return (matrix + np.roll(matrix, 1, 0) + np.roll(matrix, -1, 0)) / 3
 
@@ -298,7 +302,11 @@ class TestGossip:
 
     @pytest.mark.parametrize("mix", ["after", "before"])
     def test_gossip_on_a_ring_equals_d_psgd(self, mix: str) -> None:
-        """Lian et al. 2017: W X + D with mix=before, W (X + D) with mix=after."""
+        """Compute D-PSGD (Lian et al. 2017) by hand.
+
+        X: the clients' models, one per row. D: their updates. W: the mixing matrix of the ring. X
+        becomes W X + D with mix=before, and W (X + D) with mix=after.
+        """
         spy, result = spied(Gossip("ring", mix=mix), ALL, rounds=4)
         delta_of = {update.job: update.delta for update in spy.updates}
         mixing = neighbours(CLIENTS)
@@ -312,7 +320,10 @@ class TestGossip:
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
     def test_gossip_in_random_pairs_equals_ad_psgd(self) -> None:
-        """Lian et al. 2018: a client and a random neighbour average, then its step is added."""
+        """Compute AD-PSGD (Lian et al. 2018) by hand.
+
+        A client and a random neighbour average their models; then the client's update is added.
+        """
         topology = Gossip("ring", exchange="pairwise", mix="before")
         spy, result = spied(topology, Immediate(CLIENTS), rounds=30)
         delta_of = {update.job: update.delta for update in spy.updates}
@@ -476,7 +487,7 @@ class TestGraphs:
 
 
 class Cities(Topology):
-    """Two servers for clients of even and odd numbers, with one schedule for all clients."""
+    """A topology of two servers for clients of even and odd numbers, with one schedule for all."""
 
     def connect(self, federation: Federation) -> Network:
         weights = np.array([[0.8, 0.2], [0.2, 0.8]])

@@ -1,4 +1,4 @@
-"""Properties of plans with every topology, every selection, and random schedules and fleets."""
+"""Test plans with every topology, every selection, and random schedules and fleets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SELECTIONS: dict[str, Selection] = {"random": Random(), **RULES}
 def make_plan(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]
 ) -> tuple[Planner, Network]:
-    """Return the plan and its network; skip schedules that do not fit the clients of an edge."""
+    """Return the plan and its network; skip schedules that do not fit the clients of a replica."""
     facts = Federation(seed, np.asarray(counts), "samples", 10)
     network = TOPOLOGIES[topology].connect(facts)
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
@@ -85,7 +85,10 @@ def test_plans_of_every_topology_are_consistent(
 
 
 def check_sites_of(found: Sequence[PlannedAggregation], network: Network) -> None:
-    """Check that edges have clients, versions and traffic of their own, and wait for each other."""
+    """Check a plan in which each replica has a schedule of its own.
+
+    Replicas have their own clients, versions and traffic. Those that exchange wait for each other.
+    """
     made, since_meeting = [0] * network.replicas, [0] * network.replicas
     down = [0] * network.replicas
     meetings = 0
@@ -124,7 +127,10 @@ def test_restored_topology_plans_continue_unchanged(
 
 
 def test_every_topology_has_a_valid_example() -> None:
-    """No topology is skipped in all examples: a small schedule fits the clients of every edge."""
+    """The random tests skip a topology if a schedule needs more clients than a replica has.
+
+    So check that at least a schedule with two clients can be planned with every topology.
+    """
     from raysim.simulation.fleet import Ideal
     from raysim.simulation.schedule import Synchronous
 

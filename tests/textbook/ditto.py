@@ -1,5 +1,4 @@
-"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and for each client a second model v that stays
-there.
+"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a second model v that stays on each client.
 
 The batches of v are cut from permutations on the stream "ditto.batches", where a rest of one sample
 is left out. There are as many as the shared model has in the job.

@@ -22,8 +22,7 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """Run x <- (1 - a_t) x + a_t y for one arrival after the other, with a_t = alpha sigma(t -
-    tau).
+    """Run x <- (1 - a_t) x + a_t y for one arrival after the other; a_t = alpha sigma(t - tau).
 
     t is the version plus the arrival's position in its aggregation, from 0. kind, a, b: sigma is
     "constant", "polynomial" with exponent a, or "hinge" with slope a after staleness b. oldest: a

@@ -99,8 +99,7 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Start each job from the received model in some layers, and from the client's last one
-    elsewhere.
+    """Start each job from the received model in some layers, from the client's last one in others.
 
     mask: for each layer, whether it is loaded. policy: choose the layers by a policy in place of
     the mask. A client loads all layers in its first job, and if it received its last model more

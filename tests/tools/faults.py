@@ -138,7 +138,7 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 
 
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
-    """Return so many cases; they depend only on the seed."""
+    """Return `count` cases that depend only on the seed."""
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
     victims = list(VICTIMS) if runtime == "local" else ["driver"]
@@ -179,8 +179,11 @@ FORKS.set_forkserver_preload(
 )
 
 
-def _command(words: list[str], folder: str, mark: str) -> None:
-    """Return the command that runs `raysim` with these arguments."""
+def _run_raysim(words: list[str], folder: str, mark: str) -> None:
+    """Run `raysim` with these arguments in this process; its output goes to a file in the folder.
+
+    mark: value of the environment variable `MARK`, by which the processes of a case are found.
+    """
     os.setsid()
     os.chdir(folder)
     os.environ.update(PATIENT, **{MARK: mark})
@@ -192,8 +195,11 @@ def _command(words: list[str], folder: str, mark: str) -> None:
 
 
 def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
-    """A run in its own session; a mark in the environment identifies its processes."""
-    run = FORKS.Process(target=_command, args=(words, str(folder), mark))
+    """Start a run in its own session, and return its process.
+
+    mark: value of the environment variable `MARK`, by which the processes of a case are found.
+    """
+    run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))
     run.start()
     return run
 
@@ -218,7 +224,7 @@ def named(pid: int) -> str:
 
 
 def worked(pid: int) -> float:
-    """Return the CPU seconds of a process and its descendants, ended ones included."""
+    """Return the CPU seconds of a process and its descendants, including ended ones."""
     seconds = 0.0
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(OSError):
@@ -228,7 +234,7 @@ def worked(pid: int) -> float:
 
 
 def processes(run: ForkServerProcess, victim: str) -> list[int]:
-    """Return the processes of a run that have a kind."""
+    """Return the processes of a run of a kind; victim: a key of `VICTIMS`."""
     assert run.pid is not None
     if not (place := VICTIMS[victim]):
         return [run.pid]
@@ -236,7 +242,7 @@ def processes(run: ForkServerProcess, victim: str) -> list[int]:
 
 
 def await_moment(run: ForkServerProcess, seconds: float) -> bool:
-    """Wait until a run has worked for so long; return whether it is still running."""
+    """Wait until a run has used `seconds` of CPU time; return whether it is still running."""
     assert run.pid is not None
     while run.is_alive():
         if worked(run.pid) >= seconds:
@@ -246,7 +252,10 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals. A stopped process is killed later, except a worker, which is replaced."""
+    """Send the signals of a case to one process of its kind.
+
+    A stopped process is killed later, except a worker, which the run replaces.
+    """
     if not (found := processes(run, case.victim)):
         return
     victim = rng.choice(found)
@@ -260,7 +269,10 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
 
 
 def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
-    """Limit the size of the files that the run can write, in bytes; on Ray after its start."""
+    """Limit the size of the files that the run's driver and coordinator can write, in bytes.
+
+    With Ray, wait first until the coordinator runs.
+    """
     coordinators: list[int] = []
     while runtime == "local" and run.is_alive() and not coordinators:
         coordinators = processes(run, "coordinator")
@@ -271,7 +283,7 @@ def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
 
 
 def finish(run: ForkServerProcess) -> int:
-    """Return the exit status; kill a run that does not end in time, and its processes."""
+    """Return the exit status of a run at its end; kill all of it if it does not end in time."""
     run.join(RUN_TIMEOUT_S)
     if run.exitcode is not None:
         return run.exitcode
@@ -287,7 +299,7 @@ HANGS = -99
 
 
 def leftover(mark: str) -> list[str]:
-    """Return processes that are left after all runs of a case, except those that end soon."""
+    """Return the processes of a case that still run a minute after the end of all its runs."""
     for _ in range(60):
         if not (found := [named(pid) for pid in _marked(mark)]):
             break
@@ -315,7 +327,7 @@ def result(folder: Path) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The results of a run, its CPU seconds, and the size of its largest file."""
+    """An undisturbed run: its results, its CPU seconds, and the size of its largest file."""
 
     result: tuple[Any, ...]
     seconds: float
@@ -346,7 +358,7 @@ def undisturbed(case: Case) -> Undisturbed:
 
 @functools.cache
 def _database() -> bytes:
-    """Make a database as MLflow does."""
+    """Return the content of a database that MLflow has made."""
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
         assert (
             finish(
@@ -422,9 +434,10 @@ LONG = (
 
 
 def cost(pairs: int) -> None:
-    """Print the wall seconds of runs with a worker killed after 5 s, and of undisturbed runs.
+    """Print what a killed worker costs: the difference of two runs in wall seconds, for each pair.
 
-    The two of a pair come one after the other, first one, then the other of them.
+    One run of a pair has a worker killed after 5 s, the other is undisturbed. Which of them comes
+    first alternates from pair to pair.
     """
     more = []
     for pair in range(pairs):
@@ -458,7 +471,10 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Run the cases that are not in the log; return 1 if one ended differently."""
+    """Run the cases that are not in the log; return 1 if one ended differently.
+
+    only: a fault; if not "", other cases are skipped.
+    """
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}
     for number, case in enumerate(cases(count, seed, runtime)):

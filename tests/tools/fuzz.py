@@ -161,7 +161,10 @@ def files(folder: Path) -> set[str]:
 
 
 def case(kind: str, words: list[str], folder: Path) -> None:
-    """Run one command in its own folder, and judge its end."""
+    """Run one command in its own folder, and count its result in `FOUND`.
+
+    Raise AssertionError for a broken case if `FOUND.strict` is set.
+    """
     before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
     os.chdir(folder)
     try:
@@ -272,7 +275,7 @@ NODES = st.recursive(
 
 @cache
 def keys() -> list[str]:
-    """Return every key of a run with a few methods, and every group."""
+    """Return the keys that cases change: those of a run with three methods, groups, wrong ones."""
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
     return [*names, *config["choices"], "nothing", "method.fedprox", "data.rotation", "local"]
@@ -297,14 +300,17 @@ OVERRIDES = st.one_of(
 
 
 def _rest(given: list[str]) -> list[str]:
-    """Return the overrides of the quick run, except those that are given."""
+    """Return the overrides of the quick run, except those of keys in `given`."""
     return [
         word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}
     ]
 
 
 def command_lines(data: Any) -> None:
-    """Draw one or two settings of a run as a user might mistype them."""
+    """Run a command with one or two settings as a user might mistype them.
+
+    data: Hypothesis' source of random values.
+    """
     given_words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words
     ]
@@ -330,7 +336,10 @@ COMMANDS: Mapping[
 
 
 def other_commands(data: Any) -> None:
-    """Draw one to three arguments after those that a command needs."""
+    """Run a random command with one to three arguments after those that it needs.
+
+    data: Hypothesis' source of random values.
+    """
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
     words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words
@@ -341,7 +350,7 @@ def other_commands(data: Any) -> None:
 
 
 def stored_configurations(data: Any) -> None:
-    """Draw a stored configuration with a changed or missing value, or with changed characters."""
+    """Run a stored configuration with a changed or missing value, or with changed characters."""
     config: Any = to_dict(compose([*QUICK, "out=out"]))
     if data.draw(st.booleans()):
         path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
@@ -364,7 +373,7 @@ def stored_configurations(data: Any) -> None:
 
 
 def mutated(data: Any, content: bytes) -> bytes:
-    """Return content with some bytes changed, cut off, doubled or inserted."""
+    """Return the content with some bytes changed, cut off, doubled or inserted."""
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(changed)))
@@ -490,7 +499,7 @@ def _write_leaf(folder: Path) -> None:
 
 
 def _reading(*words: str) -> list[str]:
-    """Draw a run on data in the folder `data`."""
+    """Return a command that runs on data in the folder `data`."""
     return [
         "run",
         *(word for word in QUICK if not word.startswith("data")),
@@ -532,7 +541,7 @@ READERS: Mapping[
 
 
 def damaged_files(data: Any) -> None:
-    """Draw one of the files that a command reads."""
+    """Run a command after damage to one of the files that it reads."""
     kind = data.draw(st.sampled_from(sorted(READERS)))
     pattern, words = READERS[kind]
     with somewhere() as folder:
@@ -555,7 +564,7 @@ LABELS = st.one_of(
 
 
 def odd_labels(data: Any) -> None:
-    """Draw labels of a type that Parquet can hold, sometimes another type in the test file."""
+    """Run on labels of a type that Parquet can hold; the test file may have another type."""
     kinds = st.sampled_from(
         [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
     )
@@ -587,7 +596,10 @@ TARGETS: Mapping[str, Callable[[Any], None]] = {
 
 
 def fuzz(target: str, cases: int, start: int = 0) -> None:
-    """Run so many cases of one kind; they depend only on the first number."""
+    """Run `cases` random cases of one kind; `start` is their seed.
+
+    target: the kind, a key of `TARGETS`.
+    """
     check = [
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
@@ -612,7 +624,10 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 
 
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
-    """Run so many cases of each kind that are not in the log; return 1 if one broke."""
+    """Run the cases of each kind that are not in the log; return 1 if one broke.
+
+    cases: number of cases of each kind.
+    """
     FOUND.strict = False
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     Pictures.on_finish = lambda *_: None  # type: ignore[method-assign]  # they are half of the time

@@ -125,7 +125,10 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
 
 
 def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
-    """Measure undisturbed links and then each kind of links, in turns."""
+    """Measure the undisturbed links and then each kind of disturbed links, `turns` times.
+
+    kinds: keys of `KINDS`. overrides: of all runs.
+    """
     with NetworkCluster(MACHINES) as cluster:
         cluster.start_ray([1] * MACHINES)
         for turn in range(turns):

@@ -5,17 +5,19 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map
-reuses that). Then each mutant is written into a copy of the working tree and meets the tests that
-run its line, in two helpings: a few quick ones of the files that are most about it, then the others
-up to --cap seconds (0: all), those of its name first. Ids hold as long as source, --seed, --count
-and --only are the same. Reasons why a survivor changes nothing that a test could see are in
-equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of
-others for nothing.
+It is not part of CI. First every test file runs once under `coverage`, which gives the tests that
+run each line (--map reuses an earlier result). Then each mutant, which is one change, is written
+into a copy of the working tree and meets the tests that run its line. They run in two portions: a
+few quick tests from the files that are closest to the changed file, then others for at most --cap
+seconds (0: all). Each portion runs in a process that is forked from a warm one, so that it need not
+import packages again.
 
-Why not a tool: cosmic-ray starts the whole test command anew for each mutant, which here is ten
-seconds of imports; mutmut 3 puts functions behind trampolines, which numba cannot compile, and
-leaves out module level and properties.
+Ids of mutants stay the same for the same source, --seed, --count and --only. For a survivor that no
+test could notice, equivalent_mutants.toml has the reason.
+
+Why not a published tool: cosmic-ray starts the whole test command again for each mutant, which here
+costs ten seconds of imports. mutmut 3 puts functions behind trampolines, which numba cannot
+compile, and leaves out module level and properties.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ CLOSE = (
     "methods/",
 )  # best judges first
 DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
-QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first helping
+QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first portion
 PATIENCE = 20  # wall time per CPU time that a child may take: others may use the machine, too
 MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
@@ -189,8 +191,9 @@ class Mapper:
 
 
 class Map:
-    """Tests, their seconds, and for every line of every file the tests that run it (bits of a
-    number).
+    """For every line of every file, the tests that run it; and the seconds of each test.
+
+    The tests of a line are the set bits of an integer: bit k stands for tests[k].
     """
 
     def __init__(self, stored: dict[str, Any]):
@@ -202,10 +205,11 @@ class Map:
         }
 
     @classmethod
-    def joined(cls, parts: Sequence[dict[str, Any]]) -> Map:
-        """Of what the mappers of single test files found.
+    def join(cls, parts: Sequence[dict[str, Any]]) -> Map:
+        """Return one map of all test files.
 
-        Tests that fail without a mutant stay out.
+        parts: the results of `Mapper`, one for each test file. Tests that fail without a mutant are
+        left out.
         """
         seconds: dict[str, float] = {}
         lines: dict[str, dict[str, int]] = collections.defaultdict(
@@ -228,10 +232,11 @@ class Map:
             }
         )
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a statement.
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that run a mutant's line, and those that are named after its file.
 
-        If it runs at import, those of the code around it.
+        Coverage does not see a line that runs at import. Then the tests of the function, class or
+        file around it are taken.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -254,16 +259,17 @@ class Map:
             ),
         ]
 
-    def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
-        """A few quick tests of the files that are most about it.
+    def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
+        """Return the tests that a mutant meets, in one or two lists.
 
-        Then, within `cap` seconds (0: all), the others of the files that have its name, and of each
-        other file the quickest in turn.
+        The first list has quick tests from the files that are closest to the mutant's file. The
+        second has others for at most `cap` seconds (0: all): first those of test files with the
+        mutant's file in their name, then the quickest of each other file in turn.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
         files: dict[str, list[str]] = collections.defaultdict(list)
-        for test in sorted(self.of(mutant), key=lambda test: (self.seconds[test], test)):
+        for test in sorted(self.tests_of(mutant), key=lambda test: (self.seconds[test], test)):
             files[test.split("::")[0]].append(test)
         ranked = sorted(
             files, key=lambda f: (next((i for i, part in enumerate(close) if part in f), 99), f)
@@ -295,7 +301,7 @@ WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datase
 
 @dataclasses.dataclass
 class Asked:
-    """Tests, or whole files, that a child process runs in a copy; limit: seconds of CPU time."""
+    """Tests, or test files, that a child process runs in a copy; limit: seconds of CPU time."""
 
     tests: Sequence[str]
     limit: float
@@ -308,7 +314,7 @@ Trial = Callable[[Path], Generator[Asked, Outcome, Any]]
 
 
 class Judge:
-    """Pytest plugin: runs the tests asked for alone, and notes the first that fails."""
+    """A pytest plugin that runs only the wanted tests, and notes the first that fails."""
 
     def __init__(self, wanted: Sequence[str]):
         self.wanted, self.first = set(wanted), ""
@@ -339,7 +345,7 @@ def warm() -> None:
 
 
 def child(copy: Path, asked: Asked) -> NoReturn:
-    """Run the tests in the copy, with its source, and leave an answer there."""
+    """Run the tests in the copy, with its source; write the result to its file `.answer`."""
     code = 70
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -406,9 +412,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
-    """Do the trials, one in each copy at a time.
+    """Run the trials, one in each copy at a time.
 
-    A trial yields what to run and is sent what came of it.
+    A trial is a generator: it yields the tests to run, and receives their outcome. done: called
+    with the value that a trial returns.
     """
     waiting, free = collections.deque(trials), list(copies)
     running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}
@@ -476,7 +483,7 @@ def copied(folder: Path, number: int) -> Path:
 
 
 def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
-    """Run every test file once in its own process."""
+    """Run every test file once in its own process; return the map of all."""
     found = {
         f
         for path in paths
@@ -497,13 +504,11 @@ def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
         progress(f"map: {len(parts)} of {len(files)} test files, {tests} tests")
 
     drive([functools.partial(trial, file) for file in files], copies, done)
-    return Map.joined(parts)
+    return Map.join(parts)
 
 
-def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
-    """The tests of the first helpings pass where nothing is changed, or the verdicts would mean
-    nothing.
-    """
+def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
+    """End this program if one of these tests fails without a mutant."""
     files = sorted({test.split("::")[0] for test in tests})
 
     def trial(own: set[str], copy: Path) -> Generator[Asked, Outcome, Any]:
@@ -522,7 +527,7 @@ def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
 def judged(
     number: int, mutant: Mutant, known: Map, cap: float, copy: Path
 ) -> Generator[Asked, Outcome, Any]:
-    """Write a mutant, run its tests, restore the file."""
+    """Write a mutant, run its tests and restore the file; return the result."""
     path, started = copy / mutant.file, time.monotonic()
     source, stat = path.read_bytes(), path.stat()
     before, after = mutant.texts(source)
@@ -540,7 +545,7 @@ def judged(
         "verdict": "survived",
         "by": "",
         "tests": 0,
-        "covering": len(known.of(mutant)),
+        "covering": len(known.tests_of(mutant)),
         "cpu": 0.0,
     }
     try:
@@ -548,7 +553,7 @@ def judged(
         # A time of its own: compiled files of Python and of numba know a source by its time and
         # size.
         os.utime(path, (stat.st_mtime + 2 + number,) * 2)
-        for tests in known.helpings(mutant, cap):
+        for tests in known.portions(mutant, cap):
             seconds = sum(known.seconds[test] for test in tests)
             outcome = yield Asked(tests, min(max(60.0, 5 * seconds), 1800.0))
             result |= {
@@ -587,8 +592,8 @@ def shown(one: dict[str, Any]) -> str:
     return "\n".join([place, one["label"], *texts, *reason])
 
 
-def told(results: Sequence[dict[str, Any]]) -> None:
-    """Return a table by file, and the survivors."""
+def print_results(results: Sequence[dict[str, Any]]) -> None:
+    """Print a table of the results by file, and the mutants that survived."""
     rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one in results:
         rows[one["file"]][one["verdict"]] += 1
@@ -609,7 +614,7 @@ def told(results: Sequence[dict[str, Any]]) -> None:
 
 
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
-    """The sample, or those of it that were asked for, by id."""
+    """Return the mutants of the sample by id; with --ids, only those."""
     mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
     return (
         {number: mutants[number] for number in map(int, args.ids.split(","))}
@@ -667,8 +672,8 @@ def main() -> None:
     results: dict[int, dict[str, Any]] = {one["id"]: one for one in old}
     new, started = list[dict[str, Any]](), time.monotonic()
 
-    def stored() -> list[dict[str, Any]]:
-        """Write the results so far to --out."""
+    def write_results() -> list[dict[str, Any]]:
+        """Write the results so far to --out, and return them in the order of their ids."""
         ordered = [results[number] for number in sorted(results)]
         settings = {"count": args.count, "seed": args.seed, "only": args.only, "cap": args.cap}
         args.out.write_text(json.dumps({**settings, "mutants": ordered}, indent=1))
@@ -681,7 +686,7 @@ def main() -> None:
         results[one["id"]] = one
         new.append(one)
         if len(new) % 10 == 0:
-            stored()
+            write_results()
         if sys.stdout.isatty() or len(new) % 10 == 0:
             left, minutes = (
                 sum(each["verdict"] == "survived" for each in new),
@@ -701,8 +706,8 @@ def main() -> None:
             f"\n{len(known.tests)} tests; left out, as they fail without a mutant: "
             f"{known.stored['failed'] or 'none'}"
         )
-        helpings = [known.helpings(mutant, args.cap)[:1] for mutant in mutants.values()]
-        unmutated({test for parts in helpings for part in parts for test in part}, copies)
+        portions = [known.portions(mutant, args.cap)[:1] for mutant in mutants.values()]
+        check_unmutated({test for parts in portions for part in parts for test in part}, copies)
         started = time.monotonic()
         trials = [
             functools.partial(judged, number, mutant, known, args.cap)
@@ -710,7 +715,7 @@ def main() -> None:
         ]
         with contextlib.suppress(KeyboardInterrupt):
             drive(trials, copies, done)
-    told(stored())
+    print_results(write_results())
 
 
 def equivalents() -> list[dict[str, str]]:

@@ -1,9 +1,8 @@
-"""One change of a Python source at a time: signs, operators, comparisons, constants, names, order.
+"""Change one thing of a Python source: signs, operators, comparisons, constants, names, order.
 
-For `mutants`.
-
-Left alone: what only messages, annotations, imports, decorators, assertions and `__repr__` say;
-arguments that only matter where something else is wrong; statements whose order cannot matter.
+For `mutants`. These stay unchanged: what only messages, annotations, imports, decorators,
+assertions and `__repr__` say; arguments that only matter if something else is wrong; statements
+whose order cannot matter.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Mutant:
     label: str = ""  # "Class.function: old -> new", unique in the file; it outlives moved lines
 
     def texts(self, source: bytes) -> tuple[str, str]:
-        """Return the changed lines, before and after."""
+        """Return the changed lines, before and after the change."""
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
         before, after = (
@@ -77,7 +76,7 @@ class Mutant:
 
 
 class Places:
-    """Return all mutants of a source text."""
+    """A walk over a source text, which collects its mutants in `found`."""
 
     def __init__(self, file: str, source: bytes):
         self.file, self.source, self.found = file, source, list[Mutant]()
@@ -90,7 +89,7 @@ class Places:
         self.block(tree.body)
 
     def at(self, node: Any) -> tuple[int, int]:
-        """Return the bytes of a node."""
+        """Return the first byte of a node in the source, and the byte after its last one."""
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[
             node.end_lineno - 1
         ] + node.end_col_offset
@@ -101,7 +100,7 @@ class Places:
         return self.source[start:end]
 
     def add(self, kind: str, start: int, end: int, new: bytes | str) -> None:
-        """Add a mutant."""
+        """Add the mutant that has `new` in place of the bytes from start to end."""
         new = new.encode() if isinstance(new, str) else new
         before, after = self.source[start:end].decode(), new.decode()
         label = f"{'.'.join(self.path)}: {squeeze(before)} -> {squeeze(after)}"
@@ -114,7 +113,7 @@ class Places:
     def between(
         self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]
     ) -> None:
-        """Change the operator between two nodes."""
+        """Add mutants with other operators between two nodes."""
         start, end = self.at(left)[1], self.at(right)[0]
         gap = self.source[start:end]
         if (match := re.search(pattern.encode(), gap)) and b"#" not in gap:
@@ -122,12 +121,12 @@ class Places:
                 self.add(kind, start + match.start(), start + match.end(), other)
 
     def swap(self, kind: str, one: ast.AST, two: ast.AST) -> None:
-        """Swap two neighbours."""
+        """Add a mutant in which two neighbours are swapped."""
         (a, b), (c, d) = self.at(one), self.at(two)
         self.add(kind, a, d, self.source[c:d] + self.source[b:c] + self.source[a:b])
 
     def block(self, body: Sequence[ast.stmt]) -> None:
-        """Statements in a row."""
+        """Add the mutants of some statements, and of the order of neighbours."""
         for statement in body:
             self.statement(statement)
         for one, two in pairwise(body):
@@ -143,7 +142,7 @@ class Places:
                 self.swap("order", one, two)
 
     def statement(self, node: ast.stmt) -> None:
-        """One statement and what is in it."""
+        """Add the mutants of a statement and of all that is in it."""
         outer_path, outer_place = self.path, self.in_function
         if not self.in_function and (name := bound_name(node)):
             self.path = (*self.path, name)
@@ -178,7 +177,7 @@ class Places:
         body = getattr(node, "body", None)
         header = body[0].lineno - 1 if body else node.end_lineno
         self.lines = lines = (node.lineno, max(node.lineno, header or 0))
-        if self.droppable(node):
+        if self.is_droppable(node):
             self.add("dropped", *self.at(node), "pass")
         if isinstance(node, ast.AugAssign):
             swap = {f"{a}=": [f"{b}="] for a, b in OPERATORS.items()}
@@ -199,8 +198,8 @@ class Places:
             if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
                 self.block(value)
 
-    def droppable(self, node: ast.stmt) -> bool:
-        """Statements that change something that exists without them."""
+    def is_droppable(self, node: ast.stmt) -> bool:
+        """Return whether a mutant may leave out the statement without a name being undefined."""
         match node:
             case (
                 ast.Expr(value=ast.Call())
@@ -217,7 +216,10 @@ class Places:
         return False
 
     def expression(self, node: ast.expr, condition: bool = False) -> None:
-        """One expression and what is in it."""
+        """Add the mutants of an expression and of all that is in it.
+
+        condition: it decides a branch, so its negation is a mutant, too.
+        """
         start, end = self.at(node)
         match node:
             case ast.JoinedStr():
@@ -235,7 +237,7 @@ class Places:
                 self.add("constant", start, end, repr(float(f"{near:.6g}")))
             case ast.BinOp(left=left, right=right):
                 kind = "sign" if isinstance(node.op, (ast.Add, ast.Sub)) else "operator"
-                if not any(crashing(side) for side in (left, right)):
+                if not any(is_text_or_list(side) for side in (left, right)):
                     self.between(
                         kind,
                         left,
@@ -272,7 +274,7 @@ class Places:
                 if isinstance(child, ast.comprehension):
                     for part in (child.iter, *child.ifs):
                         self.expression(part, condition=part is not child.iter)
-                elif isinstance(child, ast.keyword) and not self.harmless(child):
+                elif isinstance(child, ast.keyword) and not self.is_harmless(child):
                     self.expression(child.value)
                 elif isinstance(child, ast.arguments):
                     for default in (*child.defaults, *filter(None, child.kw_defaults)):
@@ -281,14 +283,17 @@ class Places:
                     self.expression(child, condition=name == "test")
 
     @staticmethod
-    def harmless(word: ast.keyword) -> bool:
-        """Keywords that change nothing where nothing is wrong; and -1, which is 1 for a matrix."""
+    def is_harmless(word: ast.keyword) -> bool:
+        """Return whether no test could notice another value of a keyword argument.
+
+        A dim or axis of -1 counts, because for a matrix it is the same as 1.
+        """
         return word.arg in ("strict", "stacklevel", "non_blocking") or (
             word.arg in ("dim", "axis") and isinstance(word.value, ast.UnaryOp)
         )
 
     def call(self, node: ast.Call, func: ast.expr) -> None:
-        """Use another name of the same kind, and swap two arguments."""
+        """Add mutants with another function of the same kind, and with two arguments swapped."""
         name = (
             func.attr
             if isinstance(func, ast.Attribute)
@@ -330,14 +335,14 @@ def bound_name(node: ast.stmt) -> str:
     return ""
 
 
-def crashing(side: ast.expr) -> bool:
-    """Texts, paths and lists know one operator only."""
+def is_text_or_list(side: ast.expr) -> bool:
+    """Return whether another operator would fail at once, because this side is a text or a list."""
     text = isinstance(side, ast.Constant) and isinstance(side.value, str)
     return text or isinstance(side, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
 
 def first_bound(scope: ast.AST) -> dict[str, int]:
-    """Map each name of a function to its first binding."""
+    """Map each name of a function to the line of its first binding."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) or (
@@ -349,9 +354,9 @@ def first_bound(scope: ast.AST) -> dict[str, int]:
 
 
 def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
-    """What a simple statement reads and what it writes, as names and dotted names.
+    """Return the names that a simple statement reads, and those that it writes.
 
-    Nothing for another statement.
+    Names may be dotted. For other statements both sets are empty.
     """
     if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
         return set(), set()
@@ -373,7 +378,7 @@ def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def changes(mutant: Mutant, source: bytes) -> bool:
-    """Return whether a mutant is valid Python and another program."""
+    """Return whether a mutant is valid Python with another syntax tree."""
     try:
         new = ast.parse(source[: mutant.start] + mutant.new + source[mutant.end :])
     except SyntaxError:
@@ -382,6 +387,6 @@ def changes(mutant: Mutant, source: bytes) -> bool:
 
 
 def inner_lines(source: bytes) -> set[int]:
-    """The lines inside functions; the others run at import, whoever imports first."""
+    """Return the lines inside functions. The other lines run at import, whoever imports first."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     return {line for f in functions for line in range(f.body[0].lineno, (f.end_lineno or 0) + 1)}

@@ -142,7 +142,7 @@ class Traffic:
 
 
 class Machine:
-    """A machine of a `NetworkCluster`. It is on, unless it was killed."""
+    """A machine of a `NetworkCluster`. It runs at once; `kill` and `start` switch it off and on."""
 
     def __init__(self, cluster: NetworkCluster, number: int, link: Link):
         self.number, self._cluster = number, cluster
@@ -190,7 +190,7 @@ class Machine:
                 call(*root, "tbf", *bucket)
 
     def _start_relay(self, link: Link) -> None:
-        """Join the machine's side of the switch to the switch by a relay."""
+        """Connect the machine's side of the switch to the switch by a relay."""
         switch, taps = self._cluster.switch, (f"near{self.number}", f"far{self.number}")
         words = [sys.executable, __file__, "--relay", switch, *taps]
         words += [str(link.delay), str(link.loss), str(self.number)]
@@ -217,7 +217,7 @@ class Machine:
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes on the link."""
+        """Return the bytes on the link."""
         text = call("ip", "-n", self._cluster.switch, "-s", "-j", "link", "show", self._port)
         (counters,) = (device["stats64"] for device in json.loads(text) if device)
         words = ("nsenter", f"--net=/run/netns/{self._namespace}", "cat", "/proc/net/snmp")
@@ -273,7 +273,7 @@ class Machine:
             stopped.update(running)
 
     def thaw(self) -> None:
-        """Let stopped processes go on."""
+        """Let stopped processes continue."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
@@ -380,7 +380,7 @@ class NetworkCluster:
     def start_ray(self, cpus: Sequence[int], **environment: str) -> None:
         """Start Ray on the first machines, with these CPUs; machine 0 is the head.
 
-        One after another: each start needs a core for some seconds.
+        The machines start one after another, because each start needs a core for some seconds.
         """
         for machine, count in zip(self.machines, cpus, strict=False):
             machine.start_ray(count, is_head=machine.number == 0, **environment)

@@ -1,4 +1,4 @@
-"""Runs on machines with a network between them end at the bits of a run in process."""
+"""Test that runs on machines with a network between them have the bits of a run in process."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ def test_network_partition_for_seconds_changes_no_bits(
 def test_lost_client_states_are_restored_with_the_same_bits(
     network: NetworkCluster, expected: Expected
 ) -> None:
-    """Control variates and BatchNorm layers of clients are lost. It must be the last test here."""
+    """Control variates and BatchNorm layers of clients are lost with a machine.
+
+    This must be the last test of the file.
+    """
     method, size = "method=fedbn+scaffold", ["runtime.workers=3", "runtime.strategy=SPREAD"]
     out = network.shared / "states"
     run = start_run(network, out, STATEFUL_ROUNDS, method, *size, study=BATCH_NORM)
@@ -179,7 +182,11 @@ def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
 
 
 def test_sum_crosses_a_slow_link_once() -> None:
-    """Sums need more than three seconds, and the coordinator looks for lost nodes each second."""
+    """The coordinator's machine receives at most 30% more bytes than the history says.
+
+    A sum takes more than three seconds on the link; a look for lost nodes each second must not
+    fetch it again.
+    """
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)

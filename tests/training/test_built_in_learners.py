@@ -1,4 +1,4 @@
-"""The ready learners of `raysim.learners`: same bits, resumed runs, and what they learn."""
+"""Test the learners of `raysim.learners`: same bits, resumed runs, and what they learn."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_built_in_learner_learns_digits(words: str, least: float, tmp_path: Path
 
 
 class Recording(SklearnKMeans):
-    """Keep the samples of the clients that trained."""
+    """A k-means learner that keeps the samples of the clients that trained."""
 
     samples: ClassVar[list[np.ndarray]] = []
 
@@ -165,7 +165,7 @@ def test_xgboost_learns_numbers_and_two_classes(tmp_path: Path) -> None:
 
 
 def test_lightning_equals_raysims_steps_without_shuffling() -> None:
-    """One batch of all samples and one step: there is no order to differ in."""
+    """A job makes one step on all samples, so the order of the samples cannot matter."""
     spec = run_spec()
     local = replace(spec.settings.local, batch=10_000, epochs=1, steps=None, momentum=0.0)
     usual = run(run_spec(local=local), rounds=2)

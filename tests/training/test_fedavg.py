@@ -25,9 +25,9 @@ CLIENTS, ROUNDS, BATCH, EPOCHS = 7, 2, 8, 2
 def batches(
     data: FederatedData, client: int, turn: int, whole: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A client's batches: its samples shuffled anew every epoch.
+    """Yield the batches of a client's job; samples are shuffled again in every epoch.
 
-    `whole`: a last batch of one sample is left out.
+    whole: a last batch of one sample is left out.
     """
     dataset, rows = data.open(), data.partition.train.rows(client)
     shuffle = stream(SEED, "batches", client, turn)
@@ -43,9 +43,11 @@ def batches(
 def plain_fedavg(
     model: nn.Module, data: FederatedData, weighting: str, **optimizer: Any
 ) -> dict[str, Tensor]:
-    """x + sum(w_i * (y_i - x)) / sum(w_i), in pairs, pairs of pairs, and so on.
+    """Return the model after FedAvg: x <- x + sum_i w_i (y_i - x) / sum_i w_i in each round.
 
-    The order is that of their arrival.
+    y_i: the model that client i has trained from x. w_i: its weight. The sum is computed in
+    raysim's order: neighbours are added in pairs, then these sums in pairs, and so on. The clients
+    are in the order in which they finish.
     """
     counts = data.partition.train.counts
     arrival = sorted(

@@ -32,7 +32,11 @@ DRIVER = Identity("driver", "node-a", FACTS)
 
 
 def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
-    """Return a worker's identity; CPU_capability in place of "CPU capability"."""
+    """Return a worker's identity.
+
+    changes: facts that differ from `FACTS`; an underscore in a keyword stands for a space in the
+    fact's name.
+    """
     facts = {
         "device": "cpu",
         **FACTS,

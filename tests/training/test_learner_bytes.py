@@ -1,4 +1,4 @@
-"""Learners whose parameters are bytes, and learners that score sets of samples themselves."""
+"""Test learners whose parameters are bytes, and learners that score sets of samples themselves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ON_THE_CLOCK = ("virtual_seconds", "floats_down", "floats_up", "staleness", "los
 
 
 class Means(Learner):
-    """Collect the class means of all clients, as JSON of growing size."""
+    """A learner that collects the class means of all clients, as JSON of growing size."""
 
     name = "means"
 
@@ -83,7 +83,7 @@ class Means(Learner):
 
 
 class Scored(Means):
-    """The same, scored by a function of its own."""
+    """A `Means` with a function of its own for scores."""
 
     name = "scored"
 
@@ -132,7 +132,7 @@ def test_learner_with_bytes_parameters_resumes_with_lost_jobs(tmp_path: Path) ->
 
 
 class Weights(Means):
-    """Keep the weight and the staleness of each update."""
+    """A `Means` that keeps the weight and the staleness of each update."""
 
     name = "weights"
 
@@ -214,7 +214,7 @@ def test_plan_describes_a_learner() -> None:
 
 
 class Growing(Weights):
-    """Parameters whose size is known: 400 bytes more with each update; a client sends 96 bytes."""
+    """A learner whose parameters grow by 400 bytes with each update; an update has 96 bytes."""
 
     name = "growing"
 
@@ -234,7 +234,7 @@ class Growing(Weights):
 
 
 def _words(size: int) -> int:
-    """Return the floats of a message with so many bytes: a length, and the bytes."""
+    """Return the float32 numbers of a message of `size` bytes: its length, and four bytes each."""
     return 1 + -(-size // 4)
 
 

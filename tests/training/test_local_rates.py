@@ -1,4 +1,4 @@
-"""Rates of parts of a model, Muon, and schedules over the steps of a job, on a plain loop."""
+"""Test rates of parts of a model, Muon, and rate schedules within a job, against a plain loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Recorder(Method):
 
 
 def trained(local: Local, clip: bool = False) -> tuple[Recorder, list[Tensor]]:
-    """Return what a run recorded for a client, and the parameters that it left."""
+    """Run one round; return a client's recorder, and the parameters that the client ended with."""
     recorder = Recorder()
     spec = run_spec(recorder, local=local)
     finished = run(spec, Synchronous(6), rounds=1)
@@ -57,7 +57,7 @@ def trained(local: Local, clip: bool = False) -> tuple[Recorder, list[Tensor]]:
 def plain_loop(recorder: Recorder, groups: Any, factors: list[float] | None = None) -> list[Tensor]:
     """Return the parameters after the same batches in a loop of PyTorch alone.
 
-    groups: function from the model to optimizers of torch.
+    groups(model): optimizers of torch. factors: factor of the rates at each step; None: 1.
     """
     model: Any = build_model(run_spec()).train()
     optimizers = groups(model)

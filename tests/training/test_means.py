@@ -1,4 +1,4 @@
-"""Test that the training loss is a mean over rows, by hand, at a model that does not move."""
+"""Test that the training loss is a mean over rows, by hand, at a model that does not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last o
 
 
 class Recording(Method):
-    """Keeps every job's plan."""
+    """A method that keeps every job's plan."""
 
     name = "recording"
     paper = "a test"
@@ -45,7 +45,7 @@ class Recording(Method):
 
 
 class Alternating(Recording):
-    """Every second iteration has a loss of its own, which is no training loss."""
+    """A method in which every second step has its own loss, which is no training loss."""
 
     def setup(self, run: Setup) -> None:
         run.stages(lambda plan: [(Stage(),), (Stage("other", loss=self.other),)])
@@ -55,21 +55,21 @@ class Alternating(Recording):
 
 
 class Single(Recording):
-    """Needs single updates, so that no worker sums them."""
+    """A method that needs single updates, so that no worker sums them."""
 
     def setup(self, run: Setup) -> None:
         run.read_updates()
 
 
 def unequal() -> FederatedData:
-    """Four clients of unequal sizes, without tests of their own."""
+    """Return four clients of unequal sizes, without test samples of their own."""
     rows = tiny_data().partition.train.indices[: ENDS[-1]]
     nothing = CSR(np.empty(0, np.int64), np.zeros(len(ENDS) + 1, np.int64))
     return replace(tiny_data(), partition=Partition(CSR(rows, np.array([0, *ENDS])), nothing))
 
 
 def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
-    """The loss of each client's rows at the initial model."""
+    """Return for each client the losses of its rows at the initial model."""
     worker = Worker(spec)
     worker.trainer.set_training(False)
     found = {}
@@ -92,7 +92,7 @@ def train(
 
 
 def aggregated(found: FinishedRun) -> list[list[tuple[int, int]]]:
-    """The client and the participation of every update, round by round."""
+    """Return for each round its updates as (client, number of the client's job) pairs."""
     jobs = [job for job in found.jobs if job.fate == "aggregated"]
     return [
         [(job.client, job.participation) for job in jobs if job.round == row["round"]]
@@ -120,7 +120,11 @@ def test_train_loss_is_mean_over_rows(
 def by_hand(
     losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording
 ) -> float:
-    """The mean over all rows with the task loss, each counted as often as it was trained on."""
+    """Return the mean loss over all rows that these jobs train on with the task loss.
+
+    A row counts as often as it is trained on. losses: for each client, the losses of its rows.
+    jobs: pairs of a client and the number of its job. watch: has the plans of the jobs.
+    """
     seen = []
     for client, turn in jobs:
         plan = watch.plans[client, turn]

@@ -41,7 +41,7 @@ Reference = Callable[[np.ndarray, np.ndarray], float]
 
 
 def five(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Top-5 accuracy; with five classes or fewer every label is among them."""
+    """Return the top-5 accuracy; with five classes or fewer every label is among them."""
     classes = outputs.shape[1]
     if classes <= 5:
         return 1.0
@@ -49,7 +49,7 @@ def five(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 
 def area(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """The mean area over the columns that have both values, nan without any."""
+    """Return the mean area under the curve over the labels with both values; nan if none has."""
     areas = [
         roc_auc_score(labels[:, column], outputs[:, column])
         for column in range(labels.shape[1])
@@ -75,7 +75,7 @@ REFERENCES: dict[tuple[Kind, str], Reference] = {
 
 
 def expected(kind: Kind, name: str, labels: np.ndarray, outputs: np.ndarray) -> float:
-    """What scikit-learn says, with its defaults."""
+    """Return a metric as scikit-learn computes it, with its defaults."""
     if (
         kind == "multilabel" and labels.shape[1] == 1 and name != "auroc"
     ):  # which it takes for two classes
@@ -94,7 +94,7 @@ def expected(kind: Kind, name: str, labels: np.ndarray, outputs: np.ndarray) -> 
 
 
 def scored(kind: Kind, name: str, labels: Tensor, outputs: Tensor) -> float:
-    """What raysim says."""
+    """Return a metric as raysim computes it."""
     metric = OBJECTIVES[kind].metric(name)
     assert metric is not None
     rows = ScoresOfRows([metric])
@@ -146,7 +146,10 @@ def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -
 
 
 def arrays(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels; of several labels two are rare, and one is never there."""
+    """Return inputs [120, 4] and targets of a kind of task.
+
+    For "multilabel", of seven labels two are rare and one never occurs.
+    """
     rng = np.random.default_rng(5)
     x = rng.normal(size=(120, 4)).astype(np.float32)
     if kind == "classification":
@@ -157,7 +160,7 @@ def arrays(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(kind: Kind, folder: Path) -> FederatedData:
-    """Four clients with tests and one without any sample, and a central test set."""
+    """Return data of four clients with test samples and one without any sample."""
     x, y = arrays(kind)
     np.savez(folder / "train.npz", x=x, y=y)
     np.savez(folder / "test.npz", x=x[:25] + 0.1, y=y[:25])

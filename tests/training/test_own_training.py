@@ -1,4 +1,4 @@
-"""Methods that train clients by a function of their own (`run.train`)."""
+"""Test methods that train clients by a function of their own (`run.train`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raysim.training.client_data import PreparedBatches
 
 
 class PlainSgd(Method):
-    """Train by a loop of its own on the batches that raysim would use."""
+    """A method that trains by a loop of its own on the batches that raysim would use."""
 
     name = "plain_sgd"
 
@@ -65,7 +65,7 @@ def test_own_training_equals_raysims_steps() -> None:
 
 
 class Moves(Method):
-    """Keep what each update says about its steps."""
+    """A method that keeps what each update says about its steps."""
 
     name = "moves"
 
@@ -96,7 +96,7 @@ def test_own_training_gathers_no_batches_in_advance(monkeypatch: pytest.MonkeyPa
 
 
 class Drawing(Method):
-    """Train with random numbers from the global generators, and keep a count for each client."""
+    """A method that trains with global random generators, and counts the jobs of each client."""
 
     name = "drawing"
 
@@ -153,7 +153,7 @@ def test_own_training_refuses_step_methods_by_name() -> None:
 
 
 class Replacing(Method):
-    """Replace the model's tensors in a way that loses raysim's views of them."""
+    """A method that replaces the model's tensors in a way that loses raysim's views of them."""
 
     name = "replacing"
 
@@ -194,7 +194,7 @@ def test_own_training_error_fails_only_its_client(how: str, text: str) -> None:
 
 
 class Forgetful(PlainSgd):
-    """Declare a client state whose initial value is nothing."""
+    """A method that declares a client state whose initial value is None, which is refused."""
 
     def setup(self, run: Setup) -> None:
         super().setup(run)

@@ -39,9 +39,7 @@ SINGLE = [1, 4]  # clients of one row
 
 
 class Centred(nn.Module):
-    """A layer of a user's own: divides by the deviation over the batch, which one row does not
-    have.
-    """
+    """A user's layer that divides by the deviation over the batch, which is nan for one row."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         centred: Tensor = inputs / (inputs.std(dim=0) + 0.1)
@@ -49,7 +47,7 @@ class Centred(nn.Module):
 
 
 class Pair(nn.Module):
-    """A layer of a user's own that raises an error of its own."""
+    """A user's layer that raises an error of its own for a batch of one row."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and len(inputs) < 2:
@@ -58,7 +56,10 @@ class Pair(nn.Module):
 
 
 class Squeezed(nn.Module):
-    """Images to one pixel each, normalised: BatchNorm2d with as many values per channel as rows."""
+    """A layer that turns images to one pixel of 4 channels and applies BatchNorm2d.
+
+    BatchNorm2d then has as many values per channel as the batch has rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,10 @@ def test_pooled_data_keep_the_samples_of_all_clients(tmp_path: Path) -> None:
 
 
 class First(Method):
-    """A method that selects one sample in every epoch, or in the first alone."""
+    """A method that trains on one sample in the first epoch and on all samples later.
+
+    every: train on one sample in every epoch.
+    """
 
     name = "first"
 

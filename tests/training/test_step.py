@@ -179,7 +179,10 @@ def plain(steps: int, clip: float = 0.0, **settings: Any) -> dict[str, Tensor]:
 
 
 class Idle(Method):
-    """Correct nothing, so that the gradient becomes one flat vector."""
+    """A method with a `gradient` hook that changes nothing.
+
+    With such a hook, raysim puts the gradient of all parameters into one flat vector.
+    """
 
     name = "idle"
 
@@ -222,7 +225,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(clip: float, cuts: bool) -
 
 
 class TwoStages(Method):
-    """Raise the mean output of an extra network at twice the rate, then train the model."""
+    """A method of two stages: raise an extra network's output at twice the rate, then train."""
 
     name = "two"
 

@@ -1,4 +1,4 @@
-"""Tests of the trainer: how it gathers data, keeps optimizers and loads frozen networks."""
+"""Test the trainer: how it gathers data, keeps optimizers and loads frozen networks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_usual_batch_sizes_are_the_full_and_most_frequent_rest() -> None:
 
 
 class Continuing(Method):
-    """Keep a client's optimizer."""
+    """A method that keeps a client's optimizer."""
 
     name = "continuing"
 
@@ -141,7 +141,7 @@ def test_optimizer_is_kept_if_a_setting_or_method_asks(by_setting: bool, by_meth
 
 
 class Compared(Method):
-    """Add a term that the received head computes from the features in training."""
+    """A method with a loss term that the received head computes from the features in training."""
 
     name = "compared"
     paper = "a test"
@@ -163,7 +163,11 @@ def test_gradients_pass_through_frozen_networks() -> None:
 
 
 class Starting(Method):
-    """Set the private head to zero before each job, and count the steps that see it frozen so."""
+    """A method that sets the private head to zero before each job.
+
+    In each step it asserts that the frozen copy of the received model has this head; steps: their
+    number.
+    """
 
     name = "starting"
     paper = "none"

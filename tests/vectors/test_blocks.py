@@ -1,6 +1,6 @@
-"""Blocks cover a vector once, in order, whatever threads share them.
+"""Test that blocks cover a vector once, in order, whatever threads share them.
 
-What fails in one is raised.
+An error in one block is raised to the caller.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def rule(into, given):
 
 
 def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
-    """A function from a file, read as a new process reads it; the file's time and size stay."""
+    """Write a function to a file, and return it as a new process would load it.
+
+    The function computes scale x + constant. All such files have the same time and size.
+    """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))
     spec = importlib.util.spec_from_file_location("rule", path)
@@ -86,7 +89,7 @@ def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
 
 
 def result(made: Any) -> tuple[float, int]:
-    """What a compiled rule makes of 3, and how often the disk had its code."""
+    """Return a compiled rule's value for 3, and how often its machine code came from the cache."""
     into = np.zeros(1)
     made(into, np.full(1, 3.0))
     return float(into[0]), sum(made.stats.cache_hits.values())

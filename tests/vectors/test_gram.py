@@ -1,6 +1,4 @@
-"""The Gram matrix of updates, their weighted sum in the server's bits, and how little memory both
-take.
-"""
+"""Test the Gram matrix of updates, their weighted sum bit by bit, and the memory of both."""
 
 from __future__ import annotations
 
@@ -60,9 +58,9 @@ def updates(rows: Tensor, version: int = 0) -> list[Update]:
 
 
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
-    """These updates in one aggregation.
+    """Return an aggregation with these updates.
 
-    The divisor is the sum of the weights unless another is given.
+    divisor: of the weighted sum; 0: the sum of the weights.
     """
     found = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
     return found.with_weights(weights, lambda weights: divisor) if divisor else found
@@ -70,7 +68,7 @@ def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggre
 
 @contextmanager
 def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks are shared by so many threads."""
+    """Let this number of threads share the blocks, inside `with`."""
     blocks._pool.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "num_threads", lambda: threads)
@@ -197,7 +195,7 @@ def test_combined_step_is_scaled_by_divisor_of_other_method(rule: Callable[[], M
 
 
 class Sizes(TorchFunctionMode):
-    """Notes the largest tensor that any call makes."""
+    """A mode that notes the largest tensor that any call makes."""
 
     largest = 0
 

@@ -1,4 +1,4 @@
-"""The local optimiser's settings: what is taken and what is refused.
+"""Test which settings of the local optimizer are accepted and which are refused.
 
 Its steps are tested in training/test_step.py.
 """
@@ -54,7 +54,10 @@ def gradient(step: int) -> torch.Tensor:
 
 
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
-    """The second row of a parameter after some steps by itself, and its optimiser."""
+    """Step the second of some rows alone; return the row [3] and its optimizer.
+
+    The other optimizers step it together with other rows.
+    """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):
         single.step([row], [gradient(step)[1]], 0.1)

@@ -1,4 +1,4 @@
-"""Rows that live on disk or in memory, in a room that is reserved at once."""
+"""Test stores of rows on disk or in memory, whose whole space is reserved when they are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_file(address: int) -> bool:
-    """Whether this address lies in a mapped file."""
+    """Return whether this address lies in a mapped file."""
     if sys.platform != "linux":
         pytest.skip("only Linux lists what is mapped")
     for line in Path("/proc/self/maps").read_text().splitlines():

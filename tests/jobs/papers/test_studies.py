@@ -1,5 +1,6 @@
-"""The stored studies of the papers: each line of jobs/studies.sh can be planned, and they make all
-kept runs.
+"""Test the stored studies of the papers.
+
+Each line of jobs/studies.sh can be planned, and together they make all stored runs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 
 
 def started(folder: Path, *names: str) -> list[list[str]]:
-    """The words of each `raysim` that the script starts.
+    """Return the arguments of each `raysim` command that jobs/studies.sh starts.
 
-    A stand-in on the path writes them down.
+    A stand-in for `raysim` on the path writes its arguments to a file.
     """
     program, said = folder / "raysim", folder / "said"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> said\necho >> said\n')
@@ -38,7 +39,10 @@ def started(folder: Path, *names: str) -> list[list[str]]:
 
 
 def facts(config: Mapping[str, object]) -> dict[str, str]:
-    """All values that say what a run is, and not where and how it is carried out."""
+    """Return the values of a configuration that decide a run's results, as text by key.
+
+    Values about where and how the run is computed are left out.
+    """
     without = {
         key: value for key, value in config.items() if key not in (*results.PLACES, "choices")
     }
@@ -50,7 +54,10 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
-    """Whether they agree in all that both have; a run that is kept is older than some keys."""
+    """Return whether a stored run and a planned one have the same value for each key of both.
+
+    A stored run may lack a key, because the setting was added to raysim later.
+    """
     both = {(key, planned[key]): value for key, value in kept.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
 
