@@ -71,7 +71,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_allow_error_in_parent_folder_names_package_folder(
+def test_error_of_option_allow_names_the_folder_of_the_package(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,

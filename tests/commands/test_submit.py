@@ -236,7 +236,7 @@ class TestCommand:
         printed = capsys.readouterr()
         assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
 
-    def test_submit_accepts_paths_and_packages_only_nodes_have(self, tmp_path: Path) -> None:
+    def test_submit_accepts_paths_and_packages_missing_locally(self, tmp_path: Path) -> None:
         overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
         check_command(job_command("run", "out=/s/a", *overrides), find_files())
         (tmp_path / "method").mkdir()

@@ -194,13 +194,13 @@ class TestPlan:
             ("fraug_pacs", "method.fraug.noise_dim", {64, 128, 256, 512}),
         ],
     )
-    def test_sweep_option_grid_has_the_papers_values(
+    def test_sweep_options_grid_has_the_values_of_the_methods_paper(
         self, name: str, key: str, values: set[float]
     ) -> None:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_sweep_option_fedbr_searches_tau2_zero(self) -> None:
+    def test_search_space_of_sweep_option_fedbr_includes_tau2_zero(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 

@@ -126,7 +126,7 @@ def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> N
     assert len(vocabulary.names) == vocabulary.tokens.size
 
 
-def test_unknown_character_becomes_other_token_or_error() -> None:
+def test_unknown_character_without_other_token_is_refused() -> None:
     vocabulary = character_vocabulary("ab", has_other=True)
     assert vocabulary.encode("axb").tolist() == [1, 3, 2]
     again = stored_vocabulary("characters", vocabulary.names)

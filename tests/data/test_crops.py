@@ -65,7 +65,7 @@ def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: l
     assert boxes(height, width, (4.0, 5.0), 3).T.tolist() == [expected] * 3
 
 
-def test_crop_areas_above_one_give_the_whole_image_or_less() -> None:
+def test_crops_of_area_above_one_do_not_exceed_the_image() -> None:
     """Areas of 0.8 to 1.2 (COVID-FL) give crops below the whole image, or all of it."""
     _, _, tall, wide = boxes(100, 100, (0.8, 1.2))
     whole = (tall == 100) & (wide == 100)

@@ -69,7 +69,7 @@ def test_digit_data_sets_all_have_the_same_ten_class_names(root: Path) -> None:
         assert built.class_names == DIGITS and sorted(set(built.labels.tolist())) == list(range(10))
 
 
-def test_fraction_of_domain_partition_keeps_all_test_samples(root: Path) -> None:
+def test_partition_fraction_reduces_training_samples_only(root: Path) -> None:
     source = Domains(
         root=str(root), download=False, domains=["digits", "mnist", "usps"], size=8, channels=3
     )

@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_central_test_set_is_rotated_by_rotation_test() -> None:
+def test_key_rotation_test_rotates_the_central_test_set() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0

@@ -187,7 +187,7 @@ def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_client_draw_of_1_takes_last_possible_class(
+def test_dirichlet_random_number_1_selects_last_class_with_share(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}

@@ -397,7 +397,7 @@ def test_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_image_folder_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
+def test_setting_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -276,7 +276,7 @@ def test_parquet_test_fraction_holds_for_each_class_and_domain(
     assert not stored, "every image is there once"
 
 
-def test_parquet_test_file_is_used_before_the_fraction(tmp_path: Path) -> None:
+def test_parquet_test_file_replaces_the_test_fraction(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture() for _ in range(4)], [0, 1, 0, 1])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
     built = Parquet(root=str(tmp_path), test_fraction=0.5).build()

@@ -648,7 +648,7 @@ def test_resume_keeps_stored_settings(
     assert other["method"] == {} and other["local"] == to_dict(stored)["local"]
 
 
-def test_resume_with_a_runtime_keeps_its_settings(tmp_path: Path) -> None:
+def test_resume_with_the_same_runtime_keeps_its_stored_settings(tmp_path: Path) -> None:
     stored = compose(["runtime=cluster", "runtime.workers=7", "runtime.threads=2"])
     (tmp_path / "config.yaml").write_text(to_yaml(to_dict(stored)))
     resumed = [f"out={tmp_path}", "resume=latest"]

@@ -179,7 +179,7 @@ def check_node(node: Mapping[str, Any], path: Path) -> None:
             assert is_empty or node[name] == default, (path, name)
 
 
-def test_function_defaults_equal_those_of_the_class() -> None:
+def test_defaults_of_method_functions_equal_those_of_the_method() -> None:
     """Compare the defaults, except for None, which means a missing value."""
     found = 0
     for module in (

@@ -120,7 +120,7 @@ def test_run_folder_below_a_file_is_an_error() -> None:
         pass
 
 
-def test_moved_study_plan_moves_the_folders_of_its_runs() -> None:
+def test_study_with_a_new_folder_has_its_runs_in_that_folder() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
     second = move(first, Path("studies/now-2"))

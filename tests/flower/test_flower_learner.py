@@ -83,7 +83,7 @@ def test_resumed_app_has_the_same_bits(project, tmp_path, words):
         assert continued.summary[key] == straight.summary[key]
 
 
-def test_numpy_client_starts_from_its_parameters(project, tmp_path):
+def test_run_starts_from_parameters_of_the_numpy_client(project, tmp_path):
     initial = run(project, tmp_path, app="tiny_flower_app.numpy_client:client_fn", parameters=MADE)
     assert initial.summary["failures_total"] == 0
     assert initial.history["flower.num_examples"].between(10, 15).all()

@@ -161,7 +161,7 @@ def test_fedasync_uses_samples_only_if_weighting_by_samples() -> None:
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
-def test_ca2fl_mean_counts_all_clients_or_those_seen(average: Any, second: float) -> None:
+def test_ca2fl_setting_average_decides_if_unseen_clients_count(average: Any, second: float) -> None:
     at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
     arrive(at, (0, 2.0))
     assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)

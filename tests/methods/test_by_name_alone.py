@@ -140,7 +140,7 @@ def test_composed_configuration_lists_keys_that_the_user_set() -> None:
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_all_keys_count_as_set_without_a_list_of_set_keys() -> None:
+def test_stored_configuration_without_set_keys_has_all_keys_set() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):

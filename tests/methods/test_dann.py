@@ -81,7 +81,7 @@ def test_dann_discriminator_lowers_output_of_absent_clients() -> None:
     [({}, 1 / 2), ({"discriminator_steps": 3}, 3 / 4), ({"mode": "grl"}, 0)],
     ids=str,
 )
-def test_dann_discriminator_step_saves_a_backward_pass(
+def test_dann_discriminator_step_costs_only_a_forward_pass(
     settings: dict[str, Any], share: float
 ) -> None:
     saved = -Dann(**settings).cost(participation_facts(None, 5, 30.0))

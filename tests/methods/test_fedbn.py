@@ -102,7 +102,7 @@ CHANNELS = {"mlp": (NORMED_MLP, 12), "cnn": (NORMED, 16 + 32), "blocks": (BLOCKS
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_fedbn_saves_four_floats_per_channel_and_direction(name: str) -> None:
+def test_fedbn_sends_four_floats_less_per_channel_and_direction(name: str) -> None:
     model, channels = CHANNELS[name]
     fedbn = run(run_spec(FedBN(), model=model), fleet=Ideal())
     fedavg = run(run_spec(model=model), fleet=Ideal())
@@ -208,7 +208,7 @@ def test_fedbn_untrained_client_gets_own_statistics(scope: Any) -> None:
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
 
-def test_fedbn_statistics_weigh_batches_and_restore_modes() -> None:
+def test_fedbn_weighs_batch_statistics_and_restores_train_modes() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.07)
     drop = nn.Dropout(0.5)
     model = nn.Sequential(drop, norm).eval()

@@ -145,7 +145,7 @@ def test_fedbr_has_a_projector_only_if_needed(settings: dict[str, Any], adds: bo
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_fedbr_projector_has_the_widths_of_its_source(
+def test_fedbr_projector_has_the_widths_of_paper_or_code(
     projection: Any, sizes: list[tuple[int, int]]
 ) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]
@@ -193,7 +193,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_fresh_means_with_once_or_mixture(settings: dict[str, Any]) -> None:
+def test_fedbr_refuses_fresh_with_once_or_with_mixture(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 

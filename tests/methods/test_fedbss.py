@@ -16,7 +16,7 @@ def charged(method: FedBSS, version: int) -> float:
     return method.cost(participation_facts(None, 30, 60.0, 1, version))
 
 
-def test_fedbss_cost_has_ranking_pass_once_it_selects() -> None:
+def test_fedbss_cost_has_a_ranking_pass_from_the_warmup_on() -> None:
     assert [charged(FedBSS(2), version) for version in range(4)] == pytest.approx([0, 0, 10, 10])
     assert charged(FedBSS(0, kind="all"), 5) == 0
 

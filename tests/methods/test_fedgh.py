@@ -97,7 +97,7 @@ def test_fedgh_tree_keeps_order_of_its_last_two_updates() -> None:
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_fedgh_tree_projects_last_pair_by_its_initial_product() -> None:
+def test_fedgh_tree_computes_product_of_last_pair_once() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;

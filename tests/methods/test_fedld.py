@@ -196,7 +196,7 @@ def test_fedld_refuses_unknown_normalization(
         function(normalization="l1")
 
 
-def test_fedld_mean_of_revised_updates_is_longer_than_theirs() -> None:
+def test_fedld_revised_updates_have_a_longer_mean_than_originals() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         updates = torch.randn(5, 1000, generator=generator) + torch.randn(

@@ -523,7 +523,7 @@ def test_fedpac_class_without_participants_has_no_prototype() -> None:
 # --- costs and refusals -----------------------------------------------------------------------
 
 
-def test_fedpac_costs_two_passes_and_its_head_saves_one() -> None:
+def test_fedpac_cost_has_two_passes_less_head_phases_backward() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)

@@ -88,6 +88,6 @@ def test_fedrep_refuses_unknown_mode() -> None:
         FedRep("both")  # type: ignore[arg-type]
 
 
-def test_fedrep_head_steps_save_the_extractors_backward_pass() -> None:
+def test_fedrep_head_steps_do_not_cost_extractors_backward_pass() -> None:
     cost = FedRep(head_epochs=2, body_epochs=1).cost(participation_facts(None, 40, 120))
     assert cost == pytest.approx((FORWARD - 1) * 80)

@@ -74,7 +74,7 @@ def recorder() -> Recorder:
     return method
 
 
-def test_hook_prepare_follows_begin_and_gets_the_plan(recorder: Recorder) -> None:
+def test_hook_prepare_follows_begin_for_every_job(recorder: Recorder) -> None:
     begun, prepared = recorder.events[::2], recorder.events[1::2]
     assert [client for _, client in begun] == [client for _, client in prepared]
     assert {name for name, _ in begun} == {"begin"}
@@ -98,7 +98,7 @@ def test_hook_sees_batchnorm_counters_as_received(recorder: Recorder) -> None:
     assert all(torch.all(trained > received) for received, trained in recorder.counters)
 
 
-def test_plan_and_server_know_the_local_settings(recorder: Recorder) -> None:
+def test_hook_arguments_have_the_local_settings(recorder: Recorder) -> None:
     # Of the plan and of the server.
     assert len(recorder.settings) >= 2
     assert all(settings == LOCAL for settings in recorder.settings)
@@ -106,7 +106,7 @@ def test_plan_and_server_know_the_local_settings(recorder: Recorder) -> None:
     assert LOCAL.rate(2) == 0.05 * 0.5**2
 
 
-def test_personal_model_knows_the_task(recorder: Recorder) -> None:
+def test_hook_personalise_can_read_the_kind_of_task(recorder: Recorder) -> None:
     assert recorder.kinds == {"classification"}
 
 

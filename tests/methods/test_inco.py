@@ -75,7 +75,7 @@ def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_inco_zero_source_halves_target_equal_source_doubles(
+def test_inco_halves_target_if_source_is_zero_doubles_if_equal(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -121,7 +121,7 @@ def test_inco_sources_in_basic_blocks_are_the_first_conv2() -> None:
             assert ended[target] == source
 
 
-def test_inco_sources_in_bottlenecks_have_the_same_name() -> None:
+def test_inco_source_in_bottleneck_has_the_targets_layer_name() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"

@@ -118,7 +118,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_recorded_lanes_give_each_method_the_loops_numbers(
+    def test_each_method_in_recorded_lanes_equals_one_by_one(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         operations = waits_of_recorded_steps(monkeypatch)
@@ -144,7 +144,7 @@ class TestNumbers:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_recorded_convolutions_give_the_loops_numbers(self) -> None:
+    def test_recorded_convolutions_equal_one_by_one(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
     def test_second_gradient_in_a_later_stage_can_be_recorded(self) -> None:
@@ -268,7 +268,7 @@ class TestInputs:
     def test_recording_depends_on_client_number_if_a_step_reads_it(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_entry_that_a_step_adds_needs_another_recording(self) -> None:
+    def test_scratch_entry_added_by_a_step_needs_another_recording(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
     def test_recording_has_no_input_for_entry_that_is_only_written(self) -> None:

@@ -212,7 +212,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_recipe_that_names_no_head_is_split() -> None:
+def test_network_of_model_recipe_without_a_head_is_split() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]

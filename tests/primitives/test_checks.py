@@ -107,7 +107,7 @@ def test_first_line_of_error_from_another_process_is_its_cause() -> None:
     assert first_line(crossed) == "what happened"
 
 
-def test_errors_as_refusals_does_not_change_other_errors() -> None:
+def test_only_value_errors_become_refused_errors() -> None:
     with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():

@@ -180,7 +180,7 @@ def test_costs_are_compared_on_the_same_data_only(tmp_path: Path) -> None:
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_unnamed_settings_follow_those_of_their_data(tmp_path: Path) -> None:
+def test_order_of_settings_extends_to_settings_with_same_data(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)

@@ -91,7 +91,7 @@ def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
         ),
     ],
 )
-def test_curves_get_an_axis_if_rounds_differ_in_its_cost(
+def test_cost_has_an_axis_if_runs_differ_in_it_per_round(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """A cost has an axis if two runs need clearly different amounts of it for the same round.

@@ -263,7 +263,7 @@ def test_page_shows_timelines_with_events(tmp_path: Path) -> None:
     assert "late: clients, fleet and workers" in text and "even: clients" not in text
 
 
-def test_page_folds_panels_that_show_no_more_than_rounds(tmp_path: Path) -> None:
+def test_page_folds_axes_on_which_runs_do_not_differ(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / name, [0.5, score], f"workers: {score}")
         for name, score in (("a", 0.6), ("b", 0.7))

@@ -40,7 +40,7 @@ def test_ray_messages_go_to_the_run_folder(
     assert output.out == "line of a user's thread\nround 1\n" and not output.err
 
 
-def test_ray_messages_without_any_leave_no_file(tmp_path: Path) -> None:
+def test_ray_message_file_is_removed_if_it_is_empty(tmp_path: Path) -> None:
     with separate_messages(), messages_written_to(tmp_path) as file:
         assert file is not None and file.is_empty and file.path.exists()
     assert not list(tmp_path.iterdir())
@@ -54,7 +54,7 @@ def test_ray_messages_without_folder_reach_standard_error(
     assert capsys.readouterr() == ("", PLAIN)
 
 
-def test_ray_messages_pass_a_progress_bar(
+def test_ray_messages_go_to_file_during_a_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray's messages go to their file although a progress bar replaces sys.stdout in the meantime.

@@ -294,7 +294,7 @@ def test_run_in_another_folder_begins_a_new_state_log(tmp_path: Path) -> None:
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_stores_empty_states_and_drops_clients(tmp_path: Path) -> None:
+def test_checkpoint_has_empty_states_and_no_missing_clients(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)

@@ -55,7 +55,7 @@ def test_bundle_of_jobs_is_limited_by_work_and_size() -> None:
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
 
 
-def test_jobs_that_take_bundle_refuses_stay_in_the_queue() -> None:
+def test_jobs_that_a_bundle_does_not_accept_stay_in_queue() -> None:
     queue = queue_of([(job(number, client=number % 2), 0) for number in range(6)])
     bundle = queue.take_bundle(lambda job, is_first: job.client == 1, 2, math.inf)
     assert [each.number for each in bundle] == [1, 3]
@@ -69,7 +69,7 @@ def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_take_bundle_passes_is_first_true_until_job_is_accepted() -> None:
+def test_bundle_condition_learns_if_bundle_is_still_empty() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

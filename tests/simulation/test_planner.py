@@ -449,7 +449,7 @@ def test_tier_without_clients_does_not_block_others() -> None:
     assert [step.now for step in result] == [4.0, 8.0, 12.0]
 
 
-def test_tiers_without_clients_wait_for_the_first_one() -> None:
+def test_plan_starts_at_the_first_available_client_of_any_tier() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 

@@ -100,7 +100,9 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_schedule_decides_by_its_view(schedule: Schedule, seen: View, action: Action) -> None:
+def test_schedule_takes_the_expected_action_for_each_view(
+    schedule: Schedule, seen: View, action: Action
+) -> None:
     assert schedule.decide(seen) == action
 
 

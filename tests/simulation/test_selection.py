@@ -130,7 +130,7 @@ def test_restored_selection_continues_unchanged(
     assert steps(again, 8 - at) == expected[at:]
 
 
-def test_random_selection_plans_like_no_selection_rule() -> None:
+def test_random_selection_gives_the_plan_of_no_selection() -> None:
     fleet = Lognormal(availability="markov", on=1, off=1)
     one, other = (planner(rule, Buffered(5, 2), fleet) for rule in (None, Random()))  # type: ignore[arg-type]
     assert steps(one, 10) == steps(other, 10)

@@ -311,7 +311,7 @@ def test_report_of_a_step_has_no_values_of_earlier_steps() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_server_sample_ends_are_cumulative_shares_of_samples() -> None:
+def test_sample_ends_of_server_are_cumulative_sample_shares() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3

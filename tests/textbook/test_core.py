@@ -219,7 +219,7 @@ def test_job_duration_counts_samples_of_epochs_or_steps() -> None:
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_checkpoint_numbers_equal_a_computation_by_hand(
+def test_planner_state_in_checkpoint_equals_state_by_hand(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}

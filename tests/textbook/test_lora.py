@@ -139,7 +139,7 @@ class Witness(Method):
     ],
     ids=["fedavg", "hetlora", "ffa_lora", "flora", "flexlora"],
 )
-def test_mean_of_lora_products_is_exact_or_approximate(
+def test_only_ffa_lora_and_flora_average_products_exactly(
     methods: list[Method], least: float, most: float
 ) -> None:
     model = Mlp((6,), Lora(1, SCALING))
@@ -160,7 +160,7 @@ def test_flexlora_split_is_the_best_low_rank_approximation() -> None:
         assert float((left @ right - b @ a).norm()) == pytest.approx(float(dropped), abs=1e-12)
 
 
-def test_flexlora_split_keeps_rows_without_singular_value() -> None:
+def test_flexlora_keeps_old_rows_of_a_beyond_the_products_rank() -> None:
     column, row = torch.ones(5, 1).double(), torch.arange(1.0, 5.0).double().unsqueeze(0)
     left, right = torch.cat([column, 2 * column], 1), torch.cat([row, row])
     old_a = torch.full((2, 4), 7.0, dtype=torch.float64)

@@ -34,7 +34,7 @@ def test_mutant_of_a_method_fails_its_tests(tmp_path: Path) -> None:
     assert found[0]["by"].startswith("tests/methods/test_moon.py::")
 
 
-def test_equivalent_mutants_are_changes_of_the_source() -> None:
+def test_each_stored_equivalent_mutant_still_exists() -> None:
     labels: dict[str, set[str]] = {}
     for entry in equivalents():
         file = entry["file"]

@@ -360,7 +360,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_keep_statistics_freezes_batchnorm_inside_with_only() -> None:
+def test_keep_statistics_freezes_batchnorm_only_until_its_end() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(

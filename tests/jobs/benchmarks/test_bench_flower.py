@@ -35,7 +35,7 @@ def test_accuracy_is_the_mean_of_the_last_rounds():
     assert read_accuracy("\n".join(lines)) == 4.0
 
 
-def test_server_accuracy_in_a_log_precedes_client_accuracy():
+def test_log_accuracy_is_the_servers_if_both_are_logged():
     log = "{'eval_acc': 0.5}\n{'accuracy': 0.25}"
     assert read_accuracy(log) == 0.25
     assert read_accuracy("{'eval_acc': 0.5}") == 0.5
