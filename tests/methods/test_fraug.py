@@ -267,7 +267,7 @@ def test_fraug_settings_in_the_warning_decrease_norms() -> None:
 def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
     """Run FRAug; return the values of `strength` with which it made embeddings, ascending.
 
-    Each value is there once. rounds: of the run. method_rounds: the setting of FRAug.
+    Equal values are returned once. rounds: of the run. method_rounds: FRAug's setting `rounds`.
     """
     seen: set[float] = set()
 

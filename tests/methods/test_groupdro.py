@@ -27,8 +27,8 @@ LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 class Watch(GroupDRO):
     """A GroupDRO that keeps what each aggregation has used and left on the server.
 
-    losses: the uploaded ones. log_weights: log q of all clients. weights: those of the updates.
-    vectors: the new versions.
+    losses: those that clients upload. log_weights: the logarithms of all clients' q. weights: those
+    of the updates. vectors: the new versions.
     """
 
     def __init__(self, settings: GroupDRO) -> None:

@@ -122,7 +122,7 @@ def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0)
 def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
     """Start the tracker, and wait until its thread has called the server for the first time.
 
-    some: rows of a resumed run from before.
+    some: the rows that a resumed run has already.
     """
     shelf.answered.clear()
     made.start({}, {}, some)

@@ -502,9 +502,11 @@ def unsafe(text: str) -> list[str]:
     result = []
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    deciding = {id(base) for cls in classes if _decides(cls) for base in cls.bases}
+    deciding = {id(base) for cls in classes if _chooses_classes(cls) for base in cls.bases}
     deciding |= {
-        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _refuses(node)
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _forbids_pickles(node)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -523,13 +525,13 @@ def unsafe(text: str) -> list[str]:
     return [name for name in result if name.startswith(UNSAFE) and name not in ERRORS]
 
 
-def _refuses(call: ast.Call) -> bool:
+def _forbids_pickles(call: ast.Call) -> bool:
     """Return whether a call to read a file forbids pickles."""
     said = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return said.get("allow_pickle") is False or said.get("weights_only") is True
 
 
-def _decides(cls: ast.ClassDef) -> bool:
+def _chooses_classes(cls: ast.ClassDef) -> bool:
     return any(isinstance(part, ast.FunctionDef) and part.name == "find_class" for part in cls.body)
 
 

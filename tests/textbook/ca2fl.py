@@ -1,8 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-Symbols: Delta_i, the update of client i that arrives; h_i, its update in an earlier aggregation (0
-if there was none); h, the mean of the h_i; v, the calibrated update; eta, the server's rate.
-Network buffers are averaged.
+Symbols: Delta_i, the update of client i that arrives; h_i, its last update in an earlier
+aggregation (0 if there was none); h, the mean of the h_i; v, the calibrated update; eta, the
+server's rate. Network buffers are averaged.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
 def _steps(world: World, count: int) -> float:
     """Return K', by which SCAFFOLD divides a movement of `count` steps with momentum.
 
-    It is the sum over the steps of how often the step's gradient counts in the movement: without
-    momentum 1, so that K' is `count`.
+    K' counts for each step how often its gradient is part of the movement. Without momentum this is
+    once, and K' is `count`.
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))

@@ -25,7 +25,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
-    """Start each job after a client's first one from y' + (x - y') W, in the modules under `top`.
+    """Start each job from y' + (x - y') W in the modules under `top`, except a client's first job.
 
     W is learned before the job, on a random share of the client's samples. rate: the learning rate
     of W.

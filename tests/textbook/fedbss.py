@@ -1,7 +1,7 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec.
 
 Symbols: S_i, the loss of sample i; alpha_i, its uncertainty, 1 minus the range of its class
-probabilities; a_e, the fraction of the biased samples that epoch e uses. Easy samples are those
+probabilities; a_e, the fraction of the biased samples that epoch e uses. Unbiased samples are those
 with at most the loss of the most uncertain sample; biased ones are the others.
 
 The textbook draws its own batches. The samples of an epoch are put in the order of the client's
@@ -121,8 +121,7 @@ def batches(
     """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
 
     An epoch uses the first samples of `order`: the unbiased ones, and the fraction a_e of the
-    biased ones.
-    unbiased: the number of unbiased samples; all other samples are biased.
+    biased ones. unbiased: the number of unbiased samples.
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()

@@ -234,7 +234,10 @@ class Growing(Weights):
 
 
 def _words(size: int) -> int:
-    """Return the float32 numbers of a message of `size` bytes: its length, and four bytes each."""
+    """Return how many float32 numbers a message of `size` bytes takes.
+
+    One number is for the length; each further one has four of the bytes.
+    """
     return 1 + -(-size // 4)
 
 
