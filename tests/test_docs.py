@@ -1,4 +1,4 @@
-"""The documentation is built without a warning, and its pages agree with code and configuration."""
+"""Test that the documentation builds without a warning and agrees with code and settings."""
 
 from __future__ import annotations
 

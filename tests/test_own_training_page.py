@@ -1,4 +1,4 @@
-"""Programs of docs/own_training.md run as they stand."""
+"""Test that the programs of docs/own_training.md run unchanged."""
 
 from __future__ import annotations
 

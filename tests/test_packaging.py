@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel in a folder of its own, without what it depends on, which this process has."""
+    """Install the wheel into a folder of its own, without its dependencies; return the folder."""
     target = tmp_path_factory.mktemp("installed")
     command = [
         "uv",

@@ -244,7 +244,7 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Whether an expression is the dictionary of attributes of an object that is not raysim's."""
+    """Return whether an expression is the attribute dictionary of a third-party object."""
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
         return not is_own(node.args[0], tree)
     if isinstance(node, ast.Attribute) and node.attr == "__dict__":

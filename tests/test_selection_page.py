@@ -1,4 +1,4 @@
-"""The program of docs/selection.md runs as it stands."""
+"""Test that the program of docs/selection.md runs unchanged."""
 
 from __future__ import annotations
 

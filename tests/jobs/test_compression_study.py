@@ -1,4 +1,4 @@
-"""The study of compressors: its runs can be composed, and its page says what its store holds."""
+"""Test the study of compressors: its runs can be composed, and its page has the stored results."""
 
 from __future__ import annotations
 

@@ -651,7 +651,7 @@ def test_client_state_is_that_of_the_last_aggregated_job(
 
 
 class Failing(Method):
-    """Fail for one client from its second job on."""
+    """A method that fails for one client from its second job on."""
 
     name = "failing"
     paper = "a test"

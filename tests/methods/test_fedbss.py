@@ -1,4 +1,4 @@
-"""FedBSS: what its ranking pass costs and what it warns of; its textbook shows its training."""
+"""Test FedBSS' ranking pass and its warnings; its training is compared with its textbook."""
 
 from __future__ import annotations
 

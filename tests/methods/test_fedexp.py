@@ -58,7 +58,7 @@ def test_fedexp_squared_norm_by_blocks_is_exact(size: int) -> None:
 
 
 class Watch(Method):
-    """Keeps what every step was made of; the last method of a list."""
+    """A method that keeps what every step was computed from; it is the last one of a list."""
 
     name = "watch"
     paper = "a test"

@@ -1,4 +1,4 @@
-"""What hooks may read and declare, shown by small methods of no paper."""
+"""Test what hooks may read and declare, with small methods of no paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCAL = Local(lr=0.05, lr_decay=0.5, batch=8, epochs=2)
 
 
 class Recorder(Method):
-    """Note what hooks see."""
+    """A method that notes what its hooks see."""
 
     name = "recorder"
 
@@ -114,7 +114,7 @@ def test_hook_personalise_can_read_the_kind_of_task(recorder: Recorder) -> None:
 
 
 class FixedHead(Method):
-    """Keep the head as it is; train what `trains` names."""
+    """A method that keeps the head as it is, and trains what `trains` names."""
 
     name = "fixed_head"
 

@@ -1,4 +1,4 @@
-"""MOON next to Mixup and BatchNorm, at weight zero, and what its frozen models cost."""
+"""Test MOON next to Mixup and BatchNorm, at weight zero, and the cost of its frozen models."""
 
 from __future__ import annotations
 

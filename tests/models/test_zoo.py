@@ -1,4 +1,4 @@
-"""Classifiers of Hugging Face, from a configuration or a folder, and a run with adapters."""
+"""Test classifiers of Hugging Face, from a configuration or a folder, and a run with adapters."""
 
 from __future__ import annotations
 

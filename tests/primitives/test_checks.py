@@ -1,4 +1,4 @@
-"""Checks of values that a user gave."""
+"""Test checks of values that a user gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit that a run was started at, in its summary and in MLflow."""
+"""Test that the commit that a run was started at is in its summary and in MLflow."""
 
 from __future__ import annotations
 

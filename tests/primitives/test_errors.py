@@ -1,4 +1,4 @@
-"""Errors that users see."""
+"""Test errors that users see."""
 
 from __future__ import annotations
 

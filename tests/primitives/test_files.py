@@ -1,4 +1,4 @@
-"""Paths and texts as users write them, and locks."""
+"""Test paths and texts as users write them, and locks."""
 
 from __future__ import annotations
 

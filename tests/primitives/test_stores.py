@@ -1,4 +1,4 @@
-"""Stores of files in a local folder or behind a URL."""
+"""Test stores of files in a local folder or behind a URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each client has and scores is stored beside a run, and read back."""
+"""Test that data and scores of each client are stored with a run, and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings are compared for a paper: tables, marks, costs and figures."""
+"""Test comparisons of settings for a paper: tables, marks, costs and figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOON = [0.51, 0.50, 0.51, 0.50]
 
 
 def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000) -> Path:
-    """The folder of a run of three rounds; its accuracy rises to `final`."""
+    """Write a run's folder with three rounds, whose accuracy rises to `final`; return it."""
     folder.mkdir(parents=True)
     rows: list[dict[str, int | float | None]] = [
         {

@@ -1,4 +1,4 @@
-"""Pictures of probes, methods' reports, domains and the loss decomposition."""
+"""Test pictures of probes, methods' reports, domains and the loss decomposition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pictures
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Width and height, as a PNG's header tells them."""
+    """Return the width and the height in pixels from the header of a PNG file."""
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", head[16:24])

@@ -1,4 +1,4 @@
-"""What a person sees before the first round, in a terminal and in a log."""
+"""Test what a person sees before the first round, in a terminal and in a log."""
 
 from __future__ import annotations
 

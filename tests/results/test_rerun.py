@@ -1,4 +1,4 @@
-"""The command that repeats a run."""
+"""Test the command that repeats a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistics of a study, against numbers made by hand and against scipy."""
+"""Test the statistics of a study against numbers by hand and against scipy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Printed tables: what fits on a line, and which value is marked as the best."""
+"""Test printed tables: what fits on a line, and which value is marked as the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of replicas and their links, and the traffic of each replica."""
+"""Test the picture of replicas and their links, and the traffic of each replica."""
 
 from __future__ import annotations
 

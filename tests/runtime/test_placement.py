@@ -1,4 +1,4 @@
-"""Tests of placement: workers that fit, memory, placement groups, several nodes, progress."""
+"""Test placement: workers that fit, memory, placement groups, several nodes, progress."""
 
 from __future__ import annotations
 

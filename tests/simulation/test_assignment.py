@@ -1,4 +1,4 @@
-"""Assignment of jobs to workers."""
+"""Test the assignment of jobs to workers."""
 
 from __future__ import annotations
 

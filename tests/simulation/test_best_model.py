@@ -1,4 +1,4 @@
-"""The model of the best round: what decides, the weights in its file, and resumed runs."""
+"""Test the model of the best round: what decides, the weights in its file, and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleets: durations by hand, shares, drop-outs, and refused settings."""
+"""Test fleets: durations by hand, shares, drop-outs, and refused settings."""
 
 from __future__ import annotations
 

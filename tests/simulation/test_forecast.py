@@ -1,4 +1,4 @@
-"""Forecasts of runs."""
+"""Test forecasts of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of jobs that wait for a worker."""
+"""Test the queue of jobs that wait for a worker."""
 
 from __future__ import annotations
 

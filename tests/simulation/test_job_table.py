@@ -1,4 +1,4 @@
-"""The table of jobs: the states of a job in order, and the versions that jobs hold."""
+"""Test the table of jobs: the states of a job in order, and the versions that jobs hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Unseen clients, the best model and saved weights give the same results on workers in other
-processes.
-"""
+"""Test that workers in other processes give the same unseen scores, best model and weights."""
 
 from __future__ import annotations
 

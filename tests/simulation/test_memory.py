@@ -1,4 +1,4 @@
-"""Memory of a run: it does not grow with rounds, nor with clients that are never sampled."""
+"""Test that a run's memory grows neither with rounds nor with clients that are never sampled."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_memory_of_versions_without_jobs_is_freed() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the number of elements of the largest result of any operation."""
+    """A mode that notes the number of elements of the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replicas above a budget are on disk: the same bits with less memory."""
+"""Test replicas above a budget, which are on disk: the same bits with less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions of each schedule, and the runs that follow from them, without training."""
+"""Test decisions of each schedule, and the runs that follow from them, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with every schedule and drop-outs: the same bits on any workers and resumed."""
+"""Test runs with every schedule and drop-outs: the same bits on any workers and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client states above a budget are on disk: the same bits with less memory."""
+"""Test client states above a budget, which are on disk: the same bits with less memory."""
 
 from __future__ import annotations
 

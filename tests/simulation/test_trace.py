@@ -1,4 +1,4 @@
-"""Traces: reading, rows of clients, refused files, and conversion from FedScale."""
+"""Test traces: reading, rows of clients, refused files, and conversion from FedScale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unseen clients: never trained, and scored in separate columns."""
+"""Test unseen clients: they are never trained, and scored in separate columns."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Pairs = tuple[Tensor, Tensor]  # mean inputs [R, ...], mean labels [R, C]
 
 
 def means(world: World, client: int, rows: np.ndarray) -> Pairs:
-    """Return, for each row of indices, the mean of those samples of a client."""
+    """Return the mean inputs and labels of a client's samples, for each row of positions."""
     x, y = world.data[client]
     one_hot = torch.eye(world.classes, dtype=x.dtype)[y]
     return torch.stack([x[row].mean(0) for row in rows]), torch.stack(

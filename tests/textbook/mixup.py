@@ -15,7 +15,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
-    """Return, for each step, lam ~ Beta(alpha, alpha) and the partner of each row."""
+    """Return for each step lam ~ Beta(alpha, alpha) and the partner of each row."""
     generator = stream(world.seed, "draws.mixup", job.client, job.turn)
     lams = generator.beta(alpha, alpha, size=len(job.batches)).tolist()
     return [

@@ -39,7 +39,7 @@ class Cohort:
 
     @property
     def mean(self) -> Tensor:
-        """FedAvg's mean update [d]."""
+        """Return FedAvg's mean update [d]."""
         return self.weights @ self.changes / self.weights.sum()
 
 

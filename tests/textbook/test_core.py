@@ -270,7 +270,7 @@ EVERYTHING = Evaluation(finetune=Finetune(2))
 
 
 class Opposite(Method):
-    """Score each client with the negated shared parameters."""
+    """A method that scores each client with the negated shared parameters."""
 
     name = "opposite"
     paper = "a test"

@@ -90,7 +90,7 @@ def test_method_equals_its_textbook_computation(name: str) -> None:
 
 # --- which means are exact ------------------------------------------------------------------------
 class Witness(Method):
-    """Compare the new weight of the layer with the mean of the clients' weights."""
+    """A method that compares the layer's new weight with the mean of the clients' weights."""
 
     name = "witness"
     paper = "a test"

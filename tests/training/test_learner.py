@@ -1,4 +1,4 @@
-"""Learners: models that are not networks of PyTorch."""
+"""Test learners: models that are not networks of PyTorch."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_stage_with_another_loss_is_not_perturbed() -> None:
 
 def test_client_state_is_that_of_the_first_pass() -> None:
     class Counting(Method):
-        """Change the client state with each loss, as FRAug's prototypes do."""
+        """A method that changes the client state with each loss, as FRAug's prototypes do."""
 
         name = "counting"
 

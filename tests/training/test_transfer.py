@@ -1,4 +1,4 @@
-"""Tests of copies between device and memory, on a CPU that is treated like a device."""
+"""Test copies between device and memory, on a CPU that is treated like a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts calls that wait for a device, and copies to memory."""
+    """A mode that counts calls that wait for a device, and copies to memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The flat vector: order, views, what travels and what stays."""
+"""Test the flat vector: order, views, what is sent and what stays on clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in a fixed binary tree: the same bits however the positions are split."""
+"""Test sums in a fixed binary tree: the same bits however the positions are split."""
 
 from __future__ import annotations
 
