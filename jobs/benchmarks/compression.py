@@ -73,7 +73,11 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
     workload = WORKLOADS[name]
     workload = replace(workload, clients=workload.cohort)
     spec = spec_of(workload, source_of(workload, ""))
-    print(f"{name}: CPU ms of a round; limit {LIMITS[name]:.0%}", flush=True)
+    print(
+        f"{name}: CPU ms per round without and with a compressor, and the time that it adds "
+        f"(at most {LIMITS[name]:.0%})",
+        flush=True,
+    )
     for compressor in compressors:
         compressed = replace(spec, methods=(compressor,))
         declarations = declare_run(compressed)

@@ -214,8 +214,8 @@ def bench(
     first = checkpoints[0]
     share = 100 * first.seconds / (10 * (first.round_seconds or 1))
     say(
-        f"W1: a checkpoint takes {first.seconds:.3f} s (CPU {first.cpu:.3f}), "
-        f"with one every 10 rounds {share:.2f} % of the time"
+        f"workload W1: a checkpoint takes {first.seconds:.3f} s (CPU {first.cpu:.3f} s). One every "
+        f"10 rounds takes {share:.2f} % of the time of these rounds"
     )
     for count in (*CHANGED, CLIENTS):
         cost = changed_states(CLIENTS, count, blocks)
@@ -233,10 +233,10 @@ def bench(
         pairs.append((without_budget, with_budget))
         ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"{FEW:,} clients, a tenth of the states in memory: {ratios[-1]:.2f} times the CPU "
-            "time without a budget"
+            f"{FEW:,} clients: a run with a tenth of the states in memory and the others on disk "
+            f"takes {ratios[-1]:.2f} times the CPU time of a run with all states in memory"
         )
-    say(f"median {statistics.median(ratios):.2f}")
+    say(f"median of these ratios: {statistics.median(ratios):.2f}")
     runs = [run for pair in pairs for run in pair]
     if clients:
         runs.append(train(clients, clients // (COHORT // 2), BUDGET))

@@ -68,9 +68,9 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
     twice = personal.keys() & state.methods.keys()
     if twice:
         raise ValueError(
-            f"client state {sorted(twice)}: a method keeps entries with these names, which are "
-            "already names of network tensors that stay on the client. Rename the entries in the "
-            "code of the method."
+            f"client state {sorted(twice)}: a hook has stored values under these names, but they "
+            "are the names of network tensors that stay on the client. Search the code of your "
+            "methods for these names, and choose others."
         )
     return personal | dict(state.methods)
 

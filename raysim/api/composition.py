@@ -317,7 +317,8 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
         if declared is owner and step_parts(declared):
             raise ValueError(
                 f"method '{declared.method}' replaces local training (run.train), so that its "
-                f"{step_parts(declared)[0]} would never be called. Remove one of the two from it."
+                f"{step_parts(declared)[0]} would never be called. Remove either run.train or "
+                f"{step_parts(declared)[0]} from the method."
             )
         if step_parts(declared):
             raise ValueError(

@@ -181,8 +181,9 @@ class Compressor(Method):
         words = self.words(layout)
         if message.dtype != np.uint32 or message.shape != (words,):
             raise ValueError(
-                f"compression={self.name}: encode returned {message.dtype} {list(message.shape)}, "
-                f"but words declares uint32 [{words}]. Correct one of them."
+                f"compression={self.name}: the function 'encode' returned {message.dtype} "
+                f"{list(message.shape)}, but it must return uint32 [{words}], because the function "
+                f"'words' returned {words}. Correct one of the two functions."
             )
         self._receive(message, layout, values, has_memory=memory is not None)
         following: dict[str, Tensor] = {}

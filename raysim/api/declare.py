@@ -294,8 +294,8 @@ def _check_state_names(declarations: Declarations) -> None:
         values: object = declared.client_states(1)
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"method '{declared.method}': its client states are {values!r}. Return a "
-                "dictionary with a value for each name."
+                f"method '{declared.method}': its function 'client_states' returned {values!r}. "
+                "Return a dictionary with the initial value of each client state, by name."
             )
         for name in values:
             if name in taken:

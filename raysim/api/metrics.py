@@ -133,7 +133,8 @@ class SampleScores:
         if not values.ndim or len(values) != len(outputs):
             raise ValueError(
                 f"evaluate.metrics: {self.name} returns the shape {list(values.shape)} for "
-                f"{len(outputs)} samples. Return one value for each sample, or set per='set'."
+                f"{len(outputs)} samples. Return one value for each sample. If it must return one "
+                "number for all samples of a set, pass raysim.Metric(function, per='set')."
             )
         return values if values.ndim == 1 else values.flatten(1).to(torch.float64).mean(1)
 
@@ -356,8 +357,8 @@ def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
         near = nearest(name, [*usual, *classes])
         advice = f"Did you mean {near}?" if near else f"Set it to one of {', '.join(usual)}."
         raise ValueError(
-            f"{key}={name} is not a metric for {task.kind}. {advice} If it was a function from "
-            "Python, pass it again with raysim.run(metrics=[...])."
+            f"{key}={name} is not a metric for {task.kind}. {advice} If you passed your own "
+            "function when you started this run, pass it again: raysim.run(metrics=[...])."
         )
     score = SetScore(TorchMetric(wanted, task.kind, task.num_classes), name)
     example = _structured(*example_scores(task))

@@ -75,8 +75,8 @@ class SignSGD(Compressor):
             if feedback != "none":
                 raise ValueError(
                     f"compression.size={size} cannot be used with compression.feedback={feedback}: "
-                    "error feedback needs decoded values as large as the original ones. Set "
-                    "compression.size=null."
+                    "error feedback needs decoded values with the mean absolute value of the "
+                    "original ones, not with a fixed one. Set compression.size=null."
                 )
 
     def words(self, layout: Layout) -> int:

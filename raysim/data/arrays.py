@@ -1,4 +1,7 @@
-"""Store arrays, tensors and data sets from Python in the cache, by their checksum."""
+"""Store arrays, tensors and data sets from Python in the cache, under their checksum.
+
+"From Python" means that they were passed to `raysim.run(data=...)`, not read from a file.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,13 @@ LabelLists: TypeAlias = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class StoredArrays:
-    """A user's samples as arrays; training rows come first.
+    """The n samples of a data set from Python; the training samples come first.
 
-    inputs: [n, ...].
-    labels: an array, a list of labels or a dictionary for each sample, or labels that are ready to
-    be stored (`LabelSet`).
-    users: the user of each sample, integers or text; None if there are no users.
+    inputs: [n, ...], the inputs of the samples.
+    labels: an array [n, ...], or a list with a list of labels or a dictionary for each sample, or
+    labels that are ready to be stored (`LabelSet`).
+    users: [n], integers or text: the person or device to whom each sample belongs; None if the
+    samples have no such users.
     is_test: bool [n], True for samples of the central test set.
     fields: the parts of a row of inputs if samples have several inputs, else ().
     """
@@ -53,8 +57,8 @@ _arrays_by_digest: dict[str, StoredArrays] = {}
 class Arrays(Source):
     """A source of arrays that `store_arrays` stored in the cache of this machine.
 
-    digest: the checksum of the arrays. `read` finds them only in the process that stored them;
-    other processes need the data set that it wrote into the cache.
+    digest: the checksum of the arrays. Only the process that calls `store_arrays` has the arrays in
+    memory. Other processes read the data set that `store_arrays` wrote into the cache.
     """
 
     digest: str = ""
@@ -92,21 +96,25 @@ class Arrays(Source):
 
 
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
-    """Store a user's samples in the cache and return their source.
+    """Store samples from Python in the cache and return their source.
 
-    data: one of these; a torch `Dataset` may replace a pair (inputs, labels):
+    data: one of these forms; a torch `Dataset` may replace a pair (inputs, labels):
     - (inputs, labels) without a central test set;
     - ((inputs, labels), (inputs, labels)), where the second pair is the central test set;
     - {"train": (inputs, labels), "test": (inputs, labels)}.
-    inputs: arrays, tensors or lists [n, ...]; images are [n, h, w], [n, c, h, w] or [n, h, w, c]; a
-    pandas frame is a table of numbers.
-    labels: one of these; `labels.infer_kind` decides what they mean:
-    - a class or a value for each sample, [n];
-    - several values for each sample, or 0 and 1 for several labels that it has or not, [n, labels];
-    - a list of labels for each sample.
-    A pair may have a third item: users [n], integers or text, which gives the client of each sample
-    for `partition=natural`.
     settings: further settings of the source, such as {"kind": "regression"}.
+
+    The inputs of a pair are an array, a tensor or a list [n, ...]. Images are [n, h, w], [n, c, h,
+    w] or [n, h, w, c]. A pandas frame is a table of numbers.
+
+    The labels of a pair have one of these forms; `labels.infer_kind` decides what they mean:
+    - [n], a class or a value for each sample;
+    - [n, values], several values for each sample;
+    - [n, labels], for each of several labels 1 if the sample has the label, and 0 if not;
+    - a list with a list of labels for each sample.
+
+    A pair may have a third item: users [n], integers or text. With `partition=natural`, each user's
+    samples become a client.
     """
     train, test = _split_halves(data)
     kind = (settings or {}).get("kind")
@@ -175,9 +183,11 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and, if there are any, the users of training or test data.
+    """Return the inputs, the labels and, if there are any, the users of one half of the data.
 
-    part: the user's training data, or the user's test data.
+    A half is the training data or the test data.
+
+    part: the training data or the test data that was passed from Python.
     name: "train" or "test", for errors.
     kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
     fields: a list to which this function appends the description of the inputs: the parts of a row
@@ -291,12 +301,16 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels as lists if each sample has a list or a dictionary, else None.
+    """Return the labels if each sample has a list of labels or a dictionary; None for an array.
 
-    None means that the labels are an array: also if they are lists of one item each, or lists of
-    integers of equal length, or any lists while `kind` is "positions". But if `kind` is
-    "multilabel", lists of integers that are not all 0 or 1 are always lists of labels.
-    column: the user's labels.
+    Lists of labels contain integers or text. They count as rows of an array, so that the result is
+    None, in three cases:
+    - `kind` is "positions".
+    - Each list has one item.
+    - All lists have the same length and contain only integers.
+    The last two cases do not apply if `kind` is "multilabel" and a label is neither 0 nor 1.
+
+    column: the labels that were passed from Python.
     kind: `data.kind`.
     """
     if kind == "positions":

@@ -64,12 +64,17 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        The random numbers are drawn in this order: four uniforms for each of ten rectangles of each
-        image; vertical and horizontal offset of each image; each image's flip (probability 1/2);
-        its angle (uniform up to `rotate_degrees` either way; nearest pixel, zero outside); its
-        factors of brightness, contrast and saturation (1 - jitter to 1 + jitter) and its shift of
-        hue (up to `jitter` of the circle either way), applied in this order; whether it turns grey.
-        For images of one channel the same numbers are drawn.
+        Only the augmentations in `augment` draw random numbers. They are made in this order, each
+        for all images:
+        - resized_crop: four numbers in [0, 1) for each of `TRIES` rectangles, see `crop_boxes`.
+        - crop: the vertical offset, then the horizontal one, from 0 to 2 `crop_padding` pixels.
+        - flip: an image is mirrored with probability 1/2.
+        - rotate: an angle from -`rotate_degrees` to `rotate_degrees`. A pixel of the result is the
+          nearest pixel of the image, and 0 outside of the image.
+        - jitter: factors of brightness, contrast and saturation from 1 - `jitter` to 1 + `jitter`,
+          and a shift of the hue by up to `jitter` of the colour circle in either direction.
+        - grey: an image turns grey with the probability `grey`.
+        Images of one channel draw the same numbers as images of three.
         """
         if "resized_crop" in self.augment:
             uniforms = rng.random((4, TRIES, len(images)))
@@ -92,7 +97,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Crop, flip and rotate images at random, as the settings say; pixels move, values stay."""
+        """Crop, flip and rotate images at random; only those of the three that `augment` names."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -119,12 +124,13 @@ class Pipeline:
 def _rotation_sources(
     height: int, width: int, degrees: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which pixel of an image each pixel of the rotated image shows: [B, h * w].
+    """Return for each pixel of the rotated images the pixel of the original image to copy.
 
-    The second result, bool [B, h * w], is False where a pixel shows nothing of the image. Images
-    turn counter-clockwise.
+    The first result, int64 [B, h * w], has positions in the flattened image: row * width + column.
+    The second result, bool [B, h * w], is False where the position is outside of the image; the
+    first result is then 0.
     height, width: the size of the images in pixels.
-    degrees: [B], the angle of each image.
+    degrees: [B], the angle of each image, counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]

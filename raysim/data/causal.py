@@ -114,7 +114,11 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
     def encode(text: str) -> Ints:
         numbers = np.array(text.split(), np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
-            raise ValueError(f"tokens are numbers from 0 to {size - 1}")
+            wrong = numbers.min() if numbers.min() < 0 else numbers.max()
+            raise ValueError(
+                f"the data has only the tokens 0 to {size - 1}, and {wrong} is none of them; leave "
+                "it out"
+            )
         return numbers
 
     def decode(tokens: Sequence[int]) -> str:
@@ -364,7 +368,8 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
     for key, value in (("prompt", prompt), ("packing", packing)):
         if value is not None and kind != "causal":
             raise ValueError(
-                f"data.{key}={value} is for language data. Set data.kind=causal, or leave it null."
+                f"data.{key}={value} is for language data. Set data.kind=causal, or set "
+                f"data.{key}=null."
             )
 
 

@@ -61,13 +61,13 @@ def find_label(names: Sequence[str], place: str) -> str:
 
 
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
-    """Return the name of the column of labels.
+    """Return the name of the column of labels, which the user can set with either of two keys.
 
-    This is `label` if it is set; else `usual` if the user changed it or the table has it; else a
-    column with a usual name (`LABEL_NAMES`).
     names: the columns of the table.
-    label: `data.label`; None if it is not set.
-    usual: `data.label_column`, which is "label" by default.
+    label: `data.label`; None if it is not set. If it is set, the result is this column.
+    usual: `data.label_column`. If only this key is set, the result is this column. Its default
+    "label" means: the column "label" if the table has it, else a column with another usual name
+    (`LABEL_NAMES`).
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """

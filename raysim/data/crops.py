@@ -13,17 +13,21 @@ from torch.nn import functional
 from raysim.data.csr import Floats, Ints
 
 TRIES = 10  # rectangles drawn per image
-ASPECT = (3 / 4, 4 / 3)  # width by height
+ASPECT = (3 / 4, 4 / 3)  # the smallest and the largest ratio of width to height
 
 
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
+    An image has `TRIES` tries. Each try draws the rectangle's share of the image's area (uniform)
+    and its ratio of width to height (log-uniform from 3/4 to 4/3). Its height and its width follow
+    from these two numbers and are rounded to pixels. The first rectangle that is not larger than
+    the image is placed at a uniformly drawn position. If there is none, the rectangle is in the
+    centre, as large as an allowed ratio permits. These are the rules of torchvision's
+    RandomResizedCrop.
+    height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
-    uniforms: draws in [0, 1), [4, TRIES, B]. A try draws a share of the area (uniform) and an
-    aspect ratio (log-uniform in 3/4 to 4/3), both rounded to pixels. The first rectangle that fits
-    is placed uniformly. If none fits, the rectangle is the centre: the whole image, cut to the
-    nearest allowed aspect ratio. These are the rules of torchvision's RandomResizedCrop.
+    uniforms: random numbers in [0, 1), [4, TRIES, B]: for share, ratio, top and left of each try.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)

@@ -170,8 +170,8 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
     if source.rotation.per != "none":
         raise ValueError(
             "partition.test_fraction=null takes clients' test samples from the central test set, "
-            f"but data.rotation.per={source.rotation.per} turns that set by other angles. Set a "
-            "share, such as 0.2."
+            f"but with data.rotation.per={source.rotation.per} its images have other angles than "
+            "the clients' training images. Set partition.test_fraction to a share, such as 0.2."
         )
     start = clean.train_rows
     if start == len(clean):

@@ -20,10 +20,11 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
-    Most are means over the clients that have samples; `SCALES` says what each one measures. The
-    divergence is 0 if all clients have the same shares of the classes, and close to 1 if no two
-    clients share a class. It compares only labels, not inputs.
-    counts: [N, C], training samples of each of N clients in each of C classes.
+    The names are the keys of `SCALES`, whose values say what each one measures. All but
+    "label_entropy_std" and "size_variation" are means over the clients that have samples.
+    "divergence" is 0 if all clients have the same shares of the classes, and close to 1 if no two
+    clients share a class.
+    counts: [N, C], the number of training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]

@@ -340,8 +340,9 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
     values = np.asarray(labels[:, None] if labels.ndim == 1 else labels, np.float32)
     if values.shape[1] != outputs:
         raise ValueError(
-            f"data source {name} has labels of shape {values.shape} for {outputs} outputs. Name "
-            "each output."
+            f"data source {name} has labels of shape {values.shape}, but {outputs} class_names. "
+            "Let its function 'read' return a Raw whose class_names has a name for each column of "
+            "labels."
         )
     if kind == "multilabel" and not np.isin(values, (0, 1)).all():
         raise ValueError(

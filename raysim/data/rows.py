@@ -43,17 +43,17 @@ def are_names(value: object) -> bool:
 
 
 def number_labels(
-    values: NDArray[np.generic], names: list[str] | None, place: str, rows: int | None = None
+    values: NDArray[np.generic], names: list[str] | None, place: str, samples: int | None = None
 ) -> tuple[Ints, list[str]]:
     """Return labels as numbers 0 to C-1, and the names of the C classes.
 
     values: integers or text. Text is numbered by its position in `names`, or alphabetically.
     names: the class names; None: integer labels have the classes 0 to the largest label.
     place: the name of the source in errors.
-    rows: the largest allowed number of classes, if there are no names; None allows as many classes
-    as there are labels.
+    samples: the number of samples, for a check: without names, there may not be more classes than
+    samples. None means that each label belongs to another sample.
     """
-    rows = len(values) if rows is None else rows
+    samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":
         return _number_text(values, names, place)
     if values.dtype.kind not in "iu":
@@ -61,10 +61,10 @@ def number_labels(
     if not len(values):
         return values.astype(np.int64), names or []
     lowest, highest = int(values.min()), int(values.max())
-    if not names and highest >= rows and lowest >= 0:
+    if not names and highest >= samples and lowest >= 0:
         raise ValueError(
-            f"{place} has the label {highest}, but only {rows} samples. Labels without names are "
-            "class numbers from 0: number classes without gaps, name all classes, or set "
+            f"{place} has the label {highest}, but only {samples} samples. Labels without names "
+            "are class numbers from 0: number classes without gaps, name all classes, or set "
             "data.kind=regression for values."
         )
     classes = len(names) if names else highest + 1

@@ -98,7 +98,12 @@ class WebDataset(Source):
     def check(self) -> None:
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
-        require("data.columns", self.columns, self.columns != [], "a list of endings, or null")
+        require(
+            "data.columns",
+            self.columns,
+            self.columns != [],
+            "a list of at least one ending, or null",
+        )
 
     def with_domains(self, column: str) -> WebDataset:
         return replace(self, user=column)

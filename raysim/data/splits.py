@@ -125,10 +125,11 @@ def dirichlet_label_split(
 
 
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
-    """Convert class shares of each client to client shares of each class, [C, N].
+    """Return the part of each class that each client gets, [C, N]; each row sums to 1.
 
-    Clients share a class equally if every client's share of it is 0.
-    client_distributions: the class shares of each client, [N, C].
+    A client's part of a class is proportional to the weight of this class in the client's own mix.
+    A class in no client's mix is divided equally.
+    client_distributions: [N, C], the mix of classes of each client; each row sums to 1.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)

@@ -83,7 +83,12 @@ class TextTable(Source):
     def check(self) -> None:
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
-        require("data.columns", self.columns, self.columns != [], "a list of columns, or null")
+        require(
+            "data.columns",
+            self.columns,
+            self.columns != [],
+            "a list of at least one column, or null",
+        )
         check_documents(self.kind, self.prompt, self.packing)
 
     def with_domains(self, column: str) -> TextTable:

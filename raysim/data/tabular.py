@@ -79,9 +79,10 @@ class NumPy(Source):
     integers, which are token numbers. If samples have several inputs, there is an array x.NAME [n,
     ...] for each input instead.
     y [n] or [n, outputs]: the labels; `labels.infer_kind` decides from their form whether they are
-    classes or values. A structured target is stored as arrays y.NAME [n, ...] instead. If the
-    samples have different numbers of rows, y.NAME has the rows of all samples one after another,
-    and y.NAME.rows [n] has the number of rows of each sample.
+    classes or values. If a target has several named parts, there is an array y.NAME [n, ...] for
+    each part instead. If the length of a part differs between samples, such as k boxes in an image,
+    y.NAME [sum of k, ...] has the boxes of all samples one after another, and y.NAME.rows [n] has
+    each sample's number k.
     user [n]: the user of each sample, for partition=natural; it may be missing.
 
     root: the folder with the files.

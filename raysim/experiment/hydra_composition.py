@@ -124,8 +124,9 @@ class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
     values: the complete configuration.
-    chosen_values: for each group that the preset mentions and whose option the user chose, the
-    values of this option without the preset's changes.
+    chosen_values: the values that some groups have without the preset, by group. They show which
+    keys the chosen option really has. The groups are those that the preset names and whose option
+    the user chose. If the user chose the preset, the groups `LISTS` that it names belong to them.
     choices: the option of every group.
     """
 
@@ -136,15 +137,16 @@ class Composition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
-    """Compose the files of the chosen options.
+    """Return the configuration that the files of the chosen options make together.
 
     The result is cached: copy it before you change it.
 
     A preset may have values for many options, such as all methods in the tables of a paper. Values
-    for options that are not chosen are dropped. If the user, not the preset, chose the option of a
-    group, a value of the preset is kept only if this option has its key. The default preset does
-    not change such a group at all.
+    for options that are not chosen are dropped. In a group whose option the user chose, a value of
+    the preset is kept only if the chosen option has a value of the same key. If the user chose no
+    preset, `experiment=default` is composed; it changes no value of such a group.
     options: the options that the user chose, with their groups.
+    groups: all options and their files.
     folders: the user's own folders of options.
     """
     chosen = {group: list(names) for group, names in options}

@@ -212,7 +212,8 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
     """Return the last value of a metric, and its standard deviation over the seeds.
 
     Both are None if no row has the value; the deviation is None for a single seed.
-    rows: the history, which may be unfinished.
+    rows: the history of a run, or of several runs that differ only in the seed: then each row is a
+    result of `mean_row`. The runs may be unfinished.
     metric: the name of the column.
     """
     row = last_measured(rows, metric)

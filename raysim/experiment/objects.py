@@ -92,7 +92,7 @@ class UserObjects:
     def notes(self) -> list[str]:
         """Return a note for each object that the user must give again to continue the run."""
         return [
-            f"{_argument(place)}: config.yaml cannot hold this object; {_give_again(place)}"
+            f"{_argument(place)}: config.yaml cannot store this object; {_give_again(place)}"
             for place, node in self.nodes.items()
             if OBJECT in node
         ]
@@ -183,8 +183,8 @@ def describe_objects(
     objects: the objects by place: a group such as "model", or "method.NAME".
     settings: for each place, the overrides of its keys, by key. Only objects that raysim wraps
     (arrays, lists of rows, networks) can have overrides.
-    config: the configuration without the objects. When a run continues, it stores the values of a
-    wrapped object from before; these are used for keys that `settings` does not have.
+    config: the configuration without the objects. For a run that continues, it has the values with
+    which the earlier run wrapped an object. They are used for keys that `settings` does not have.
     Raise `RefusedError` for an object that does not fit, and for a setting that an object cannot
     have.
     """
@@ -233,8 +233,8 @@ def _no_effect_error(place: str, part: object, key: str, override: SetValue) -> 
         if inspect.isfunction(part):
             advice = f"Set it in the object, functools.partial({name}, {argument}=...)"
     return RefusedError(
-        f"{place}.{key}: '{override.text}' has no effect next to {_argument(place)}={name} "
-        f"from Python. {advice}"
+        f"{place}.{key}: '{override.text}' has no effect on {_argument(place)}={name}, which was "
+        f"passed to raysim.run. {advice}"
     )
 
 
@@ -290,7 +290,10 @@ def _wrapper_settings(
         name = key.split(".")[0]
         if name not in names:
             valid = suggest(name, names, f"{place} from Python has")
-            raise RefusedError(f"{place}.{key}: does not exist for an object from Python. {valid}")
+            raise RefusedError(
+                f"{place}.{key}: there is no such setting for the argument {place} of raysim.run: "
+                f"{valid}"
+            )
     target = f"{cls.__module__}.{cls.__qualname__}"
     values = _stored_values(stored, target, identity)
     return arguments(cls, _merge(values, overrides), place, later=[identity])
@@ -383,8 +386,8 @@ def refuse_missing(node: Mapping[str, Any], place: str) -> None:
     """
     if OBJECT in node:
         raise RefusedError(
-            f"{place}: {node[TARGET]} was {node[OBJECT]}, which config.yaml cannot hold; "
-            f"{_give_again(place)}"
+            f"{place}: when this run was started, {node[TARGET]} was {node[OBJECT]}, which "
+            f"config.yaml cannot store; {_give_again(place)}"
         )
 
 
@@ -480,7 +483,10 @@ def _plain_value(value: Any) -> Any:
             for field in fields(value)
             if field.init
         }
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(
+        f"config.yaml cannot store a value of type {type(value).__name__}. Use numbers, texts, "
+        "None, and lists, dictionaries and dataclasses of them."
+    )
 
 
 def _is_importable(cls: Any) -> bool:

@@ -175,7 +175,9 @@ def _expand_counts(text: str) -> str:
 class _Letters:
     """A translation of characters that Hydra's grammar does not accept into letters, and back.
 
-    text: the override; a sequence of letters that is not in it marks the translated characters.
+    A translated character is a mark, six hexadecimal digits and "Z". The mark is a sequence of
+    letters, "Zq" or longer, that does not occur in the override.
+    text: the override.
     """
 
     def __init__(self, text: str):
@@ -185,7 +187,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Return the text with each such character replaced by letters that the grammar accepts."""
+        """Return the text with all characters translated that Hydra's grammar does not accept."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)
@@ -194,10 +196,10 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Return a value in whose texts the original characters are back.
+        """Return a value with the translated characters in its texts translated back.
 
-        value: a text, a list or a dictionary from Hydra's parser; any other value is returned as it
-        is.
+        value: a text, a list or a dictionary from Hydra's parser; any other value is returned
+        unchanged.
         """
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)

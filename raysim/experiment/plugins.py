@@ -23,7 +23,7 @@ ENTRY_POINT_GROUP = "raysim.plugins"
 
 @functools.cache
 def installed_packages() -> tuple[str, ...]:
-    """Return the installed packages that provide parts, by name."""
+    """Return the names of the installed packages that provide parts of raysim, sorted."""
     points = entry_points(group=ENTRY_POINT_GROUP)
     return tuple(sorted({point.value for point in points}))
 

@@ -237,8 +237,9 @@ class Result:
 
         client: None scores the shared model on the central test set; a number scores the client's
         own model on the client's test set.
-        best: False uses the weights that were evaluated last, which a method (FedExP) may choose;
-        True uses the shared model of the best round, and needs client=None.
+        best: False uses the model that the run scored last. This is the final version, unless a
+        method scores another vector (FedExP: the mean of the last two versions). True uses the
+        shared model of the best round, and needs client=None.
         Raise `RefusedError` if the test set is empty, if there is no such client, for `best=True`
         with a client, for client=None if clients have personal parameters, and if the run's folder
         lacks the model or the checkpoint that is needed.

@@ -190,8 +190,8 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     folder = user_path(out) if out else run_folder
     if folder is None:
         raise RefusedError(
-            f"resume={without_password(address)} is not in the folder of its run. Name the folder "
-            "of the run with out=DIR."
+            f"resume={without_password(address)}: this checkpoint is not in the folder of the run "
+            "that wrote it. Name the folder in which the run continues, with out=DIR."
         )
     for other in (checkpoints, str(run_folder or folder)):
         _check_folder_has_same_run(other, experiment.config)

@@ -202,7 +202,8 @@ def _add_to_place(
     inner = key.removeprefix(place).removeprefix(".")
     if not inner:
         raise RefusedError(
-            f"{key}: '{value.text}' has no effect next to an object from Python. Keep one of them."
+            f"{key}: '{value.text}' has no effect, because an object for {place} was passed to "
+            "raysim.run. Keep one of them."
         )
     if inner in by_place[place]:
         earlier = by_place[place][inner]

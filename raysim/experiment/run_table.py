@@ -96,20 +96,22 @@ def load_plan(folder: Path, command: str) -> Node:
     plan = load_yaml(path)
     if not {"overrides", "conf"} <= plan.keys():
         raise RefusedError(
-            f"{path}: this is not the plan of a {command}. Restore it, or use a new folder"
+            f"{path}: raysim {command} writes overrides and conf into this file, but they are "
+            f"missing. Restore the file, or start the {command} in a new folder"
         )
     return plan
 
 
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
-    """Return True if a command continues the study or sweep of a folder that contains a plan.
+    """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    Return False if the overrides do not have resume=latest, and also if they have it, the folder is
-    missing or empty, and there are further overrides: then the command starts a new study or sweep.
+    It continues if the overrides have resume=latest and the folder has a plan. It starts a new one
+    if the overrides do not have resume=latest. It also starts a new one if they have it together
+    with overrides other than `out`, and the folder is missing or empty.
     overrides: the overrides of the command.
     command: "study" or "sweep".
-    Raise `RefusedError` if the overrides have resume=latest, and the folder has no plan for any
-    other reason.
+    folder: the folder of the study or sweep.
+    Raise `RefusedError` in all other cases: the folder cannot be continued.
     """
     if not is_resume_requested(overrides, command):
         return False

@@ -299,4 +299,8 @@ def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
 
 
 def _missing(message: Any, context: Any) -> Any:
-    raise ValueError("the app has no function for this message")
+    kind = message.metadata.message_type
+    raise ValueError(
+        f"the ClientApp has no function for messages of the type '{kind}'. Register one with "
+        "@app.train() or @app.evaluate()"
+    )

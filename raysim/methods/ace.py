@@ -13,19 +13,20 @@ A is the set of clients whose update the server has (ACE), or whose update is at
 versions old (ACED).
 
 The method is meant for `schedule=immediate` and tens to hundreds of clients: the server keeps one
-update per client, by default on disk. With a larger buffer, each flush replaces the updates of its
-clients and then makes one step. CA2FL corrects the mean of such a buffer.
+update per client, by default on disk. A schedule that aggregates several updates at once first
+replaces the updates of all their clients and then makes one step. CA2FL corrects the mean of such
+updates.
 
 Departures from the paper
 - The age of an update is counted from the version that it was trained from. The time in which its
   client was busy does not count.
 - The mean is over A, not over all N clients, and clients have no weights. If A is empty, the
-  parameters and the buffers stay, and t grows.
+  parameters and BatchNorm's statistics do not change, and t grows.
 - With initialise=true the server makes no step until every client with samples has sent an update
   of the first model. The paper asks all clients at once. Here the schedule decides when they are
   dispatched, and a fast client may return several times before the first step.
-- The model's floating-point buffers (BatchNorm's statistics) are averaged over the arriving
-  clients, as in FedAvg. They are not cached.
+- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg. The
+  server does not keep them for each client.
 - The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
   the same list corrects a similar bias.
 

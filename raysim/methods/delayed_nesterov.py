@@ -3,8 +3,10 @@
 Source: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam and Ranzato, "Asynchronous Local-SGD
 Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. It makes
 DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
-asynchronous. With D_t the update t = 1, 2, ..., which points towards improvement, and N the number
-of updates between two changes of the momentum:
+asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
+parameters, m is the momentum, b is a sum of updates, eta is the learning rate and beta the factor
+of the old momentum. The momentum changes with every N-th update. c, the setting `activation`, is
+the share of beta m that each of the other steps adds:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0
@@ -12,8 +14,8 @@ of updates between two changes of the momentum:
     other t         x <- x + eta (c beta m + D_t / N)
 
 Stale updates move the model at once, and the momentum only as a mean of N. With c = 0 the sum of N
-steps is one step of Nesterov's momentum with the mean of the N updates. The optimizer
-in the code of HALoS (github.com/utnslab/halos), which follows the paper, has the same coefficients.
+steps is one step of Nesterov's momentum with the mean of the N updates. The coefficients are also
+those in the code of HALoS (github.com/utnslab/halos), which follows the paper.
 
 Departures from the paper
 - Steps are added, because D_t is an update; the paper subtracts gradients.
@@ -55,15 +57,16 @@ def delayed_nesterov_step(
 ) -> dict[str, Tensor]:
     """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
 
-    step: the number of the step, from 1.
-    every: the number of steps between two changes of the momentum.
-    activation: the share of the momentum in each step that does not change the momentum.
-    params: the parameters of the current version.
-    delta: the update, which points towards improvement.
+    The letters are those of the formulas at the top of this file.
+    params: the parameters x of the current version.
+    delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.
-    sum_of_updates: the sum b of the updates since the momentum changed.
-    server_lr: the factor eta on the step.
-    momentum: the factor beta of the momentum.
+    sum_of_updates: the sum b of the updates since the last change of the momentum.
+    step: the number t of the step, from 1.
+    server_lr: the server's learning rate eta.
+    momentum: the factor beta of the old momentum.
+    every: N; the momentum changes in the steps N, 2 N, 3 N, ...
+    activation: c, the share of beta m that each of the other steps adds.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -81,10 +84,7 @@ def _step(
     """Write the server's step into `arrays[0]`; the momentum and the sum change in place.
 
     arrays: the result, the update, the momentum and the sum of updates.
-    step: the number of the step, from 1; the momentum changes every `every` steps.
-    server_lr: the server's learning rate.
-    momentum: the factor of the old momentum.
-    activation: the share of the momentum in the steps between its changes.
+    step, server_lr, momentum, every, activation: as in `delayed_nesterov_step`.
     """
     is_due = step % every == 0
     share = activation
@@ -107,14 +107,15 @@ def _delayed_nesterov(
 ) -> None:
     """Compute the server's step and update the momentum in place (compiled); all arrays are [d].
 
-    into: gets the step.
-    total: the sum of the updates since the momentum changed.
-    share, part: the factors of the momentum and of the update in the step.
-    is_due: True if the momentum changes in this step.
+    into: the array to fill with the step.
     delta: the update.
     buffer: the momentum.
+    total: the sum of the updates since the last change of the momentum.
     rate: the server's learning rate.
     momentum: the factor of the old momentum.
+    share: the factor of the momentum in the step.
+    part: the factor of the update in the step, 1 / N.
+    is_due: True if the momentum changes in this step.
     """
     for i in range(len(into)):
         total[i] = total[i] + delta[i]
@@ -130,7 +131,7 @@ class DelayedNesterov(Method):
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
     every: N, the number of updates between two changes of the momentum.
-    activation: the share c of the momentum in each of the other steps, from 0 to 1 / N.
+    activation: c, the share of beta m that each of the other steps adds, from 0 to 1 / N.
     """
 
     name = "delayed_nesterov"

@@ -5,19 +5,22 @@ The clipping bound can adapt to the lengths of the updates.
 Source: McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language
 Models" (ICLR 2018), Algorithm 1 with flat clipping and a fixed denominator. The bound C follows
 Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping"
-(NeurIPS 2021), Algorithm 1. A round has m clients. The bit b_i is 1 if |D_i| <= C, otherwise 0:
+(NeurIPS 2021), Algorithm 1. A round has m clients with the updates D_i. The bit b_i is 1 if |D_i|
+<= C, otherwise 0. z is the setting `noise`, and s, the setting `bit_noise`, is the noise of the sum
+of the bits:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-With this z_D, the noisy sum and the noisy bits together reveal as much as the sum alone with noise
-z would.
+With this z_D, the noisy sum of the updates and the noisy sum of the bits together reveal as much as
+the sum of the updates alone would reveal with the noise z C.
 
 The two epsilons
-- The guarantee is about all models of the run (and all bounds C): they do not show, except for
-  (epsilon, delta), whether any one client took part, whatever the client sent. Other columns of the
-  history, and the scores of single clients, are visible in a simulation only and are not covered.
+- The guarantee is the (epsilon, delta)-differential privacy of all models of the run and of all
+  bounds C: up to epsilon and delta, they are equally probable with and without any one client,
+  whatever this client sends. The guarantee does not cover other columns of the history and the
+  scores of single clients, which only a simulation shows.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws m of the n clients with samples,
   and all such sets are equally likely (schedule=synchronous with clients that are always
   available). Neighbouring data sets differ in the data of one client. The sum can then change by

@@ -12,14 +12,15 @@ received model gives sample i the class probabilities p_i:
     a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds a_e b of them
 
 Choices where the paper is silent or inconsistent
-- a_e is the fraction of the biased samples that take part, nearest to the split first.
-  fraction_of="loss" has the other reading: all of them take part, and a_e multiplies their loss.
+- a_e is the fraction of the biased samples that take part: those with the lowest losses. With
+  fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
 - The number a_e b is rounded down after adding 1e-9. Without this, half of two samples by (6)
   would be 0 samples in float64.
 - Epochs count from 1, so the last one sees every sample.
-- Ties: equal losses keep the client's order, the most uncertain sample is the first in that order,
-  and losses equal to the border's are unbiased. Non-finite losses sort last; an uncertainty that is
-  nan never marks the border.
+- Ties: samples with equal losses keep the client's order. If several samples are the most
+  uncertain, m is the one with the lowest loss. A sample whose loss is S_m is unbiased.
+- Samples with non-finite losses come last in the order. A sample whose uncertainty is nan is never
+  m.
 - The models are averaged uniformly, in plain rounds and later.
 """
 

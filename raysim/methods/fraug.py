@@ -314,8 +314,8 @@ class FRAug(Method):
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
-            "method.fraug.rounds=null: ramp=exp or laine_aila, prototype_ramp=true and ramp_rounds "
-            "need the number of rounds. Set method.fraug.rounds.",
+            "method.fraug.rounds=null: each of ramp=exp, ramp=laine_aila, prototype_ramp=true and "
+            "ramp_rounds needs the number of rounds. Set method.fraug.rounds.",
         )
         run.require(
             run.local.batch > 1,

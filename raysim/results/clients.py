@@ -96,7 +96,10 @@ def read_split(folder: Path) -> ClientLabels | None:
         client, label, samples = (_integers(table, name) for name in ("client", "label", "samples"))
         is_valid = _is_within(client, clients) and _is_within(label, len(classes))
         if not is_valid or not (samples > 0).all():
-            raise ValueError("a row names a client or a class that the metadata do not have")
+            raise ValueError(
+                f"the file has {clients} clients and {len(classes)} classes, but a row has another "
+                "client, another class or no samples"
+            )
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path) from error
     return ClientLabels(client, label, samples, clients, classes)
@@ -261,7 +264,10 @@ def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
 
 def _integers(table: pa.Table, name: str) -> Ints:
     if not pa.types.is_integer(table.schema.field(name).type) or table[name].null_count:
-        raise ValueError(f"the column {name!r} does not contain whole numbers only")
+        raise ValueError(
+            f"the column {name!r} must contain only whole numbers, but its type is "
+            f"{table.schema.field(name).type}, with {table[name].null_count} empty values"
+        )
     return np.asarray(table[name].to_numpy(), np.int64)
 
 

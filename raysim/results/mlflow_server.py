@@ -201,7 +201,7 @@ class Mlflow:
                 # The tracker tries again with the next row.
                 raise ConnectionError(
                     f"MLflow does not have the study or sweep {parent} yet, to which this run "
-                    "belongs; it is sent first"
+                    "belongs. raysim sends this run after the study or sweep"
                 )
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
@@ -329,7 +329,8 @@ class Mlflow:
         run = self._find_run(record)
         if run is None:
             raise ConnectionError(
-                f"MLflow does not have the run {record['name']}, so its model cannot be stored"
+                f"MLflow does not have the run {record['name']}, so its model cannot be stored; "
+                "the run was deleted there, or it was never sent"
             )
         self._use(run)
         if not self._has_model:

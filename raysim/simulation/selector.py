@@ -238,7 +238,10 @@ class Selector:
         if not clients.size:
             return []
         if clients.ndim != 1 or clients.dtype.kind not in "iu":
-            raise SelectionError(f"{text} {chosen!r}. Return a sequence of the numbers of clients.")
+            raise SelectionError(
+                f"{text} {chosen!r}. Return a sequence of integers: the numbers that identify the "
+                "chosen clients, from view.clients."
+            )
         numbers: list[int] = clients.tolist()
         if len(numbers) > count:
             raise SelectionError(

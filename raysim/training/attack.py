@@ -72,8 +72,8 @@ class Attack:
             "attack.scale",
             self.scale,
             changes,
-            "another number with attack.kind=scaled",
-            "times 1 changes nothing",
+            "a number other than 1 with attack.kind=scaled",
+            "a factor of 1 does not change an update",
         )
 
 

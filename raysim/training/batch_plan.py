@@ -175,7 +175,8 @@ class BatchPlanner:
         if 0 < len(selected) < parts:
             raise ValueError(
                 f"method '{selector.method}' selects samples for {len(selected)} of {parts} "
-                "epochs. Let `select` return positions for all epochs of a job, or None for all."
+                "epochs. Let `select` return positions in every epoch of a job, or None in every "
+                "epoch."
             )
         if not self.needs_two_rows:
             return selected

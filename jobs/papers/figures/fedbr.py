@@ -92,7 +92,10 @@ def features(runs: Runs) -> Sequence[Panel]:
         "global model": local.received,
     }
     if not np.array_equal(central.labels, local.labels):
-        raise ValueError("the probes have different rows")
+        raise ValueError(
+            "the probes of method=centralized and method=fedavg have different labels. Remove both "
+            "run folders, so that the runs are made again with the same test samples."
+        )
     return feature_panels(models, local.labels)
 
 

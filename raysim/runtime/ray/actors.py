@@ -398,8 +398,10 @@ class RayRuntime:
                 # At the end of its time `ray.get` drops what has arrived, `ray.wait` keeps it.
                 if ray.wait([ref], timeout=NODE_CHECK_S)[0]:
                     break
-                if self._has_unreachable_worker():
-                    raise WorkerDiedError("a node is lost")
+                unreachable = self._unreachable_workers()
+                if unreachable:
+                    workers = ", ".join(map(str, unreachable))
+                    raise WorkerDiedError(f"the node of worker {workers} is lost")
             return ray.get(ref)
         except LOSSES as error:
             raise WorkerDiedError(first_line(error)) from None
@@ -417,7 +419,7 @@ class RayRuntime:
             existing, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
             if existing:
                 return refs.index(existing[0])
-            if left_s <= wait_s or self._has_unreachable_worker():
+            if left_s <= wait_s or self._unreachable_workers():
                 return None
 
     # --- nodes that leave or join ---------------------------------------------------------------
@@ -487,8 +489,9 @@ class RayRuntime:
             if node in lost and worker not in self._released
         }
 
-    def _has_unreachable_worker(self) -> bool:
-        return any(not node.is_reachable for node in self.find_lost_workers().values())
+    def _unreachable_workers(self) -> list[int]:
+        lost = self.find_lost_workers()
+        return [worker for worker, node in lost.items() if not node.is_reachable]
 
     def release(self, worker: int, may_return: bool = True) -> None:
         """End a worker that is not used any more; it may be unreachable.
