@@ -189,7 +189,7 @@ def test_unstorable_object_must_be_passed_again(
 ) -> None:
     model = Holding(what=lambda: 0)
     raysim.run(**(SMALL | PARTS | {"model": model, "out": "a", "quiet": False, "rounds": 1}))
-    assert "model: config.yaml cannot hold this object" in capsys.readouterr().out
+    assert "model: config.yaml cannot store this object" in capsys.readouterr().out
     with pytest.raises(
         RefusedError,
         match=r"^model: .*Holding was an object from Python.*model=\.\.\.",
@@ -486,7 +486,7 @@ def test_module_of_user_is_unchanged_and_needed_to_resume() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     moved = result.model().state_dict()
     assert 0 < (moved["1.weight"] - before["1.weight"]).abs().max() < 1
-    with pytest.raises(RefusedError, match=r"model: torch.*Sequential was an object from Python"):
+    with pytest.raises(RefusedError, match=r"^model: .*Sequential was an object from Python"):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=module, quiet=True)
     assert again.summary["model_sha256"] == ran("b", model=module).summary["model_sha256"]
