@@ -233,8 +233,8 @@ def bench(
         pairs.append((without_budget, with_budget))
         ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"{FEW:,} clients: a run with a tenth of the states in memory and the others on disk "
-            f"takes {ratios[-1]:.2f} times the CPU time of a run with all states in memory"
+            f"{FEW:,} clients: CPU time with a tenth of the states in memory, divided by the CPU "
+            f"time with all states in memory: {ratios[-1]:.2f}"
         )
     say(f"median of these ratios: {statistics.median(ratios):.2f}")
     runs = [run for pair in pairs for run in pair]

@@ -31,8 +31,8 @@ class Aggregation:
     staleness: for each update, the aggregations between its base version and the current one.
     bases: the base versions of the updates; a key is the number of aggregations before the version.
     method: the name of the method that sees this object.
-    normaliser: a function that returns the divisor of the weighted sum from the weights. The
-    default is their sum; a method may pass another one to `with_weights`.
+    normaliser: a function of the weights. It returns the number by which the weighted sum of the
+    updates is divided. The default is `sum`; a method may pass another one to `with_weights`.
     combined: in the hook `step`, the result [layout.trained] of `combine`, before the step of any
     method has changed it; None in all other hooks.
     """
@@ -48,10 +48,9 @@ class Aggregation:
 
     @property
     def divisor(self) -> float:
-        """The divisor of the weighted sum of updates: the result of `normaliser`.
+        """The number by which the weighted sum of the updates is divided.
 
-        This is the sum of the weights, unless a method has passed another function to
-        `with_weights`.
+        This is the sum of the weights, unless a method has passed a `normaliser` to `with_weights`.
         """
         return float(self.normaliser(self.weights))
 
@@ -73,8 +72,8 @@ class Aggregation:
         """Return the same updates with other weights.
 
         weights: a weight for each update.
-        normaliser: a function that returns the divisor of the weighted sum from the weights; None
-        keeps the current function.
+        normaliser: a function of the weights that returns the number by which the weighted sum of
+        the updates is divided; None keeps the current function.
         """
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 

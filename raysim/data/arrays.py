@@ -35,8 +35,8 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: an array [n, ...], or a list with a list of labels or a dictionary for each sample, or
-    labels that are ready to be stored (`LabelSet`).
+    labels: an array [n, ...], or labels that are ready to be stored (`LabelSet`), or a list. The
+    list has for each sample a list of labels or a dictionary.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.

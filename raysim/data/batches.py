@@ -71,8 +71,8 @@ class Pipeline:
         - flip: an image is mirrored with probability 1/2.
         - rotate: an angle from -`rotate_degrees` to `rotate_degrees`. A pixel of the result is the
           nearest pixel of the image, and 0 outside of the image.
-        - jitter: factors of brightness, contrast and saturation from 1 - `jitter` to 1 + `jitter`,
-          and a shift of the hue by up to `jitter` of the colour circle in either direction.
+        - jitter: factors of brightness, contrast and saturation from 1 - `jitter` to 1 + `jitter`;
+          then a shift of the hue by up to `jitter` of the colour circle in either direction.
         - grey: an image turns grey with the probability `grey`.
         Images of one channel draw the same numbers as images of three.
         """

@@ -80,9 +80,9 @@ class NumPy(Source):
     ...] for each input instead.
     y [n] or [n, outputs]: the labels; `labels.infer_kind` decides from their form whether they are
     classes or values. If a target has several named parts, there is an array y.NAME [n, ...] for
-    each part instead. If the length of a part differs between samples, such as k boxes in an image,
-    y.NAME [sum of k, ...] has the boxes of all samples one after another, and y.NAME.rows [n] has
-    each sample's number k.
+    each part instead. The length of a part may differ between samples, such as k boxes in an image.
+    Then y.NAME [sum of k, ...] has the boxes of all samples one after another, and y.NAME.rows [n]
+    has the number k of each sample.
     user [n]: the user of each sample, for partition=natural; it may be missing.
 
     root: the folder with the files.

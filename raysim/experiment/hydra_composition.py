@@ -142,9 +142,9 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     The result is cached: copy it before you change it.
 
     A preset may have values for many options, such as all methods in the tables of a paper. Values
-    for options that are not chosen are dropped. In a group whose option the user chose, a value of
-    the preset is kept only if the chosen option has a value of the same key. If the user chose no
-    preset, `experiment=default` is composed; it changes no value of such a group.
+    for options that are not chosen are dropped. If the user chose the option of a group, a value of
+    the preset is kept only if this option has the same key. If the user chose no preset,
+    `experiment=default` is used; it does not change the values of an option that the user chose.
     options: the options that the user chose, with their groups.
     groups: all options and their files.
     folders: the user's own folders of options.

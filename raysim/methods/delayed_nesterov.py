@@ -4,9 +4,9 @@ Source: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam and Ranzato, "Asynchr
 Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. It makes
 DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
 asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
-parameters, m is the momentum, b is a sum of updates, eta is the learning rate and beta the factor
-of the old momentum. The momentum changes with every N-th update. c, the setting `activation`, is
-the share of beta m that each of the other steps adds:
+parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
+factor of the old momentum. The momentum changes with every N-th update. c, the setting
+`activation`, is the share of beta m that each of the other steps adds:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0

@@ -13,8 +13,8 @@ of the bits:
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-With this z_D, the noisy sum of the updates and the noisy sum of the bits together reveal as much as
-the sum of the updates alone would reveal with the noise z C.
+A round publishes two noisy sums, that of the updates and that of the bits. With this z_D, they
+reveal as much as the sum of the updates alone, with the noise z C and without the bits.
 
 The two epsilons
 - The guarantee is the (epsilon, delta)-differential privacy of all models of the run and of all
@@ -72,9 +72,9 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    With it, the noisy sum and the noisy clipping bits together reveal as much as the sum alone with
-    `noise`.
-    noise: the noise z for the sum alone, if no clipping bits were published.
+    With this noise, the sums of the updates and of the clipping bits together reveal as much as the
+    sum of the updates alone would reveal with `noise`.
+    noise: the noise z that the sum of the updates would have if no clipping bits were published.
     bit_noise: the noise s of the sum of the clipping bits.
     All three are standard deviations; without noise the result is 0. The unit of z and z_D is the
     clipping bound; the unit of s is one client's bit.

@@ -449,8 +449,8 @@ class UtilizationMonitor(threading.Thread):
 def _device_use(device: str) -> Iterator[ResultRow]:
     """Measure how the code inside `with` uses the device.
 
-    Yield an empty row. When the code inside ends, the row gets "device_use", the share of time in
-    which a GPU worked (None if it is unknown), and on a GPU "peak_bytes", the largest memory.
+    Yield an empty row, which gets its values when the code inside ends. "device_use" is the share
+    of time in which the GPU worked; None means unknown. On a GPU, "peak_bytes" is the peak memory.
     device: the name of the device in PyTorch, such as "cuda:0".
     """
     row: ResultRow = {}
