@@ -235,11 +235,11 @@ class WorkerDeaths(Observer):
         count = int(event.row.get("worker_deaths") or 0)
         if not count:
             return
-        deaths = (
-            "1 worker process was lost" if count == 1 else f"{count} worker processes were lost"
-        )
+        deaths = f"{count} worker processes were lost; their"
+        if count == 1:
+            deaths = "1 worker process was lost; its"
         self._note(
-            f"round {event.row['round']}: {deaths}; their jobs are trained again with the same "
+            f"round {event.row['round']}: {deaths} jobs are trained again with the same "
             "client states and random numbers, so no result changes"
         )
 

@@ -255,6 +255,7 @@ class WorkerCalls:
         try:
             self._runtime.revive(worker)
         except WorkerDiedError:
+            self.deaths -= 1  # a worker that leaves with its node is counted there
             if self._leave_lost_nodes():
                 return
             raise

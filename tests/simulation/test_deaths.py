@@ -225,6 +225,22 @@ class Vanishing(Mortal):
         return [*back, self.workers - 1]
 
 
+class LateNews(Vanishing):
+    """A node that is known to be lost only when a new worker does not start there."""
+
+    is_known = False
+
+    def ready(self, refs: Any, seconds: float) -> int | None:
+        return len(refs) - 1
+
+    def find_lost_workers(self) -> dict[int, LostNode]:
+        return super().find_lost_workers() if self.is_known else {}
+
+    def revive(self, worker: int) -> None:
+        self.is_known = True
+        raise WorkerDiedError("its node is lost")
+
+
 class Stopped(Mortal):
     """Workers that stop answering from the calls with these numbers on, but stay alive."""
 
@@ -281,6 +297,14 @@ def test_loss_of_a_node_changes_no_bits(name: str, schedule: str, is_reachable: 
     assert any("leaves: node-" in text and "1 worker is left" in text for text in texts)
     assert "worker 2 joins on node-2 (10.0.0.2)" in texts
     assert (ended > 0) == (not is_reachable and "state" in name)
+
+
+def test_worker_of_a_lost_node_is_counted_once() -> None:
+    spec = study("sums on workers")
+    runtime = LateNews(spec, 2, 9, is_reachable=False)
+    finished_run = run_to_end(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED))
+    assert runtime.is_known
+    assert sum(int(row["worker_deaths"] or 0) for row in finished_run.rows) == 1
 
 
 def test_loss_of_the_last_node_ends_the_run() -> None:
