@@ -116,7 +116,7 @@ class CountingRuntime:
         self.workers, self.nodes = inner.workers, inner.nodes
         self.combine_from, self.is_in_process = inner.combine_from, inner.is_in_process
         self.node_name, self.release = inner.node_name, inner.release
-        self.find_lost_workers = inner.find_lost_workers
+        self.find_lost_workers, self.explain_death = inner.find_lost_workers, inner.explain_death
         self.silent_node_timeout, self.stacks = inner.silent_node_timeout, inner.stacks
         self.take_new_workers, self.take_notices = inner.take_new_workers, inner.take_notices
         self.counts: Counter[str] = Counter()

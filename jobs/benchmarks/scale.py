@@ -157,6 +157,7 @@ class ManyWorkers:
     def __init__(self, workers_inside: Runtime, workers: int):
         self._inner = workers_inside
         self.put, self.revive = workers_inside.put, workers_inside.revive
+        self.explain_death = workers_inside.explain_death
         self.add_up, self.node_name = workers_inside.add_up, workers_inside.node_name
         self.find_lost_workers = workers_inside.find_lost_workers
         self.silent_node_timeout = workers_inside.silent_node_timeout

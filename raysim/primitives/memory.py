@@ -7,8 +7,11 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 _GIB = 2**30
+# Files with the largest memory of a container, in versions 2 and 1 of control groups.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def peak_memory_bytes() -> int:
@@ -33,9 +36,33 @@ def total_memory_bytes() -> float:
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with contextlib.suppress(OSError, ValueError):
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    for name in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path(name).read_text()))
     return min(limits)
+
+
+class MemoryState(NamedTuple):
+    """The memory of a machine, and what happened when it was full.
+
+    kills: the processes that the kernel has ended since the machine started, because memory ran
+    out; 0 if it is unknown.
+    total_bytes: the memory of the machine, or of its container if that is less; inf if unknown.
+    """
+
+    kills: int
+    total_bytes: float
+
+
+def memory_state() -> MemoryState:
+    """Return the memory of this machine, and how often it ran out."""
+    kills = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                kills = int(count)
+    return MemoryState(kills, total_memory_bytes())
 
 
 def release_free_memory() -> None:

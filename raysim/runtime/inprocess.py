@@ -11,7 +11,7 @@ import torch
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import LostNode
+from raysim.simulation.runtime import LostNode, WorkerDiedError
 from raysim.simulation.schedule import Schedule
 from raysim.training.determinism import openblas_threads
 from raysim.training.resident import StateHandle
@@ -70,6 +70,10 @@ class InProcess:
 
     def revive(self, worker: int) -> None:
         """Do nothing, because a worker in this process ends only with the process."""
+
+    def explain_death(self, worker: int, death: WorkerDiedError) -> str:
+        """Return the text of the error: a worker in this process never dies."""
+        return str(death)
 
     def silent_node_timeout(self, worker: int) -> float | None:
         """Return None: the only node is this one, and it is never silent."""

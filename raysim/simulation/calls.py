@@ -13,7 +13,10 @@ from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import Notice, ProcessLostError, RunStoppedError, Waiting
 from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Ref, Runtime, WorkerDiedError
 
-MAX_DEATHS = 3  # a run ends after this many deaths of one worker without an answer in between
+# After this many deaths without an answer in between, a worker is not replaced any more. The run
+# ends if no other worker can take its calls.
+MAX_DEATHS = 3
+MAX_CALL_DEATHS = 2 * MAX_DEATHS  # a run ends after this many deaths of workers in the same call
 # After this many deaths of workers within the window, a node gets one worker less.
 MAX_NODE_DEATHS = 3
 DEATH_WINDOW_S = 600.0
@@ -38,6 +41,7 @@ class Call:
     bytes_read: the bytes of client states that were read from disk for this call.
     value: the answer; None before it arrives.
     is_answered: True if the answer has arrived.
+    deaths: the number of workers that died while they executed this call.
     """
 
     worker: int
@@ -50,6 +54,7 @@ class Call:
     bytes_read: int = 0
     value: Any = None
     is_answered: bool = False
+    deaths: int = 0
 
     @property
     def clients(self) -> tuple[int, ...]:
@@ -248,10 +253,18 @@ class WorkerCalls:
         """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
-        if self._deaths_in_a_row[worker] == MAX_DEATHS:
-            raise RunStoppedError(self._describe_deaths(worker, death))
-        if self._dies_too_often(worker) and self._continue_without(worker, death):
-            return
+        cause = self._runtime.explain_death(worker, death)
+        executed = self._unanswered[worker][:1]  # a worker executes its calls in their order
+        for call in executed:
+            call.deaths += 1
+        dies_in_a_row = self._deaths_in_a_row[worker] >= MAX_DEATHS
+        if self._dies_too_often(worker) or dies_in_a_row:
+            # A call that kills every worker would end them all, one after another.
+            may_help = all(call.deaths < MAX_CALL_DEATHS for call in executed)
+            if may_help and self._continue_without(worker, cause):
+                return
+        if dies_in_a_row:
+            raise RunStoppedError(self._describe_deaths(worker, cause))
         try:
             self._runtime.revive(worker)
         except WorkerDiedError:
@@ -259,6 +272,9 @@ class WorkerCalls:
             if self._leave_lost_nodes():
                 return
             raise
+        node = self._runtime.node_name(worker)
+        if node:
+            self._notices.append(Notice(f"worker {worker} on {node} was replaced ({cause})"))
         self._waiting_since[worker] = time.monotonic()
         self._client_states.worker_died(worker)
         if self._constants is not None:
@@ -281,12 +297,12 @@ class WorkerCalls:
         deaths.clear()
         return True
 
-    def _continue_without(self, worker: int, death: WorkerDiedError) -> bool:
+    def _continue_without(self, worker: int, cause: str) -> bool:
         """Give a dead worker's calls to the other workers; return False if that is impossible.
 
         It is impossible if there is no other worker, or if an unanswered call needs values that
         only the dead worker had.
-        death: the error that says why the worker counts as dead.
+        cause: text that says why the worker died.
         """
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
@@ -301,7 +317,7 @@ class WorkerCalls:
         self._notices.append(
             Notice(
                 f"worker {worker} is not replaced: {MAX_NODE_DEATHS} workers died on {node} "
-                f"within {DEATH_WINDOW_S / 60:g} minutes (last: {death}). The run continues with "
+                f"within {DEATH_WINDOW_S / 60:g} minutes (last: {cause}). The run continues with "
                 f"{count} worker{'s' * (count > 1)}. If memory is short, set "
                 f"runtime.workers={count} next time, or reduce local.batch"
             )
@@ -416,11 +432,14 @@ class WorkerCalls:
         return self.take_notices()
 
     # --- texts ------------------------------------------------------------------------------------
-    def _describe_deaths(self, worker: int, death: WorkerDiedError) -> str:
+    def _describe_deaths(self, worker: int, cause: str) -> str:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
         work = f", last while training clients {clients}" if clients else ""
+        node = self._runtime.node_name(worker)
+        place = f" on {node}" if node else ""
         return (
-            f"runtime.workers: worker {worker} died {MAX_DEATHS} times in a row ({death}){work}. "
+            f"runtime.workers: worker {worker}{place} died {MAX_DEATHS} times in a row "
+            f"({cause}){work}. "
             "If memory is short, reduce local.batch or runtime.workers; then continue from the "
             "last checkpoint with resume=latest."
         )

@@ -118,6 +118,13 @@ class Runtime(Protocol):
         """
         ...
 
+    def explain_death(self, worker: int, death: WorkerDiedError) -> str:
+        """Return why a worker died, as text without a full stop.
+
+        death: the error that says that the worker is dead.
+        """
+        ...
+
     def silent_node_timeout(self, worker: int) -> float | None:
         """Return None if a worker's node answers.
 

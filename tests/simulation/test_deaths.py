@@ -38,8 +38,10 @@ from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedmix import FedMix
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
+from raysim.primitives.memory import MemoryState
 from raysim.runtime.placement import RayOptions
 from raysim.simulation import calls as worker_calls
+from raysim.simulation.calls import MAX_CALL_DEATHS, MAX_DEATHS
 from raysim.simulation.events import (
     Finished,
     Notice,
@@ -168,6 +170,9 @@ class Mortal:
 
     def take_new_workers(self) -> list[int]:
         return []
+
+    def explain_death(self, worker: int, death: WorkerDiedError) -> str:
+        return str(death)
 
     def take_notices(self) -> list[str]:
         return []
@@ -420,11 +425,58 @@ def test_repeated_deaths_on_a_node_reduce_its_workers(
         events = list(coordinate(spec, SCHEDULES["buffer"], runtime=runtime, **ASKED).run())
         last = events[-1]
         assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
-        return [event.text for event in events if isinstance(event, Notice)]
+        texts = [event.text for event in events if isinstance(event, Notice)]
+        replaced = [text for text in texts if "was replaced (it was told to)" in text]
+        assert replaced and all("on node-" in text for text in replaced)
+        return [text for text in texts if text not in replaced]
 
     text, *_ = notices(600.0)
     assert "is not replaced" in text and "runtime.workers=2" in text and "it was told to" in text
     assert notices(0.0) == []
+
+
+class Doomed(Mortal):
+    """Workers that die in each call that trains clients, if `is_deadly` says so."""
+
+    def __init__(self, study: RunSpec, workers: int, is_deadly: Callable[[int, Any], bool]):
+        super().__init__(study, workers, set())
+        self.is_deadly = is_deadly
+
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        jobs: Any = args[0] if method == "train" else ()
+        if any(self.is_deadly(worker, job.client) for job in jobs):
+            self.deaths.add(self.calls + 1)
+        return super().call(worker, method, *args, returns=returns)
+
+
+def test_run_continues_without_a_worker_that_always_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "DEATH_WINDOW_S", 0.0)  # only deaths in a row count
+    spec = study("upload and state")
+    runtime = Doomed(spec, 3, lambda worker, client: worker == 1)
+    finished_run = run_to_end(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED))
+    assert finished_run.bits == run(spec, SCHEDULES["rounds"], **ASKED).bits
+    assert (runtime.revived, runtime.ended) == (MAX_DEATHS - 1, 1)
+
+
+def test_call_that_kills_every_worker_stops_the_run() -> None:
+    spec = study("upload and state")
+    runtime = Doomed(spec, 4, lambda worker, client: client == 2)
+    with pytest.raises(RunStoppedError, match=r"^runtime\.workers: .*training clients"):
+        run_to_end(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED))
+    assert runtime.ended == MAX_CALL_DEATHS // MAX_DEATHS  # two workers of four
+
+
+def test_death_of_a_worker_on_a_full_node_names_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysim.runtime import ray as on_ray
+
+    monkeypatch.setattr(on_ray.ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(on_ray.ray, "get", lambda ref: MemoryState(1, 9e9))
+    runtime = on_ray.RayRuntime(1, lambda worker: MagicMock())
+    death = WorkerDiedError("the actor died.")
+    for kills, words in ((1, "the actor died"), (2, "which has 860 MiB, so that the kernel")):
+        state = MemoryState(kills, 860 * 2**20)
+        monkeypatch.setattr(runtime, "_read_memory", lambda node, state=state: state)
+        assert words in runtime.explain_death(0, death)
 
 
 def test_worker_that_always_dies_stops_the_run() -> None:

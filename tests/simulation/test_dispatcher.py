@@ -74,6 +74,9 @@ class Slow:
     def take_new_workers(self) -> list[int]:
         return []
 
+    def explain_death(self, worker: int, death: Exception) -> str:
+        return str(death)
+
     def take_notices(self) -> list[str]:
         return []
 

@@ -118,9 +118,12 @@ def measure(
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
-    """Return the mean bytes per round that a node received and sent, by the history."""
-    received = statistics.fmean(row[f"node_{node}_in_bytes"] for row in rows)
-    sent = statistics.fmean(row[f"node_{node}_out_bytes"] for row in rows)
+    """Return the mean bytes per round that a node received and sent, by the history.
+
+    A node without a worker has no columns: it receives and sends nothing.
+    """
+    received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)
+    sent = statistics.fmean(row.get(f"node_{node}_out_bytes", 0) for row in rows)
     return received, sent
 
 

@@ -24,10 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysim.api.messages import PublishedVersion
 from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
+from raysim.primitives.memory import MemoryState, memory_state
 from raysim.primitives.stacks import StackSource, open_stack_source, read_stacks
-from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.placement import RayOptions, Size, format_bytes
 from raysim.runtime.ray.cluster import bundle_options
-from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch
+from raysim.runtime.ray.node_watch import PROBE_INTERVAL_S, NodeWatch, probe
 from raysim.runtime.ray.recruiter import Growth, Recruiter, WorkerPlace
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import (
@@ -59,6 +60,7 @@ LOSSES = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
+MEMORY_TIMEOUT_S = 20.0  # for a process on the node of a dead worker to read its memory
 NODE_CHECK_S = 1.0  # between two checks for lost nodes while the coordinator waits
 # The resident memory of a worker before its first job: Python, torch and Ray. Measured: 380 MiB.
 PROCESS_BYTES = 400 * 2**20
@@ -176,6 +178,7 @@ def actor_class(kind: type) -> Any:
         "__init__": __init__,
         "become": become,
         "stack_source": stack_source,
+        "memory_state": lambda self: memory_state(),
     }
     for name, _ in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
@@ -335,6 +338,10 @@ class RayRuntime:
             worker: actor.stack_source.remote() for worker, actor in enumerate(self.actors)
         }
         self._stacks: dict[int, ray.ObjectRef[str]] = {}
+        # By worker: the memory of its node when the worker started.
+        self._first_memory = {
+            worker: actor.memory_state.remote() for worker, actor in enumerate(self.actors)
+        }
         # Methods of actors by worker, name and number of results.
         self._methods: dict[tuple[int, str, int], Any] = {}
 
@@ -574,6 +581,47 @@ class RayRuntime:
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
         self._stacks.pop(worker, None)
+        self._first_memory[worker] = self.actors[worker].memory_state.remote()
+
+    def explain_death(self, worker: int, death: WorkerDiedError) -> str:
+        """Return why a worker died, as text without a full stop.
+
+        Find out whether the kernel of the worker's node has ended processes since the worker
+        started, because memory ran out.
+        death: the error that says that the worker is dead.
+        """
+        text = str(death).rstrip(".")
+        first = self._first_memory[worker]
+        if not ray.wait([first], timeout=0)[0]:  # it died at its start
+            return text
+        now = self._read_memory(self._node_ids[worker])
+        with suppress(ray.exceptions.RayError):
+            if now is not None and now.kills > ray.get(first).kills:
+                size = f", which has {format_bytes(now.total_bytes)}"
+                place = (
+                    f"memory ran out on its node{size if math.isfinite(now.total_bytes) else ''}"
+                )
+                return f"{place}, so that the kernel ended a process"
+        return text
+
+    def _read_memory(self, node: str) -> MemoryState | None:
+        """Return the state of a node's memory; None if the node does not answer.
+
+        node: Ray's identifier of the node.
+        """
+        entries = [entry for entry in ray.nodes() if entry["NodeID"] == node and entry["Alive"]]
+        if not entries or not all(probe(entries)):
+            return None
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(memory_state)
+        state = task.options(scheduling_strategy=place).remote()
+        if not ray.wait([state], timeout=MEMORY_TIMEOUT_S)[0]:
+            ray.cancel(state, force=True)
+            return None
+        with suppress(ray.exceptions.RayError):
+            known: MemoryState = ray.get(state)
+            return known
+        return None
 
     def revive(self, worker: int) -> None:
         """Start another actor in the bundle of a worker that died.
