@@ -17,7 +17,7 @@ from raysim.flower.project import LoadedClientApp
 from raysim.flower.records import check_records
 from raysim.primitives.streams import torch_seed
 from raysim.primitives.users_lines import users_line
-from raysim.training.own_training import seeded_generators
+from raysim.training.own_training import preserved_generators, seed_generators
 
 
 class AppError(RuntimeError):
@@ -58,24 +58,41 @@ class AppRunner:
             run_config=dict(self.run_config),
         )
 
+    @contextlib.contextmanager
+    def preserved_generators(self) -> Iterator[None]:
+        """Restore the global random generators, which answers seed, at the end of `with`."""
+        with preserved_generators(_device()):
+            yield
+
     def answer(
         self, message: GridMessage, number: int, state: RecordDict
     ) -> tuple[RecordDict, RecordDict]:
         """Return the content of the client's reply, and the records that the client keeps.
 
         The global generators of `random`, NumPy and torch are seeded from the run's seed, the
-        client and `number`.
+        client and `number`, and restored afterwards.
         number: how many messages the client has received before.
         state: the records that the client has kept so far.
         Raises AppError if the app raises an error, exits, does not return a message with content,
         or uses records that cannot be stored.
         """
+        with self.preserved_generators():
+            return self.answer_next(message, number, state)
+
+    def answer_next(
+        self, message: GridMessage, number: int, state: RecordDict
+    ) -> tuple[RecordDict, RecordDict]:
+        """Do what `answer` does, but leave the global generators as the app leaves them.
+
+        Many answers in turn need only one `preserved_generators` around them.
+        """
         node = message.metadata.dst_node_id
         context = self.context(node, state)
         kind = message.metadata.message_type
-        seed = torch_seed(self.seed, f"flower.{kind}", client_number(node), number)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with seeded_generators(seed, device), torch.enable_grad(), self._app_errors():
+        seed_generators(
+            torch_seed(self.seed, f"flower.{kind}", client_number(node), number), _device()
+        )
+        with torch.enable_grad(), self._app_errors():
             returned = self.app.app(message, context)
         if not isinstance(returned, Message):
             raise AppError(
@@ -109,3 +126,8 @@ class AppRunner:
         except Exception as error:
             place = users_line(error, self.folder)
             raise AppError(f"the app raised {type(error).__name__}: {error}{place}") from error
+
+
+def _device() -> torch.device:
+    """Return the device whose generator apps may draw from, besides that of the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,14 @@ from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
 from raysim.flower.clock import Arrival, VirtualClock
 from raysim.flower.local_work import numbers_of
 from raysim.flower.messages import RUN_ID, GridMessage, client_number, node_id, reply
-from raysim.flower.records import RecordEntry, count_array_bytes, structure_of, unpack_records
+from raysim.flower.records import (
+    Buffer,
+    RecordEntry,
+    copy_header,
+    count_array_bytes,
+    structure_of,
+    unpack_records,
+)
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.simple_grid import SimpleGrid
 from raysim.flower.worker import Answer, Request, copy_records
@@ -113,7 +120,7 @@ class VirtualGrid(SimpleGrid):
         self._batch_times: dict[int, tuple[float, int]] = {}
         self.fatal_error: ReplayError | WorkerDiedError | None = None
         self._last_group: tuple[float, str] = (0.0, "")  # virtual time and type of messages
-        self._structures: dict[int, frozenset[RecordEntry]] = {}  # of its replies, by client
+        self._headers: dict[int, bytes] = {}  # of the last replies, by client
 
     def is_owner(self) -> bool:
         """Return True if this thread runs the ServerApp, False in a thread that Flower started."""
@@ -153,8 +160,9 @@ class VirtualGrid(SimpleGrid):
     def _push(self, messages: Iterable[Message]) -> list[_Pending]:
         self._asked_for_nodes = 0
         sent = []
-        # The app may change records later; messages that share them share a copy.
-        copies: dict[int, RecordDict] = {}
+        # The app may change records later; messages that share them share a copy. By the id of the
+        # records: these, so that the id stays theirs, the copy, and the bytes of its arrays.
+        copies: dict[int, tuple[RecordDict, RecordDict, int]] = {}
         for message in messages:
             metadata = message.metadata
             client = client_number(metadata.dst_node_id)
@@ -163,11 +171,13 @@ class VirtualGrid(SimpleGrid):
                     f"dst_node_id={metadata.dst_node_id}: there is no such node. "
                     "Use the ids of get_node_ids()."
                 )
-            content = copies.get(id(message.content))
-            if content is None:
-                content = copies[id(message.content)] = copy_records(message.content)
+            records = message.content
+            if id(records) not in copies:
+                content = copy_records(records)
+                copies[id(records)] = (records, content, count_array_bytes(content))
                 self.on_content(content)
-            pending = self._dispatch(message, client, content)
+            _, content, array_bytes = copies[id(records)]
+            pending = self._dispatch(message, client, content, array_bytes)
             self._pending[pending.request.message_id] = pending
             sent.append(pending)
         return sent
@@ -175,14 +185,15 @@ class VirtualGrid(SimpleGrid):
     def on_content(self, content: RecordDict) -> None:
         """Do nothing; a subclass may look here at the content of each new message."""
 
-    def _dispatch(self, message: Message, client: int, content: RecordDict) -> _Pending:
+    def _dispatch(
+        self, message: Message, client: int, content: RecordDict, array_bytes: int
+    ) -> _Pending:
         metadata = message.metadata
         number = self.clock.next_number(client)
         kind = metadata.message_type
         ttl = metadata.ttl or DEFAULT_TTL
         is_training = kind.split(".")[0] == "train"
-        size = count_array_bytes(content)
-        arrival = self.clock.arrival(client, number, is_training, size, ttl)
+        arrival = self.clock.arrival(client, number, is_training, array_bytes, ttl)
         request = Request(
             client=client,
             number=number,
@@ -442,25 +453,26 @@ class VirtualGrid(SimpleGrid):
                 delivered.append(reply(one.message, at, error=Error(APP_ERROR, error)))
                 self._record(one, "failed", error, {})
                 continue
-            content = unpack_records(one.answer.content)
-            self._keep_structure(one, content)
+            packed = one.answer.content.data
+            content = unpack_records(packed)
+            self._keep_header(one, packed)
             delivered.append(reply(one.message, at, content))
             self._record(one, "answered", "", numbers_of(content))
         return delivered
 
-    def _keep_structure(self, pending: _Pending, content: RecordDict) -> None:
+    def _keep_header(self, pending: _Pending, content: Buffer) -> None:
         """Keep the names and shapes of a reply's arrays and values for `describe_odd_reply`.
 
         Only the replies to the messages that were sent last are kept: those with the same virtual
         time and the same type.
         pending: the answered message.
-        content: the records of the reply.
+        content: the packed records of the reply.
         """
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
             self._last_group = group
-            self._structures.clear()
-        self._structures[pending.request.client] = structure_of(content)
+            self._headers.clear()
+        self._headers[pending.request.client] = copy_header(content)
 
     def describe_odd_reply(self) -> str:
         """Describe a reply with other names or shapes than most replies to the last messages.
@@ -468,10 +480,11 @@ class VirtualGrid(SimpleGrid):
         Return "" if there is none. The text is added to errors of strategies, because these name no
         client.
         """
-        if not self._structures:
+        if not self._headers:
             return ""
-        ((usual, _),) = Counter(self._structures.values()).most_common(1)
-        for client, structure in sorted(self._structures.items()):
+        structures = {client: structure_of(header) for client, header in self._headers.items()}
+        ((usual, _),) = Counter(structures.values()).most_common(1)
+        for client, structure in sorted(structures.items()):
             if structure != usual:
                 differences = []
                 if structure - usual:

@@ -8,7 +8,7 @@ from math import nan
 from typing import Any
 
 import numpy as np
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, RecordDict
 
 from raysim.api.local_training import LocalResult
 from raysim.flower.client import AppError, AppRunner
@@ -134,7 +134,7 @@ def numbers_of(content: RecordDict) -> dict[str, float]:
     """
     numbers: dict[str, float] = {}
     for name, record in content.items():
-        if name.endswith(".status") or name in content.array_records:
+        if name.endswith(".status") or isinstance(record, ArrayRecord):
             continue
         for key, value in record.items():
             if isinstance(value, int | float) and not isinstance(value, bool):

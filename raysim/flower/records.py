@@ -7,11 +7,12 @@ first comes a header in JSON, then the data of all arrays and byte strings.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+Buffer: TypeAlias = bytes | memoryview
 _HEADER_SIZE_BYTES = 8
 _KINDS = {"metric": MetricRecord, "config": ConfigRecord}
 _VALUES = (bool, int, float, str, bytes, np.generic)
@@ -87,13 +88,13 @@ def pack_records(content: RecordDict) -> bytes:
     return b"".join([len(header).to_bytes(_HEADER_SIZE_BYTES, "little"), header, *writer.parts])
 
 
-def unpack_records(data: bytes) -> RecordDict:
+def unpack_records(data: Buffer) -> RecordDict:
     """Return the records that `pack_records` converted to these bytes."""
-    start = _HEADER_SIZE_BYTES + int.from_bytes(data[:_HEADER_SIZE_BYTES], "little")
-    header = json.loads(data[_HEADER_SIZE_BYTES:start])
+    view = memoryview(data)
+    header, start = _read_header(view)
     parts = []
     for size in header["sizes"]:
-        parts.append(data[start : start + size])
+        parts.append(bytes(view[start : start + size]))
         start += size
     content = RecordDict()
     for kind, name, entries in header["records"]:
@@ -106,6 +107,19 @@ def unpack_records(data: bytes) -> RecordDict:
         values = {key: _unpack_value(value, parts) for key, value in entries}
         content[name] = _KINDS[kind](values)
     return content
+
+
+def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header of packed records, and the place where the data begin."""
+    start = _HEADER_SIZE_BYTES + int.from_bytes(view[:_HEADER_SIZE_BYTES], "little")
+    return json.loads(bytes(view[_HEADER_SIZE_BYTES:start])), start
+
+
+def copy_header(data: Buffer) -> bytes:
+    """Return a copy of the header of packed records, from which `structure_of` reads."""
+    view = memoryview(data)
+    end = _HEADER_SIZE_BYTES + int.from_bytes(view[:_HEADER_SIZE_BYTES], "little")
+    return bytes(view[:end])
 
 
 def _pack_value(value: Any, writer: _BytesWriter) -> Any:
@@ -139,19 +153,22 @@ def count_array_bytes(content: RecordDict) -> int:
     return total
 
 
-def structure_of(content: RecordDict) -> frozenset[RecordEntry]:
-    """Return the entries of all records: names of values, names and shapes of arrays."""
+def structure_of(data: Buffer) -> frozenset[RecordEntry]:
+    """Return the entries of all records: names of values, names and shapes of arrays.
+
+    If Flower does not know the shape of an array, the number of its bytes stands for it.
+    data: packed records, or their header.
+    """
+    header, _ = _read_header(memoryview(data))
     entries = set()
-    for name, record in content.items():
-        for key, value in record.items():
-            shape = _shape_of(value) if isinstance(record, ArrayRecord) else ()
-            entries.add(RecordEntry(name, key, shape))
+    for kind, name, values in header["records"]:
+        for value in values:
+            shape: tuple[int, ...] = ()
+            if kind == "array":
+                _, dtype, dimensions, _, number = value
+                shape = tuple(dimensions) if dtype else (header["sizes"][number],)
+            entries.add(RecordEntry(name, value[0], shape))
     return frozenset(entries)
-
-
-def _shape_of(array: Array) -> tuple[int, ...]:
-    """Return an array's shape; if Flower does not know it, the number of its bytes."""
-    return tuple(array.shape) if array.dtype else (_length(array),)
 
 
 def _array_bytes(array: Array) -> int:

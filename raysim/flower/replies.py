@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 from flwr.app import RecordDict
 
 from raysim.flower.records import pack_records
@@ -88,7 +89,7 @@ class StoredReplies:
                 "or its settings were changed. Start a new run in another folder."
             )
         self._file.seek(start)
-        content = self._file.read(content_size)
+        content = np.frombuffer(self._file.read(content_size), np.uint8)
         self.replayed += 1
         return Answer(content, self._file.read(state_size), error)
 
@@ -101,10 +102,10 @@ class StoredReplies:
             return
         digest = self._digest(request)
         key = json.dumps([request.client, request.number, digest, answer.error]).encode()
-        checksum = zlib.crc32(answer.state, zlib.crc32(answer.content, zlib.crc32(key)))
+        checksum = zlib.crc32(answer.state, zlib.crc32(answer.content.data, zlib.crc32(key)))
         head = _LENGTHS.pack(len(key), len(answer.content), len(answer.state), checksum)
         end = self._file.seek(0, 2)
-        self._file.write(b"".join([head, key, answer.content, answer.state]))
+        self._file.write(b"".join([head, key, answer.content.data, answer.state]))
         self._file.flush()
         start = end + len(head) + len(key)
         self._places[request.client, request.number] = (

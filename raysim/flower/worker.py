@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, RecordDict
+from numpy.typing import NDArray
 
 from raysim.flower.client import AppError, AppRunner
 from raysim.flower.messages import instruction
@@ -75,12 +78,13 @@ class Request:
 class Answer:
     """A client's answer: a reply, or an error.
 
-    content: the packed records of the reply; b"" for an error.
+    content: the packed records of the reply, uint8; empty for an error. Ray gives the bytes of an
+    array to another process without copying them.
     state: the packed records that the client keeps; b"" for none.
     error: the text of the error; "" for a reply.
     """
 
-    content: bytes = b""
+    content: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     state: bytes = b""
     error: str = ""
 
@@ -101,7 +105,8 @@ class AppWorker:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return an answer for each message; if the app fails, the answer has an error."""
-        return [self._answer(request) for request in requests]
+        with self.runner.preserved_generators():
+            return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Answer:
         message = instruction(
@@ -115,24 +120,23 @@ class AppWorker:
         )
         state = unpack_records(request.state) if request.state else RecordDict()
         try:
-            content, state = self.runner.answer(message, request.number, state)
+            content, state = self.runner.answer_next(message, request.number, state)
             packed = pack_records(content)
         except AppError as error:
             return Answer(error=f"client {request.client}: {error}")
-        return Answer(packed, pack_records(state) if len(state) else b"")
+        kept = pack_records(state) if len(state) else b""
+        return Answer(np.frombuffer(packed, np.uint8), kept)
 
 
 def copy_records(content: RecordDict) -> RecordDict:
-    """Return a copy of records that shares their arrays.
+    """Return a copy of records that shares the data of their arrays.
 
-    It is made because an app may remove entries from the records that it gets.
+    It is made because an app may change the records that it gets.
     """
-    copied = RecordDict()
+    copied = content.copy()
     for name, record in content.items():
+        copied[name] = record.copy()
         if isinstance(record, ArrayRecord):
-            copied[name] = ArrayRecord(dict(record))
-        elif isinstance(record, MetricRecord):
-            copied[name] = MetricRecord(dict(record))
-        else:
-            copied[name] = ConfigRecord(dict(record))
+            for key, array in record.items():
+                copied[name][key] = copy.copy(array)
     return copied

@@ -18,27 +18,45 @@ from raysim.vectors.layout import Vector
 
 
 @contextmanager
+def preserved_generators(device: torch.device) -> Iterator[None]:
+    """Restore the global generators of `random`, NumPy and torch at the end of `with`.
+
+    device: the device whose generator of torch is restored, besides that of the CPU.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the global generators of `random`, NumPy and torch.
+
+    device: the device whose generator of torch is seeded, besides that of the CPU.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    if device.type == "cpu":
+        # torch.manual_seed would store a traceback for each unused GPU library.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+@contextmanager
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of `random`, NumPy and torch; restore them afterwards.
 
     A user's training function may draw random numbers from them. These numbers must not depend on
     the worker.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        if device.type == "cpu":
-            # torch.manual_seed would store a traceback for each unused GPU library.
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+    with preserved_generators(device):
+        seed_generators(seed, device)
+        yield
 
 
 class LocalTrainingError(HookError):
