@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
@@ -14,7 +15,6 @@ from raysim.flower.clock import Arrival, VirtualClock
 from raysim.flower.local_work import numbers_of
 from raysim.flower.messages import RUN_ID, GridMessage, client_number, node_id, reply
 from raysim.flower.records import (
-    Buffer,
     RecordEntry,
     copy_header,
     count_array_bytes,
@@ -31,6 +31,7 @@ QUICK_CALLS = 2  # calls of get_node_ids between messages, before the clock wait
 MAX_ATTEMPTS = 3  # an error is raised after this many workers died with the same messages
 MAX_ENTRIES = 3  # of a reply, in an error
 _CHUNKS_PER_WORKER = 4
+_CALLS_AHEAD = 2  # of each worker, so that it has work while this process reads its answers
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class MessageRecord:
 class _Pending:
     """A message whose reply is not delivered yet.
 
-    answer: None until a worker has answered the message.
+    content: the records of the reply; None until a worker has answered the message.
+    header: the header of the packed reply, which has the names and shapes of its arrays.
+    error: why the app failed; "" if it did not.
     request: the message as workers get it.
     message: the message as Flower's class.
     dispatched: when it was sent, in virtual seconds.
@@ -73,7 +76,21 @@ class _Pending:
     message: GridMessage
     dispatched: float
     arrival: Arrival
-    answer: Answer | None = None
+    content: RecordDict | None = None
+    header: bytes = b""
+    error: str = ""
+
+    @property
+    def is_answered(self) -> bool:
+        """True if a worker has answered the message, with a reply or an error."""
+        return self.content is not None or bool(self.error)
+
+    def read(self, answer: Answer) -> None:
+        """Keep what a worker's answer contains."""
+        self.error = answer.error
+        if not answer.error:
+            packed = answer.content.data
+            self.content, self.header = unpack_records(packed), copy_header(packed)
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -330,7 +347,7 @@ class VirtualGrid(SimpleGrid):
         """
         unanswered = []
         for one in pending:
-            if one.arrival.lost or one.answer is not None:
+            if one.arrival.lost or one.is_answered:
                 continue
             try:
                 stored = self.replies.find(one.request)
@@ -340,7 +357,7 @@ class VirtualGrid(SimpleGrid):
             if stored is None:
                 unanswered.append(one)
             else:
-                one.answer = stored
+                one.read(stored)
                 if not stored.error:
                     self._states[one.request.client] = stored.state
         return unanswered
@@ -358,40 +375,43 @@ class VirtualGrid(SimpleGrid):
             for one in unanswered:
                 first.setdefault(one.request.client, one)
             self._answer_round(list(first.values()))
-            unanswered = [one for one in unanswered if one.answer is None]
+            unanswered = [one for one in unanswered if not one.is_answered]
         self.replies.forget_digests()
 
     def _answer_round(self, pending: Sequence[_Pending]) -> None:
         """Let workers answer messages, of which each client gets at most one."""
         workers = self.runtime.workers
-        size = max(1, len(pending) // (workers * _CHUNKS_PER_WORKER))
-        if self.runtime.is_in_process:
-            size = len(pending)
-        chunks = [list(pending[at : at + size]) for at in range(0, len(pending), size)]
-        running: dict[int, tuple[list[_Pending], Any, int]] = {}
-        attempts = [0] * len(chunks)
-        waiting = list(range(len(chunks)))
-        while waiting or running:
-            for worker in range(workers):
-                if waiting and worker not in running:
-                    number = waiting.pop(0)
-                    requests = [self._with_state(one) for one in chunks[number]]
-                    (ref,) = self.runtime.call(worker, "answer", requests)
-                    running[worker] = chunks[number], ref, number
-            busy = list(running)
-            index = self.runtime.ready([running[worker][1] for worker in busy], float("inf"))
+        count = 1 if self.runtime.is_in_process else min(len(pending), workers * _CHUNKS_PER_WORKER)
+        bounds = [len(pending) * chunk // count for chunk in range(count + 1)]
+        chunks = [pending[start:stop] for start, stop in pairwise(bounds)]
+        # For each worker, the chunks that it answers in turn, and references to their answers.
+        queues: list[deque[tuple[int, Any]]] = [deque() for _ in range(workers)]
+        attempts = [0] * count
+        waiting = deque(range(count))
+        while waiting or any(queues):
+            for queue_length in range(_CALLS_AHEAD):
+                for worker, queue in enumerate(queues):
+                    if waiting and len(queue) <= queue_length:
+                        chunk = waiting.popleft()
+                        requests = [self._with_state(one) for one in chunks[chunk]]
+                        (ref,) = self.runtime.call(worker, "answer", requests)
+                        queue.append((chunk, ref))
+            busy = [worker for worker, queue in enumerate(queues) if queue]
+            index = self.runtime.ready([queues[worker][0][1] for worker in busy], float("inf"))
             worker = busy[index or 0]
-            chunk, ref, number = running.pop(worker)
+            chunk, ref = queues[worker].popleft()
             try:
                 answers = self.runtime.get(ref)
             except WorkerDiedError:
-                attempts[number] += 1
-                if attempts[number] == MAX_ATTEMPTS:
-                    raise _describe_deaths(one.request for one in chunk) from None
+                attempts[chunk] += 1
+                if attempts[chunk] == MAX_ATTEMPTS:
+                    raise _describe_deaths(one.request for one in chunks[chunk]) from None
                 self.runtime.revive(worker)
-                waiting.insert(0, number)
+                lost = [chunk, *(other for other, _ in queues[worker])]
+                queues[worker].clear()
+                waiting.extendleft(reversed(lost))
                 continue
-            for one, answer in zip(chunk, answers, strict=True):
+            for one, answer in zip(chunks[chunk], answers, strict=True):
                 self._keep(one, answer)
 
     def _call(self, worker: int, requests: Sequence[Request]) -> list[Answer]:
@@ -427,7 +447,7 @@ class VirtualGrid(SimpleGrid):
         return replace(request, state=state) if state else request
 
     def _keep(self, pending: _Pending, answer: Answer) -> None:
-        pending.answer = answer
+        pending.read(answer)
         if not answer.error:
             self._states[pending.request.client] = answer.state
         self.replies.add(pending.request, answer)
@@ -447,32 +467,28 @@ class VirtualGrid(SimpleGrid):
                 delivered.append(reply(one.message, at, error=Error(LOST_ERROR, error)))
                 self._record(one, "lost", one.arrival.lost, {})
                 continue
-            assert one.answer is not None, "every delivered message has an answer"
-            if one.answer.error:
-                error = one.answer.error
-                delivered.append(reply(one.message, at, error=Error(APP_ERROR, error)))
-                self._record(one, "failed", error, {})
+            if one.error:
+                delivered.append(reply(one.message, at, error=Error(APP_ERROR, one.error)))
+                self._record(one, "failed", one.error, {})
                 continue
-            packed = one.answer.content.data
-            content = unpack_records(packed)
-            self._keep_header(one, packed)
-            delivered.append(reply(one.message, at, content))
-            self._record(one, "answered", "", numbers_of(content))
+            assert one.content is not None, "every delivered message has an answer"
+            self._keep_header(one)
+            delivered.append(reply(one.message, at, one.content))
+            self._record(one, "answered", "", numbers_of(one.content))
         return delivered
 
-    def _keep_header(self, pending: _Pending, content: Buffer) -> None:
+    def _keep_header(self, pending: _Pending) -> None:
         """Keep the names and shapes of a reply's arrays and values for `describe_odd_reply`.
 
         Only the replies to the messages that were sent last are kept: those with the same virtual
         time and the same type.
         pending: the answered message.
-        content: the packed records of the reply.
         """
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
             self._last_group = group
             self._headers.clear()
-        self._headers[pending.request.client] = copy_header(content)
+        self._headers[pending.request.client] = pending.header
 
     def describe_odd_reply(self) -> str:
         """Describe a reply with other names or shapes than most replies to the last messages.

@@ -15,6 +15,7 @@ from raysim.flower.project import LoadedClientApp  # noqa: E402
 from raysim.flower.worker import AppSpec, AppWorker  # noqa: E402
 from raysim.runtime.inprocess import InProcess  # noqa: E402
 from raysim.simulation.fleet import Fleet, Ideal, Speeds  # noqa: E402
+from raysim.simulation.runtime import WorkerDiedError  # noqa: E402
 
 
 class Stairs(Fleet):
@@ -130,6 +131,37 @@ def test_grid_counts_samples_for_training_messages_only():
     assert grid.clock.now == 0.0
     grid.send_and_receive(messages(grid.get_node_ids(), "train.mine"))
     assert grid.clock.now == 10.0
+
+
+class LateRuntime(InProcess):
+    """A runtime that calls a worker when its result is read; worker 0 dies at the second call."""
+
+    is_in_process = False
+
+    def __init__(self, *members):
+        super().__init__(*members)
+        self.calls, self.revived = [0] * len(members), []
+
+    def call(self, worker, method, *args):
+        self.calls[worker] += 1
+        return [(worker, self.calls[worker], method, args)]
+
+    def get(self, ref):
+        worker, number, method, args = ref
+        if worker == 0 and number > 1 and not self.revived:
+            raise WorkerDiedError("as asked")
+        return getattr(self.members[worker], method)(*args)
+
+    def revive(self, worker):
+        self.revived.append(worker)
+
+
+def test_grid_repeats_all_messages_of_a_dead_worker():
+    grid = make_grid(clients=20, workers=2)
+    grid.runtime = LateRuntime(*grid.runtime.members)
+    assert clients_of(grid.send_and_receive(messages(grid.get_node_ids()))) == list(range(20))
+    assert grid.runtime.revived == [0]
+    assert sum(grid.runtime.calls) == 8 + 2  # a worker has two calls at a time
 
 
 def test_grid_refuses_an_unknown_node():
