@@ -175,6 +175,20 @@ def pack_places(places: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([lowest, np.packbits(bits, bitorder="little").view(np.uint32)])
 
 
+def _set_bits(words: np.ndarray, places: np.ndarray) -> None:
+    """Write the positions of the bits that are 1 into `places`, at most as many as it has room for.
+
+    Bits are numbered from the lowest bit of the first word.
+    words: uint32, the words that are searched.
+    """
+    count, room = 0, len(places)
+    for word in range(len(words)):
+        for bit in range(32):
+            if count < room:
+                places[count] = 32 * word + bit  # the next bit overwrites that of a 0
+            count += (words[word] >> np.uint32(bit)) & np.uint32(1)
+
+
 def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
     """Return the positions that `pack_places` packed, int64 [count].
 
@@ -182,6 +196,7 @@ def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
     """
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)
-    bits = np.unpackbits(words[cut:].view(np.uint8), bitorder="little")
-    high = np.flatnonzero(bits) - np.arange(count)
+    high: np.ndarray = np.empty(count, np.int64)
+    compile_function(_set_bits)(words[cut:], high)
+    high -= np.arange(count)
     return (high << low) | unpack(words[:cut], low, count).astype(np.int64)

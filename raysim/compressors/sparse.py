@@ -32,29 +32,30 @@ from raysim.vectors.layout import Layout
 SAMPLE = 1 << 14  # entries from which the threshold of a long vector is estimated
 SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
 GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a large entry
+WITHOUT_SIGN = np.uint32(0x7FFFFFFF)  # the bits of a float32 but for its sign
 
 
-def _collect(groups: np.ndarray, threshold: float, places: np.ndarray) -> int:
-    """Write the positions of entries v with |v| >= threshold; return their number.
+def _collect(groups: np.ndarray, threshold: int, places: np.ndarray, sizes: np.ndarray) -> int:
+    """Write the positions and the sizes of entries with size >= threshold; return their number.
 
-    Return len(places) + 1 if there are more such entries than `places` has elements.
-    groups: [n, GROUP], the entries, one row after another.
+    Return len(places) + 1 if there may be more such entries than `places` has room for.
+    groups: uint32 [n, GROUP], the bits of the entries, one row after another.
     places: the array of positions to fill.
+    sizes: uint32, the array to fill with the entries' sizes, as long as `places`.
     """
-    count, room = 0, len(places)
+    count, room = 0, len(places) - GROUP
     for group in range(len(groups)):
-        entries = groups[group]
-        large = 0
+        largest = np.uint32(0)
         for index in range(GROUP):
-            large += abs(entries[index]) >= threshold
-        if not large:
+            largest = max(largest, groups[group, index] & WITHOUT_SIGN)
+        if largest < threshold:
             continue
-        if count + large > room:
-            return room + 1
+        if count > room:
+            return len(places) + 1
         for index in range(GROUP):
-            if abs(entries[index]) >= threshold:
-                places[count] = group * GROUP + index
-                count += 1
+            size = groups[group, index] & WITHOUT_SIGN
+            places[count], sizes[count] = group * GROUP + index, size
+            count += size >= threshold  # the next entry overwrites one that is too small
     return count
 
 
@@ -62,42 +63,49 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
     """Return the positions of the `count` entries with the largest absolute values.
 
     The positions are ascending. Of equal entries the first ones are taken.
-    values: float32 [d].
+    values: float32 [d], finite. The bits of |v|, read as an integer (the "size" of an entry), are
+    in the same order as |v|, and integers are compared faster.
     """
-    candidates = _candidates(values, count)
-    sizes = np.abs(values if candidates is None else values[candidates])
+    bits = values.view(np.uint32)
+    places, sizes = _candidates(bits, count) or (None, bits & WITHOUT_SIGN)
     threshold = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
     is_large = sizes >= threshold
     surplus = np.count_nonzero(is_large) - count
     if surplus:
         ties = np.flatnonzero(sizes == threshold)
         is_large[ties[len(ties) - surplus :]] = False
-    places = np.flatnonzero(is_large)
-    return places if candidates is None else candidates[places]
+    return np.flatnonzero(is_large) if places is None else places[is_large]
 
 
-def _candidates(values: np.ndarray, count: int) -> np.ndarray | None:
-    """Return the positions of a few large entries, which include the `count` largest ones.
+def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return positions and sizes of a few large entries, which include the `count` largest ones.
 
     The positions are ascending. A threshold is estimated from a sample of the entries; one pass
     over the vector finds the entries above it. Return None if all entries must be compared: for a
     short vector, a large `count`, or if the sample was not typical.
+    bits: uint32 [d], the bits of the entries.
     """
-    length = len(values)
+    length = len(bits)
     if length <= SMALL or 4 * count >= length:
         return None
-    sample = np.abs(values[:: length // SAMPLE])
+    sample = bits[:: length // SAMPLE] & WITHOUT_SIGN
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     places = np.empty(2 * count + length // 64, np.int64)
+    sizes = np.empty(len(places), np.uint32)
     whole = length // GROUP * GROUP
-    groups = values[:whole].reshape(-1, GROUP)
-    collected = compile_function(_collect)(groups, threshold, places)
-    rest = whole + np.flatnonzero(np.abs(values[whole:]) >= threshold)
+    collected = compile_function(_collect)(
+        bits[:whole].reshape(-1, GROUP), threshold, places, sizes
+    )
+    last = bits[whole:] & WITHOUT_SIGN
+    is_large = last >= threshold
     # The sample was not typical: too many entries are that large, or too few.
-    if collected > len(places) or collected + len(rest) < count:
+    if collected > len(places) or collected + np.count_nonzero(is_large) < count:
         return None
-    return np.concatenate([places[:collected], rest])
+    return (
+        np.concatenate([places[:collected], whole + np.flatnonzero(is_large)]),
+        np.concatenate([sizes[:collected], last[is_large]]),
+    )
 
 
 class _Sparse(Compressor):
