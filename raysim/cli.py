@@ -72,7 +72,8 @@ running. The exit status is that of the job. The command joins the cluster (runt
 it names a runtime. See jobs/README.md."""
 FETCH = """\
 examples:
-  raysim fetch raysubmit_Ab12Cd34     the results of this job, into a folder of the same name
+  raysim fetch raysubmit_Ab12Cd34     the results of this job, into a folder with the
+                                      name of the job's out=
   raysim fetch raysubmit_Ab12Cd34 runs/first --address http://HEAD:8265
   raysim fetch raysubmit_Ab12Cd34 --checkpoints --limit 2000
   raysim fetch s3://BUCKET/first      the results of a run with out=s3://BUCKET/first
