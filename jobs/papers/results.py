@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -97,7 +95,7 @@ def store_run(folder: Path) -> Path:
     }
     content = {
         "command": command(run.config),
-        "hardware": hardware(str(identity.get("device", "cpu"))),
+        "hardware": hardware(identity),
         "facts": {key: run.summary.get(key) for key in FACTS},
         "config": config,
         "history": {name: _short(column(run.rows, name)) for name in _columns(run)},
@@ -155,17 +153,13 @@ def _execution(config: Mapping[str, object]) -> list[str]:
     return overrides
 
 
-def hardware(device: str = "cpu") -> str:
-    """Describe the hardware of a run: the name of its GPU, or the CPU cores of this machine."""
-    if device != "cpu":
-        return device
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line for line in lines if line.startswith("model name")]
-    if models:
-        name = models[0].partition(":")[2].strip()
-    return f"{os.cpu_count()} cores of {name}"
+def hardware(identity: Mapping[str, object]) -> str:
+    """Describe the hardware of a run: the name of its GPU, or that of its processor.
+
+    identity: the part "identity" of the run's summary.
+    """
+    device = str(identity.get("device", "cpu"))
+    return device if device != "cpu" else str(identity.get("processor", "an unknown processor"))
 
 
 def _columns(run: Run) -> list[str]:

@@ -378,6 +378,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "device": device,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "processor": _processor_name(),
         "threads": spec.threads,
         "lanes": spec.lanes,
         "graph": spec.graph,
@@ -389,6 +390,17 @@ def identity(experiment: Experiment) -> dict[str, object]:
     facts["python"] = platform.python_version()
     facts["libraries"] = dict(_library_versions(LIBRARIES))
     return facts
+
+
+def _processor_name() -> str:
+    """Return the processor of this machine, such as "AMD EPYC 9B14"."""
+    cpus = Path("/proc/cpuinfo")
+    if cpus.is_file():
+        for line in cpus.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache  # reading the metadata of installed packages takes 20 ms

@@ -496,5 +496,6 @@ def test_store_run_writes_gpu_and_execution_options(tmp_path: Path, store: Path)
     results.store_run(folder)
     (kept,) = results.stored_runs("fedbr")
     assert kept.summary["hardware"] == "NVIDIA H100"
+    assert results.hardware({"device": "cpu", "processor": "AMD EPYC"}) == "AMD EPYC"
     command = str(kept.summary["command"])
     assert "device=cuda runtime.lanes=10 runtime.graph=true data.root=DIR" in command, command
