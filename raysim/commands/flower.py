@@ -52,8 +52,9 @@ class FlowerRequest:
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
     """Parse the command line.
 
-    words: the folder of the app, and overrides.
-    run_configs: the texts of --run-config.
+    words: the arguments that are no flags: at most one folder, and overrides. The folder contains
+    the app; without one, the app is in the current folder.
+    run_configs: the value of each flag --run-config, such as "lr=0.1" or the path of a TOML file.
     Raise `RefusedError` for wrong keys and values, and for a second folder.
     """
     folders = [word for word in words if "=" not in word]
@@ -99,7 +100,11 @@ def _read_count(word: str) -> int:
 
 
 def _read_run_config(text: str) -> dict[str, Any]:
-    """Parse "key=value key2='text'", or read a TOML file, as `flwr run --run-config` does."""
+    """Return the settings in one value of the flag --run-config, with dots in nested keys.
+
+    text: settings such as "key=value key2='text'", or the path of a TOML file.
+    `flwr run --run-config` accepts the same texts.
+    """
     if text.endswith(".toml"):
         file = user_path(text)
         if not file.is_file():
@@ -125,8 +130,10 @@ def _read_run_config(text: str) -> dict[str, Any]:
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     """Run a Flower app once for each seed, and print a table of its metrics.
 
-    words, run_configs: as in `read_request`.
-    Return the exit status. Raise `RefusedError` for an app or a setting that cannot run.
+    words: the arguments of the command that are no flags: the folder of the app, and overrides.
+    run_configs: the value of each flag --run-config.
+    Return the exit status 0. Raise `RefusedError` for an impossible setting, and
+    for an app that lacks a ClientApp or a ServerApp.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():
@@ -185,9 +192,9 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a text table with a row for each virtual time at which messages were sent.
+    """Return a pandas.DataFrame as text.
 
-    rounds: the same table as a pandas.DataFrame, `AppResult.rounds`.
+    rounds: `AppResult.rounds`. It has a row for each virtual time at which messages were sent.
     """
     if not len(rounds):
         return "the ServerApp sent no messages"

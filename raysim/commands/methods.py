@@ -28,9 +28,9 @@ class MethodEntry:
     option: the option of `method=` that selects the method, possibly together with other methods.
     paper: the source of the method, or "".
     about: one line that says what the method does.
-    texts: the docstring of its module, then the docstring of its class.
-    hooks: the names of the hooks that it overrides.
-    parameters: its settings with their defaults, by name.
+    texts: the docstring of the method's module, then the docstring of the method's class.
+    hooks: the names of the hooks that the method overrides.
+    parameters: the method's settings with their defaults, by name.
     """
 
     name: str
@@ -61,11 +61,12 @@ class MethodEntry:
 def find_methods(
     names: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> list[MethodEntry]:
-    """Return the methods that the names select; without names, all methods with FedAvg first.
+    """Return the methods that `names` selects.
 
-    names: as in `method=`, such as "fedbr" or "fedld+fedavg".
+    names: texts such as "fedbr" or "fedld+fedavg", as after `method=`. Without names, the result
+    has all methods, and FedAvg is the first.
     conf: the user's own folders of options.
-    allow: the packages whose classes these options may use.
+    allow: the packages whose classes the options in `conf` may use.
 
     Raise `RefusedError` for a name that does not exist.
     """
@@ -109,7 +110,8 @@ def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]
 def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
     """Import a method's class; return its docstrings, paper and hooks.
 
-    This is for classes whose source `read_method` cannot read, such as a user's own.
+    raysim reads the source files of most methods without an import (`read_method`). Only other
+    methods, such as a user's own, are imported.
     name: the method's name.
     node: the method's configuration; its key `_target_` names the class.
     allow: the packages from which classes may be imported.

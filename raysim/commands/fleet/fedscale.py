@@ -89,9 +89,11 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 
 
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
-    """Return the content of a pickled file: a dictionary for each client.
+    """Return the dictionary in a pickled file: it maps each client to a dictionary of values.
 
-    Raise `ValueError` if the file has other contents, or if the dictionary of a client lacks `key`.
+    file: the path of the file.
+    key: a key that the values of every client must have.
+    Raise `ValueError` if the file has other contents, or if a client's values lack `key`.
     """
     try:
         path = Path(file)

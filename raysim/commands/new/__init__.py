@@ -1,1 +1,1 @@
-"""Implement `raysim new`: write a package for a user's own parts, a copy of `template`."""
+"""Implement `raysim new`: copy the package in `template` as a start for a user's own package."""

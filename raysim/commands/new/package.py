@@ -1,7 +1,8 @@
-"""Implement `raysim new NAME`: write a package with one part of each kind.
+"""Implement `raysim new NAME`: write a package with one example of each part of a run.
 
-The package also has the parts' options and tests. It is a copy of `template`, a complete package,
-with NAME in place of `mypackage`.
+The parts are a method, a learner, a model, data, a partition, a schedule and others. The package
+also has an option and a test for each part. It is a copy of `template`, which is a complete
+package, with NAME in place of `mypackage`.
 """
 
 from __future__ import annotations

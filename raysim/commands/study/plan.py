@@ -34,11 +34,11 @@ ALWAYS_NAMED = ("method", "seed")
 class StudyRun:
     """One run of a study.
 
-    name: the name of its folder.
-    settings: the values that vary, without the seed, such as {"method": "fedprox",
-    "partition.alpha": "0.1"}.
+    name: the name of the run's folder.
+    settings: the run's values of the keys that differ between runs, without the seed. An example is
+    {"method": "fedprox", "partition.alpha": "0.1"}.
     config: the complete configuration.
-    is_finished: True if the folder already holds the complete run.
+    is_finished: True if the run has ended already, so that its folder is complete.
     warnings: warnings about the configuration, for the user.
     """
 
@@ -56,10 +56,10 @@ class StudyPlan:
 
     folder: the folder of the study; each run has a folder inside it.
     conf: the user's own folders of options.
-    overrides: for each key, a list with one override for each value.
+    overrides: maps each key to its overrides, one for each value of the key.
     runs: all runs, those of the first seed first.
-    is_new: True if the study creates its folder, which must not exist; False if it may continue a
-    study in the folder.
+    is_new: True if the study needs a new folder, and an existing folder is an error. False if the
+    study may use an existing folder and continue the study in it.
     is_dated: True if the user gave no `out=`, so that the folder's name is the time of the start.
     """
 
@@ -115,13 +115,14 @@ class StudyPlan:
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; the runs of the first seed come first.
 
-    overrides: as for `raysim run`, each with any number of values: "method=fedavg,fedprox",
-    "seed=0..4", "rounds=20". A key that only some options of a group have (method.fedprox.mu) is
-    used only in runs with these options. If a study is continued, the overrides are added to those
-    of its study.yaml.
+    overrides: the overrides of `raysim run`, but each can have several values, such as
+    "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for each combination
+    of values. A key such as method.fedprox.mu is used only in runs whose options have this key. If
+    a study is continued, the overrides are added to those of its study.yaml.
     conf: the user's own folders of options.
 
-    Raise `RefusedError` for an override that no run can have, and for a folder that is in use.
+    Raise `RefusedError` if no run of the study has the key of an override, or if the folder of a
+    new study exists already.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())
@@ -138,7 +139,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
 
 
 def move(study: StudyPlan, folder: Path) -> StudyPlan:
-    """Return the same study with another folder, in which its runs get their folders."""
+    """Return the study with another folder for it and its runs; move no files."""
     return _with_runs(replace(study, folder=folder))
 
 
@@ -213,8 +214,8 @@ def _seed(override: str) -> int:
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     """Yield the settings and the configuration of each combination of values, without seeds.
 
-    A run leaves out an override if its options lack the key. Several combinations may then be
-    equal; only one of them is yielded.
+    An override applies only to combinations whose options have its key: method.fedprox.mu applies
+    only to those with method=fedprox. Equal combinations that arise from this are yielded once.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files

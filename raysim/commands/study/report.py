@@ -85,10 +85,10 @@ class Comparison:
     """One setting compared with the reference; all other settings are equal.
 
     metric: the name of the metric.
-    where: the settings that both share, such as "alpha=0.1".
-    what: the compared setting, such as "fedprox".
-    reference: the setting that it is compared with.
-    seeds: the seeds with which both were run.
+    where: the other settings, such as "alpha=0.1", which are equal for `what` and `reference`.
+    what: the setting that is compared with the reference, such as "fedprox".
+    reference: the reference, such as "fedavg".
+    seeds: the seeds of which both `what` and `reference` have a finished run.
     differences: for each seed, the metric of `what` minus the metric of `reference`.
     test: the mean difference with its interval and its p-value.
     """
@@ -104,12 +104,13 @@ class Comparison:
 
 # --- numbers ------------------------------------------------------------------------------------
 def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None:
-    """Raise `RefusedError` for a metric that no summary has.
+    """Raise `RefusedError` for a name that cannot be a metric in a run's summary.
 
-    own_metrics: the metrics of the study's runs besides the usual ones.
+    names: the names to check.
+    own_metrics: the additional metrics that the user chose with `evaluate.metrics`.
 
-    A metric with a dot in its name is a method's report. It is not checked, because it is known
-    only after runs have finished.
+    A name with a dot is a metric that a method reports. It is not checked, because such names are
+    known only after a run has finished.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -159,10 +160,11 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 
 
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the highest score that every run reached, among those that summaries list.
+    """Return the highest threshold that the score of every run has reached, such as "0.80".
 
-    The entry `rounds_to` of a summary has the number of rounds to each of several scores, such as
-    {"0.80": 12}. Return the key, or None if there is no score that every run reached.
+    summaries: the summaries of the runs. The entry `rounds_to` maps each of several thresholds to
+    the number of rounds until the score reached it, or to None, such as {"0.80": 12, "0.90": None}.
+    Summaries without this entry are not used. Return None if there is no such threshold.
     """
     reached = []
     for summary in summaries:
@@ -184,9 +186,9 @@ def compared_keys(study: StudyPlan) -> list[str]:
 
 
 def _other_keys(study: StudyPlan) -> list[str]:
-    """Return the keys that have several values in a study but are not the compared keys.
+    """Return the keys that have several values in a study, without the compared keys and the seed.
 
-    Runs are compared only with runs that have equal values of these keys.
+    Two runs are compared only if both have the same values of these keys.
     """
     return [key for key in study.varied if key not in (*compared_keys(study), "seed")]
 
@@ -209,11 +211,13 @@ def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
 def compare_settings(
     study: StudyPlan, scores: Sequence[RunScores], metric: str
 ) -> list[Comparison]:
-    """Compare every setting with the reference, over the seeds that both have.
+    """Compare settings in pairs of runs that have the same seed; return all comparisons.
 
-    Settings form a group if they have equal values of all keys that the study varies but does not
-    compare (`_other_keys`), for example the same data and split. The first setting of a group is
-    its reference, with which the other ones are compared. Holm's correction covers all groups.
+    Settings form a group if they have the same values of `_other_keys`, for example the same data
+    and partition. The first setting of a group is the reference. All other settings of the group
+    are compared with it. Holm's correction of the p-values covers the comparisons of all groups.
+
+    metric: the name of the compared metric.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:
@@ -240,7 +244,7 @@ def compare_settings(
 
 
 def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGroup]:
-    """Return the finished runs, grouped by setting; the reference comes first."""
+    """Return a group of finished runs for each setting that has any, in the order of the study."""
     groups = []
     for of_setting in group_by_setting(scores):
         results = [run_scores.result for run_scores in of_setting if run_scores.result]
@@ -266,8 +270,8 @@ def _format_number(
 
     metric: the name of the metric, which decides the number of decimals.
     sign: "+" shows the sign of positive numbers.
-    like: for a standard deviation, the mean that it belongs to, so that both have equally many
-    decimals; None for other numbers.
+    like: only for a standard deviation: the mean next to which it is printed. The deviation gets as
+    many decimals as this mean. None for all other numbers.
     """
     if value is None:
         return MISSING
@@ -294,12 +298,12 @@ def settings_table(
 ) -> list[Column]:
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is the standard deviation over the seeds, with divisor n-1. Rows with equal values
-    of all keys that are not compared form a group. The best setting of a group is marked if its
-    mean is better than the next one by more than the deviation of either.
+    The deviation is the standard deviation over the n seeds, with divisor n-1. Rows with the same
+    values of `_other_keys` form a group. The best setting of a group is marked if it is clearly
+    better than the second best. The difference of their means must exceed both deviations.
 
-    comparisons: for each metric, the comparisons with the reference; significant differences are
-    marked. None marks none.
+    comparisons: maps each metric to its comparisons with the reference, so that significant
+    differences are marked. With None no difference is marked.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -384,8 +388,9 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
     """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
-    Each value of `Comparison.where` has a panel.
-    about: the test set on which the metric is measured.
+    Comparisons with the same `where` are drawn in one panel.
+    comparisons: all comparisons of one metric.
+    about: the name of the test set on which the metric is measured; "" if there is none.
     dark: True for a picture on a dark page.
     """
     import matplotlib
@@ -524,12 +529,13 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return a section of report.html for each metric: the differences to the reference.
+    """Return the sections of report.html that show the differences to the reference.
 
-    Also write the study's picture, study.png, which shows the differences of the first metric.
+    Each metric with a comparison has a section. Also write study.png, a picture of the differences
+    in the first metric.
     names: the names of the metrics.
-    comparisons: the comparisons of each metric, by its name.
-    results: all finished runs.
+    comparisons: maps the name of each metric to its comparisons.
+    results: all finished runs of the study.
     """
     sections = []
     for name in names:

@@ -56,9 +56,9 @@ class RunEnd:
 
 # --- before the first run -----------------------------------------------------------------------
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
-    """Build every run of a study before the first one starts, to find errors; write nothing.
+    """Build every run of a study, so that errors are found before the first run starts.
 
-    Return the study with the fields `is_finished` and `warnings` of each run.
+    Nothing is written. Return the study; its runs now have the fields `is_finished` and `warnings`.
     allow: the packages whose classes the options use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
@@ -82,7 +82,11 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
 
 def _share_cpus(config: Node, parallel: int) -> Node:
-    """Return the configuration with so few workers that `parallel` local runs share the CPUs."""
+    """Return the configuration of a run with fewer workers if it shares the CPUs with other runs.
+
+    Only the number of workers with runtime=local is changed, and only if the user did not set it.
+    parallel: the number of runs at a time on this machine.
+    """
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
@@ -119,7 +123,8 @@ def make_runs(
     allow: the packages whose classes the options use.
     say: function that gets a line for each run that has ended.
     show: function that displays the runs in progress. It is called with "running: NAMES" when a run
-    begins and, if parallel is 1, after every round also with a text such as " · round 3/20".
+    begins. If `parallel` is 1, it is also called after every round, with a second text such as
+    " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -214,9 +219,11 @@ def _run_one_by_one(
 
 
 def _join_ray(runtime: Node, session: ExitStack) -> str:
-    """Join or start Ray for a run, until `session` ends; return its address.
+    """Connect to the Ray cluster of a run, or start one; return the address of the cluster.
 
     Return "" if the run needs no Ray.
+    runtime: the settings runtime.* of the run.
+    session: the connection ends when this stack is closed.
     """
     if runtime["name"] == "inprocess":
         return ""

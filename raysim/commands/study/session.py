@@ -73,7 +73,7 @@ def study(
 
     overrides: the overrides of `raysim study`, in one text or a list.
     parallel: the number of runs at a time.
-    metrics: the compared columns; () takes the usual ones.
+    metrics: the names of the metrics to compare; () compares the usual metrics.
     conf: your own folders of options.
     allow: the packages whose classes the options use.
     quiet: print nothing.
@@ -104,7 +104,7 @@ def study(
 
 
 def _own_metrics(planned: StudyPlan) -> list[str]:
-    """Return the metrics that the runs compute because `evaluate.metrics` names them."""
+    """Return the names of the additional metrics that `evaluate.metrics` of the runs lists."""
     names: dict[str, None] = {}
     for run in planned.runs:
         for path in run.config["evaluate"].get("metrics") or ():
@@ -117,7 +117,8 @@ def _make_and_report(
 ) -> dict[str, str]:
     """Execute the runs and print the tables; return for each failed run why it failed.
 
-    The arguments are explained in `study`.
+    planned: the checked study.
+    The docstring of the function `study` explains the other arguments.
     """
     from rich.console import Console
 

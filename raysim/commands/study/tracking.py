@@ -24,10 +24,11 @@ FILES = (
 
 @contextmanager
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
-    """Begin or continue the study's parent run; at the end of the block, send its files.
+    """Begin or continue MLflow's parent run of a study; when the `with` block ends, finish it.
 
-    Does nothing if no run of the study is tracked.
-    say: function that gets a line if a server does not answer.
+    At the end, the means of the metrics and the study's result files are sent to MLflow. This does
+    nothing if no run of the study is tracked.
+    say: function that gets lines for the user, for example if MLflow's server does not answer.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]
     if not tracked:

@@ -57,13 +57,14 @@ def fetch(
 ) -> Path:
     """Copy the results of a job into a folder on this machine, and return the folder.
 
-    The job may still be running: it never shows half-written files. Files in the folder are
-    replaced.
+    The job may still be running, because raysim replaces a result file only when the new content is
+    complete. Files of the same name on this machine are replaced.
     job: the id that `raysim submit` prints, or the URL of a run.
     target: the folder on this machine; None takes the name of the job's folder.
     address: the URL of the job server; None reads Ray's environment variables and, without these,
     takes the job server on this machine.
-    folder: the job's folder on its node; None reads it from the job's command.
+    folder: the folder with the results on the node of the job; None takes the value of out= in the
+    job's command.
     checkpoints: True also copies the checkpoints.
     limit_mb: the largest size of the archive in MB.
     Raise `RefusedError` if there is no such job or folder, or if the archive is larger.
@@ -169,11 +170,13 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the archive that the packing job has printed.
+    """Return the archive in the text that the packing job has printed.
 
     text: the printed text.
-    folder, job, limit_mb: for errors.
-    Raise `RefusedError` if the text has no archive.
+    folder: the packed folder, named in errors.
+    job: the id of the job whose results are fetched, named in errors.
+    limit_mb: the largest size of the archive in MB, named in errors.
+    Raise `RefusedError` if the text has an error in place of the archive.
     """
     lines = text.splitlines()
     for line in lines:

@@ -154,11 +154,14 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
 class ConnectionToJob:
     """A connection to a running job, which reconnects if the connection breaks.
 
+    client: the connection to the job server, from `connect`.
+    job: the id of the job.
     write: function that gets the job's output.
     say: function that gets a line about a broken connection.
-    wait_s: the seconds for which it tries to reconnect.
+    wait_s: the time limit for reconnecting, in seconds.
 
-    Methods raise `RunStoppedError` after that time, or if the job server no longer knows the job.
+    Its functions raise `RunStoppedError` if the job server does not answer within `wait_s`, or if
+    it does not know the job any more.
     """
 
     def __init__(
@@ -175,7 +178,11 @@ class ConnectionToJob:
         self._broken_since: float | None = None
 
     def follow(self) -> None:
-        """Write the job's output until the job ends; write nothing twice after a reconnection."""
+        """Write the job's output until the job ends.
+
+        After a reconnection the job server sends the output from its beginning; the part that has
+        been written already is then left out.
+        """
         while True:
             try:
                 asyncio.run(self._pass_on())

@@ -55,8 +55,10 @@ class PackedFile:
 def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     """Return the files to send to the cluster.
 
-    These are the package, its configuration, and the files that --with lists. Hidden files and byte
-    code are left out. Raise `RefusedError` for a path that cannot be packed.
+    These are the package raysim, its configuration folder conf, the files in `PROJECT_FILES`, and
+    `extra`. Hidden files and byte code are left out.
+    extra: the files and folders of --with.
+    Raise `RefusedError` for a path of --with that does not exist or whose name is already used.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
@@ -184,8 +186,8 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command line for the cluster's shell.
 
-        It gets `runtime=cluster`, unless it has a `runtime=` or continues a study or a search,
-        whose plan stores one.
+        `runtime=cluster` is added unless the command has a `runtime=`. It is also not added if the
+        command continues a study or a sweep, because their plans have stored the runtime.
         """
         continues = "resume" in self.settings and self.words[0] != "run"
         joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]
@@ -196,10 +198,10 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add installed packages with parts of raysim to the flags --allow and --with.
+    """Add the plugins that a command uses to its flags --allow and --with.
 
-    Only packages whose parts the command uses are added. The nodes of a cluster do not have them
-    installed, so that the job's folder must contain them.
+    A plugin is an installed package with parts for raysim, such as methods. The nodes of a cluster
+    may not have it installed, so its files are sent with the job.
     Return the command with the new flags --allow, and the files and folders of --with.
     extra: the files and folders that the user gave with --with.
     """
@@ -327,18 +329,19 @@ def submit(
     environment: str | None = None,
     wait: bool = True,
 ) -> int:
-    """Pack, upload and start a job; return its exit status.
+    """Pack, upload and start a job; with `wait`, return the exit status of its command.
 
     command: the command that the job runs.
     address: the address of the cluster's job server; None reads Ray's environment variables.
     extra: the files and folders of --with.
     limit_mb: the largest size of the files in MB.
     environment: the file of --runtime-env; None without one.
-    wait: True prints the job's output until its end; False returns 0 at once.
+    wait: True prints the job's output and waits for its end; False returns 0 after the job has
+    started.
 
-    Raise `RefusedError` for errors before the job runs, and `RunStoppedError` if the connection
-    breaks. After Ctrl-C the job continues; the message of KeyboardInterrupt says how to look at the
-    job.
+    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the connection to
+    the job server is lost for too long. Ctrl-C does not stop the job; the message of
+    KeyboardInterrupt then has the commands that show and stop the job.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

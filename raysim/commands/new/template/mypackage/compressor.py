@@ -16,8 +16,8 @@ class MyCompressor(Compressor):
 
     block: the number of entries in a block.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the form of error feedback, "none", "ef21" or "ef14"; with it, a sender adds what
-    earlier messages left out to the next message. `help(raysim.Compressor)` explains the forms.
+    feedback: the error feedback, "none", "ef21" or "ef14". With error feedback, a later message
+    corrects the errors of earlier messages. `help(raysim.Compressor)` explains the three values.
     """
 
     name = "mypackage_means"
@@ -35,7 +35,8 @@ class MyCompressor(Compressor):
         """Return the means of the blocks as the words of a message, uint32 [words].
 
         values: float32 [layout.trained]; the last block is filled up with zeros.
-        key, kept: a random number, and what is remembered of the last message; not used here.
+        key: a random number for this message; not used here.
+        kept: a tensor that the sender remembers from its last message; not used here.
         """
         padded = np.zeros(self.words(layout) * self.block, np.float32)
         padded[: len(values)] = values.numpy()

@@ -14,9 +14,9 @@ from raysim.primitives.checks import in_range
 class MyLearner(Learner):
     """A learner that predicts the class whose mean image is nearest.
 
-    The server averages the means that clients return.
-    share: how far a job moves each mean towards the mean of the client's own images of the class,
-    from 0 to 1.
+    The model is one mean image for each class. A job moves each mean image towards the average of
+    the client's images of this class. The server averages the mean images of all jobs.
+    share: the part of the distance by which a job moves a mean image, from 0 to 1.
     """
 
     name = "mypackage"
@@ -25,15 +25,21 @@ class MyLearner(Learner):
         self.share = in_range("learner.share", share, above=0, most=1)
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the initial means: a dictionary of arrays, whose shapes never change."""
+        """Return the initial means: a dictionary of arrays, whose shapes never change.
+
+        task: describes the data, such as the shape of an input and the number of classes.
+        rng: the random generator for initial values; not used here.
+        """
         return {"means": np.zeros((task.num_classes, int(np.prod(task.shape))))}
 
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train on a client's samples; return the new means, and a result for the history.
+        """Train on a client's samples; return the new means, and numbers for the history.
 
+        parameters: a copy of the means that the client received.
         inputs, labels: the client's samples, [n, ...] and [n].
+        job: the client's job, with its settings and random generators; not used here.
         """
         means = parameters["means"]
         rows = inputs.reshape(len(inputs), -1)

@@ -12,7 +12,8 @@ from raysim.primitives.checks import at_least
 class MyMethod(Method):
     """A method that adds an L1 penalty to the loss of every client.
 
-    `raysim.Method` lists the hooks; this method overrides one.
+    Methods change the training by overriding hooks, which `raysim.Method` lists. This method
+    overrides the hook `gradient`.
     """
 
     name = "mypackage"
@@ -22,5 +23,10 @@ class MyMethod(Method):
         self.lam = at_least("method.mypackage.lam", lam, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the penalty's derivative to the gradient of the shared parameters, in place."""
+        """Add the penalty's derivative to the gradient of the shared parameters, in place.
+
+        job: the client's job; `job.params[at]` are the parameters to which `grad` belongs.
+        grad: the gradient of these parameters.
+        at: the positions of these parameters in the vector.
+        """
         grad.add_(job.params[at].sign(), alpha=self.lam)

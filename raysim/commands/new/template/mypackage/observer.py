@@ -12,7 +12,8 @@ class MyObserver(Observer):
 
     column: the name of a column of the history, such as the accuracy on the central test set.
 
-    `raysim.Observer` lists the other moments at which an observer can act.
+    raysim calls an observer's functions at several moments of a run; `raysim.Observer` lists all
+    of these functions.
     """
 
     def __init__(self, column: str = "accuracy_global"):

@@ -15,13 +15,14 @@ from raysim.primitives.checks import at_least
 class MyPartition(Partitioner):
     """A partition into clients of growing size.
 
-    raysim splits each client's test samples off from the rows that this partition assigns to it.
+    The partition assigns rows of the data to clients. raysim then divides the rows of each client
+    into training and test samples.
     """
 
     clients: int = 10
 
     def check(self) -> None:
-        """Raise `ValueError` for a setting that is impossible with any data."""
+        """Raise `ValueError` for a setting that is impossible, whatever the data are."""
         at_least("partition.clients", self.clients, 1)
 
     def assign(self, draws: Draws) -> CSR:

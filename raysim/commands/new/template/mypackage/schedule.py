@@ -16,11 +16,12 @@ class MySchedule:
     first: the number of clients in the first round. Each later round has one client more.
     most: the largest number of clients in a round.
 
-    Every schedule also has these three attributes:
-    max_staleness: the largest number of aggregations by which an update may be late. Staler updates
-    are discarded; None discards none.
-    pools: the number of groups, by speed, into which the clients are divided; 0 means no groups.
-    stale: True if an update may start from an older version than the current one.
+    Every schedule has three further attributes:
+    max_staleness: the largest allowed staleness of an update, in aggregations. An update with a
+    larger staleness is discarded. None discards no update.
+    pools: the number of groups into which the clients are divided by their speed; 0 means no
+    groups.
+    stale: True if an aggregated update may start from an older version than the current one.
     """
 
     first: int = 2

@@ -18,7 +18,7 @@ class MyTopology(Topology):
     servers: the number of servers, which is also the number of models.
     every: the number of aggregations between two exchanges.
     kept: the weight of a server's own model in an exchange, from 0 to 1. The model of the next
-    server on the ring gets the rest.
+    server on the ring has the weight 1 - kept.
     """
 
     servers: int = 2
