@@ -40,9 +40,11 @@ class SweepOverrides:
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
     """Sort the overrides of a sweep into three groups.
 
-    "sweep=NAME" chooses a file of `conf/sweep`, "sweep.trials=8" sets an option of the sweep,
-    "method.fedprox.mu=0.01,0.1" or "local.lr='tag(log, interval(1e-3, 1))'" searches a key. Any
-    other override is used in all runs; if the chosen file searches this key, the override wins.
+    "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option of the sweep.
+    "method.fedprox.mu=0.01,0.1" and "local.lr='tag(log, interval(1e-3, 1))'" search a key. Any
+    other override, such as "rounds=20", is used in all runs. Its key is then not searched, even if
+    the chosen file searches it.
+    folders: the user's own folders of options.
 
     Raise `RefusedError` for an option or a range that does not exist.
     """

@@ -71,12 +71,12 @@ class SweepOptions:
     (asynchronous successive halving), and "pbt" replaces the worse trials by changed copies of the
     better ones (population-based training).
     trials: the number of settings to try (null: all of a grid, else 16).
-    metric: the compared column of the history; its last value counts. null takes the main metric
-    (usually accuracy) on the first of these that exists: validation samples (if all trials have
-    them), the central test set, the clients' test sets.
+    metric: the column of the history whose last value compares trials. null takes the main metric,
+    usually accuracy, on validation samples if all trials have them. Otherwise it takes the main
+    metric on the central test set, or on the clients' test sets if there is no central one.
     mode: max or min (null: min for losses, and for metrics for which a lower score is better, else
     max).
-    seeds: the number of runs of each setting, whose mean counts.
+    seeds: the number of runs of each setting. Trials are compared by the means of their runs.
     concurrent: the number of trials at a time (null: as many as fit).
     workers: the number of workers of each trial's runs (0: they run in the trial's own process).
     grace: the round of ASHA's first decision.
@@ -124,16 +124,17 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep, composed and checked, as plain data.
+    """A checked sweep with the configurations of its runs, as plain data.
 
-    A point is a dictionary with a value for each searched key.
+    A draft is the configuration for one combination of the options that the sweep searches, such
+    as method=fedprox with partition=iid. `drafts` and `inactive` have the same keys: the options of
+    a draft as JSON text.
 
     options: the settings `sweep.*`.
-    space: the values of each searched key.
-    drafts: a configuration for each combination of searched options, such as method=fedprox with
-    partition=iid. The keys of this dictionary are the options as JSON.
-    inactive: for each draft, by the same keys, the searched keys that the draft does not have:
-    with method=fedavg there is no method.fedprox.mu.
+    space: the values to search, for each searched key.
+    drafts: all drafts.
+    inactive: for each draft, the searched keys that do not exist in it. For example, a draft with
+    method=fedavg has no method.fedprox.mu.
     overrides: the overrides of the command.
     """
 
@@ -145,7 +146,7 @@ class SweepPlan:
 
     @property
     def seed(self) -> int:
-        """Return the seed of the first run of every setting; the search uses it, too."""
+        """Return the seed of every setting's first run; it also seeds the search algorithm."""
         return int(self._first_draft()["seed"])
 
     @property
@@ -154,9 +155,10 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return the point without the keys that do not exist with its options.
+        """Return the point without the keys that its configuration does not have.
 
-        With method=fedavg there is no method.fedprox.mu, for example; `inactive` lists these keys.
+        For example, a point with method=fedavg loses the key method.fedprox.mu.
+        point: a value for each searched key.
         """
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
@@ -202,10 +204,10 @@ class SweepPlan:
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:
-        """Return a few points whose runs are built before the sweep, to find impossible values.
+        """Return a few settings that show before the sweep whether searched values are possible.
 
-        Together they have each value of each list, both ends of each interval, and each combination
-        of options.
+        Together these settings have every listed value, both ends of every interval, and every
+        combination of searched options. The caller builds a run for each of them.
         """
         corners = corner_points(self.space)
         points = list(corners)
@@ -295,9 +297,12 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 
 
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `RefusedError` if PBT cannot change one of the searched keys during a run.
+    """Raise `RefusedError` if a searched key has a value that cannot change during a run.
 
-    chosen: the searched keys whose values are options, such as "method".
+    Population-based training (PBT) changes values during a run. This is possible only for keys
+    below method and local.
+    space: the values to search, for each searched key.
+    chosen: the searched keys whose values are names of options, such as "method".
     """
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
@@ -329,7 +334,8 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     """Return the sweep and the folder that the overrides describe.
 
     conf: the user's own folders of options.
-    Raise `RefusedError` for a sweep or a folder that is impossible.
+    Raise `RefusedError` if the sweep is impossible, if the folder of a new sweep exists already, or
+    if the sweep in the folder cannot be continued.
     """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)

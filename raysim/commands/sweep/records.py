@@ -46,13 +46,14 @@ ENDED = ("done", "stopped")  # the scheduler stops a trial if other trials are b
 class TrialRecord:
     """One trial of a sweep.
 
+    number: the number of the trial, from 0.
     point: the values of the searched keys.
     status: "running", "done", "stopped" (by the scheduler) or "failed".
-    rows: the history, by round: means over the seeds.
-    seconds: the time of the trial's rounds, without the start of the trial.
+    rows: for each round, the row of the history, with means over the seeds.
+    seconds: the wall seconds of all rounds; the start of the trial is not counted.
     error: why the trial failed, or "".
-    score: the value of the compared column; None without one.
-    deviation: the deviation of the score over the seeds; None with one seed.
+    score: the last value of the column by which trials are compared; None if it has no value.
+    deviation: the standard deviation of the score over the seeds; None with one seed.
     """
 
     number: int
@@ -70,19 +71,23 @@ class TrialRecord:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds that the trial has made."""
+        """Return the number of rounds that the trial has reported so far."""
         return max(self.rows, default=0)
 
 
 class TrialRecords:
     """All trials of a sweep.
 
-    metric: the compared column.
-    total: the number of trials.
+    plan: the sweep.
+    folder: the sweep's folder.
+    metric: the column of the history by which trials are compared.
+    total: the number of trials that the sweep will have.
+    say: function that gets lines for the user.
     tracked: True if the trials are tracked in MLflow.
     uri: MLflow's server, to which each row is sent at once; "" if `raysim ui` sends the rows later.
-    deadline: the end of the sweep's time limit, on the clock of time.monotonic(). If a trial ends
-    later than this, the limit ended it, and not the scheduler.
+
+    The attribute `deadline` is the end of the sweep's time limit, as a value of time.monotonic(). A
+    trial that ends early after this time was ended by the limit, and not by the scheduler.
     """
 
     def __init__(
@@ -130,10 +135,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return what a trial measured before the sweep was stopped and continued.
+        """Return the measurements of a trial that had ended before this sweep was continued.
 
-        The result has (round, value of the compared column) for each round of the trial that has a
-        value. It is empty if the trial had not ended when the sweep was stopped, or is new.
+        A measurement is a round with its value in the column by which trials are compared. Rounds
+        without a value are left out. The list is empty for all other trials.
         number: the trial's number.
         """
         if number not in self._ended_before:
@@ -170,10 +175,10 @@ class TrialRecords:
             self._trackers[number] = self._start_tracker(record)
 
     def report_restart(self, number: int, details: str) -> None:
-        """Print that a trial lost a process; it starts again when there is room for it.
+        """Print that a trial lost a process and will continue from its last checkpoint.
 
         number: the trial's number.
-        details: text for the end of the line, such as the file of Ray's messages; or "".
+        details: text to append to the line, such as the path of the file with Ray's messages.
         """
         self._waiting.add(number)
         self._say(
@@ -200,16 +205,16 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Add rows to the history of a trial; a trial reports them each time it has a new score.
+        """Add new rows to the history of a trial, and replace later rows.
+
+        There are later rows in population-based training: a trial may go back to an earlier round
+        because it continues from the checkpoint of a better trial.
 
         number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.
-        rows: the rows since the last report, as means over the seeds.
-        seconds: the time that these rows took.
+        rows: the rows since the trial's last report, with means over the seeds.
+        seconds: the wall seconds that these rounds took.
         is_done: True after the last round.
-
-        In population-based training a trial may continue from the checkpoint of a better trial, at
-        an earlier round. The trial's rows from this round on are then replaced.
         """
         record = self.all[number]
         record.point = point
@@ -267,9 +272,12 @@ class TrialRecords:
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
     ) -> None:
-        """Send all tracked rows. If the server does not answer, they are sent later.
+        """End the tracking: send the sweep's results and all rows of the trials to MLflow.
 
-        summary, files, status: the summary, files and status of the sweep.
+        If MLflow's server does not answer, rows stay in the folders and can be sent later.
+        summary: the numbers of the sweep's summary, by name.
+        files: the result files of the sweep.
+        status: the sweep's status in MLflow: FINISHED, FAILED or KILLED.
         """
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
@@ -359,7 +367,7 @@ class TrialRecords:
 
 
 def _ignore(text: str) -> None:
-    """Print nothing: the parent run's tracker already reports all problems with MLflow."""
+    """Ignore a line about a problem with MLflow; the tracker of the sweep prints the same line."""
 
 
 class StatusLine:

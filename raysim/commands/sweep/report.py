@@ -199,7 +199,7 @@ class KeyAxis:
     key: the searched key.
     name: the label of the axis.
     values: the list or the interval in which the sweep searches.
-    used: the values that trials had.
+    used: the values of this key in all trials, which the axis must cover as well.
     """
 
     def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
@@ -226,7 +226,8 @@ class KeyAxis:
     def number(self, value: object) -> float:
         """Return the number at which a value is drawn.
 
-        This is the value itself if all searched values are numbers, else its index in the list.
+        If all searched values are numbers, this is the value itself. Otherwise it is the value's
+        index in the list of searched values.
         """
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
@@ -302,10 +303,11 @@ def _title(records: TrialRecords) -> str:
 
 
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
-    """Return a colour map for scores, and the scores at its two ends.
+    """Return a colour map, and the lowest and the highest score that it shows.
 
-    The best score has the colour with the most contrast to the page. The ends do not depend on the
-    scores of stopped trials, unless all trials were stopped.
+    The highest score gets the colour with the most contrast to the page. Trials that the scheduler
+    stopped do not count for the two scores, unless all trials were stopped.
+    records: the trials with a score.
     dark: True for a picture on a dark page.
     """
     from matplotlib import colormaps
@@ -321,9 +323,10 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
 
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw parallel coordinates: a line for each trial connects its values and its score.
+    """Draw parallel coordinates, with a vertical axis for each searched key and for the score.
 
-    The line of the best trial is thick. Lines of stopped trials are grey.
+    Each trial is a line through its values of the keys to its score. The line of the best trial is
+    thick. Lines of trials that the scheduler stopped are grey.
     path: the file to write, or a buffer that gets the picture.
     dark: True draws the picture for a dark page.
     """

@@ -44,7 +44,8 @@ class TrialResult:
 class SweepResult:
     """The trials of a sweep, in the order of their numbers.
 
-    trials: all trials, also failed ones; `result[3]` and a loop over the result give them, too.
+    trials: all trials, also failed ones. `result[3]` is trial 3, and `for trial in result` loops
+    over the trials.
     metric: the column of the history by which the sweep compared trials.
     mode: "max" if the largest value is the best, "min" if the smallest is.
     """
@@ -101,9 +102,10 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        The columns are: trial (its number); the columns of the trial's last round; config/KEY with
-        the trial's value for each searched key; error (why the trial failed, or None); and path
-        (its folder).
+        Columns: "trial" is the number of the trial. The columns of the history have the values of
+        the trial's last round. "config/KEY" is the trial's value of the searched key KEY. "error"
+        says why the trial failed; None if it did not. "path" is the folder of the trial's first
+        run.
         """
         import pandas as pd
 
@@ -118,7 +120,8 @@ class SweepResult:
 def collect_results(records: TrialRecords, mode: str) -> SweepResult:
     """Return the recorded trials as the result that users get.
 
-    mode: "max" or "min": which end of the compared column is the best.
+    records: the trials of the sweep.
+    mode: "max" if the largest value of the compared column is the best, "min" if the smallest is.
     """
     trials = [_trial_result(records, records.all[number]) for number in sorted(records.all)]
     return SweepResult(tuple(trials), records.metric, mode)

@@ -160,11 +160,11 @@ def _trial_capacity(
 def _choose_metric(
     plan: SweepPlan, experiments: Sequence[Experiment], console: Console
 ) -> SweepPlan:
-    """Return the plan with the metric that ranks the trials, and with "max" or "min".
+    """Return the plan with values for sweep.metric and sweep.mode.
 
-    If the user did not set sweep.metric, it is the validation score if all trials have validation
-    samples, otherwise a test score, and then a printed line says so.
-    experiments: a few runs of the sweep, which have the metrics and the samples.
+    If the user did not set sweep.metric, trials are ranked by their validation scores. If a trial
+    has no validation samples, all are ranked by a test score, and a line tells the user.
+    experiments: a few built runs of the sweep, which give the metrics and the samples.
     console: where to print the line.
     """
     options = plan.options
@@ -291,7 +291,8 @@ class SweepSession:
         """Print the searched keys, the search algorithm, the resources, and warnings.
 
         records: the trials of the sweep, including those that ended before it was continued.
-        slots: the number of trials that run at once.
+        slots: the number of trials that run at once. It is smaller than `self.slots` if the user
+        sets a lower sweep.concurrent, or if the sweep has fewer trials.
         """
         options = self.plan.options
         spec = self.experiments[0].spec
@@ -343,9 +344,10 @@ def _describe(values: ValueRange) -> str:
 
 
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
-    """Return the last printed line: time, the command for the best setting, and folder.
+    """Return the last line that a sweep prints.
 
-    If no trial has a score, return a line that names the file with the reasons.
+    It has the time of the sweep, the command that trains the best setting again, and the folder of
+    the results. If no trial has a score, it has the file that says why trials failed.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()

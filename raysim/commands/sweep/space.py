@@ -145,10 +145,9 @@ def grid_points(space: Space) -> list[Point]:
 
 
 def corner_points(space: Space) -> list[Point]:
-    """Return a few points that together have all listed values, and both ends of intervals.
+    """Return a few points that together have all listed values, and both ends of all intervals.
 
-    Their number is the length of the longest list, or 2 if there are intervals and no list is
-    longer.
+    They are as many as the longest list has values, and at least 2 if a key has an interval.
     """
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)

@@ -81,14 +81,14 @@ class Trial:
     def write_due_checkpoint(self) -> None:
         """Write the checkpoint of the last reported round, if `checkpoint.every` requests one.
 
-        A run writes a round's checkpoint after it has reported the round, so the runs advance until
-        it is written.
+        Each run of the trial continues until this checkpoint is written, because a run reports a
+        round before it writes the checkpoint of this round.
         """
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 
     def close(self) -> None:
-        """Stop the runs at their current round."""
+        """Stop the runs, without writing anything."""
         for run in self.runs:
             run.close()
 

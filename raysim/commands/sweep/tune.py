@@ -67,9 +67,10 @@ class TrialTask:
     resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
     allow: packages whose classes and options the configurations may use.
     packages: names of packages whose installed files must be the same in all processes.
-    driver: the versions, code and hardware of the process that runs the sweep. In a process in
-    which they differ, a trial may have other bits.
-    mixed: `runtime.mixed`; with False a trial fails in a process that differs from `driver`.
+    driver: the versions, code and hardware of the process that runs the sweep. The bits of a
+    trial's results may depend on them.
+    mixed: `runtime.mixed`. With False, a trial fails if its process has other versions, code or
+    hardware than `driver`.
     """
 
     folder: str
@@ -99,10 +100,10 @@ class SweepTrial(tune.Trainable):
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Start another trial in this process, in place of the present one.
+        """Replace the trial of this process by another one, which starts with its first step.
 
         new_config: the dictionary that `_trial_config` made for the other trial.
-        Return True, which tells Tune that a process can be used again.
+        Return True, which tells Tune that this process can be used for another trial.
         """
         os.chdir(_START_FOLDER)
         self.cleanup()
@@ -113,12 +114,13 @@ class SweepTrial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Advance to the next measurement; return what Tune and the sweep's process must know.
+        """Advance the trial to the next measurement; return a report for Tune and the sweep.
 
-        These are the round, the metric, the new rows of the history, the seconds, and whether the
-        trial is done. A trial that ended in an earlier session repeats only its rounds and metrics.
-        A failed trial returns the error and the worst possible metric. Raise `RunFailedError` if a
-        worker is lost with its node, so that Tune starts the trial again in another place.
+        The report has the round, the metric, the new rows of the history, the wall seconds, and
+        "done": True if the trial has ended. If the trial had ended before the sweep was continued,
+        the report has only the round and metric of an earlier measurement, and "done". If the trial
+        fails, it has the error and the worst possible metric.
+        Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
         if self._replay:
@@ -198,9 +200,9 @@ class SweepTrial(tune.Trainable):
         return int(Path(self.logdir).name)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the state, so that another trial can take it over.
+        """Copy the last checkpoint of each run, so that another trial can continue from them.
 
-        checkpoint_dir: the empty folder that Tune provides for the state.
+        checkpoint_dir: the empty folder that Tune provides for the copies.
         """
         if self._trial is not None:
             self._trial.write_due_checkpoint()
@@ -211,10 +213,10 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Take over the state of another trial.
+        """Let the runs of this trial continue from the checkpoints of another trial.
 
-        Do nothing if the saved state is this trial's own, because its runs continue from their
-        folders.
+        If the checkpoints are this trial's own, no file changes. Its runs then continue from their
+        own folders.
         checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()
@@ -243,17 +245,18 @@ class SweepTrial(tune.Trainable):
 
 
 def _print_nothing(text: str) -> None:
-    """Print nothing: the process of the sweep reports the trials."""
+    """Ignore a line of a run, because the process of the sweep prints the state of all trials."""
 
 
 # --- the search as Tune describes it ------------------------------------------------------------
 class Listener(tune.Callback):
     """A Tune callback that passes Tune's reports on trials to the records.
 
-    Tune calls its functions with the trial, and with further arguments that are not used.
+    Tune calls the functions on_trial_... with a trial. Their other arguments are not used.
+    records: the trials of the sweep.
     status: the line on the terminal that shows the state of the trials.
-    ray_messages: the file that gets Ray's messages, named when a process is lost; None if there is
-    none.
+    ray_messages: the file with Ray's messages. A line about a lost process gives its path. None if
+    there is no such file.
     """
 
     def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):
@@ -273,8 +276,10 @@ class Listener(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Record a measurement or a failure; a repeated report is already recorded.
+        """Record a measurement or a failure of a trial.
 
+        A trial of a continued sweep may repeat reports of earlier measurements. They have no rows,
+        and are ignored because they are recorded already.
         result: the dictionary that `SweepTrial.step` returned.
         """
         number = _number(trial)
@@ -332,8 +337,9 @@ def trial_task(
 
 
 def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
-    """Return Tune's class for trials, with the resources of a trial and of its workers.
+    """Return the class that Tune runs for each trial, with the resources that a trial reserves.
 
+    plan: the sweep.
     task: the settings that all trials share.
     """
     workers = plan.options.workers
@@ -482,7 +488,7 @@ def _encode(space: Space, point: Point) -> dict[str, Any]:
 
 
 def free_resources() -> dict[str, float]:
-    """Return the resources of the cluster that no run uses, by name, such as {"CPU": 2.0}."""
+    """Return the free resources of the Ray cluster, by name, such as {"CPU": 2.0}."""
     return dict(ray.available_resources())
 
 
@@ -498,12 +504,13 @@ def search(
 ) -> None:
     """Execute all trials with Tune, and wait for their end.
 
-    records: gets the rows and the ends of the trials.
+    records: the trials; every report of a trial is recorded in this object.
     points: the settings of a grid or a random search; empty with Optuna, which finds them itself.
-    rounds: the rounds of the longest run, after which the scheduler ASHA stops a trial in any case.
+    rounds: the number of rounds of the longest run; the scheduler ASHA must know it.
     task: the settings that all trials share.
     status: the line on the terminal that shows the state of the trials.
-    ray_messages: the file that gets Ray's messages, which warnings name; None if there is none.
+    ray_messages: the file with Ray's messages, whose path a line about a lost process gives. None
+    if there is no such file.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

@@ -1,6 +1,7 @@
-"""Bring the MLflow database of stored runs up to date: numbers and files, then models.
+"""Bring the MLflow database of stored runs up to date.
 
-Models come last, because each takes a second: the run is built again, and PyTorch traces its model.
+Rows of the history and files are sent first. Models come last, because each model takes seconds:
+the run is built again, and PyTorch traces its model.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def find_root(place: str) -> Path:
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs and studies whose results belong into the database of `root`.
+    """Yield the folders in `root` whose results are stored in the database of `root`.
 
-    The runs of a study in `root` are left out, because a study has its own database.
+    These are folders of runs and studies. If `root` contains a study among other folders, the runs
+    of this study are left out, because they are in the study's own database.
     """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
@@ -120,7 +122,8 @@ class RunDatabase:
     def _send(self, folder: Path, record: Record) -> bool:
         """Send new rows and files of a run to the database; return False if that failed.
 
-        record: the content of the run's file that says what MLflow already has.
+        folder: the run's folder.
+        record: the content of a file in this folder, which says what MLflow already has of the run.
         """
         try:
             server = self._servers.get(folder)

@@ -2,8 +2,8 @@
 
 While MLflow's server runs, new rows of runs in progress are sent every few seconds.
 
-MLflow 3 opens an experiment on its page for traces of language models, whatever the experiment's
-tags say, so the address must ask for the charts.
+For every experiment, MLflow 3 opens a page with traces of language models first. So raysim opens
+an address that selects the page with the charts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 
 
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
-    """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
+    """Show the charts of stored runs in MLflow; return 0.
 
-    place: a folder that contains runs, or a server's address (http:// or https://).
-    port: the page's port on this machine; not used for a server's address.
+    For a folder, start an MLflow server on this machine, which runs until Ctrl-C. For the address
+    of a running MLflow server, only open its page.
+    place: a folder that contains runs, or the address (http:// or https://) of an MLflow server.
+    port: the port of the server on this machine; not used for an address.
     opens_browser: True opens the page in the browser; False only prints its address.
     Raise `RefusedError` if there is nothing to show.
     """
