@@ -120,9 +120,10 @@ def _details(client: Any, job: str) -> Any:
     try:
         return client.get_job_info(job)
     except (OSError, RuntimeError) as error:
+        address = client.get_address()
         raise RefusedError(
-            f"job {job} is unknown to {client.get_address()} ({first_line(error)}). "
-            "`ray job list` shows the jobs"
+            f"job {job} is unknown to {address} ({first_line(error).rstrip('.')}). "
+            f"`RAY_AUTH_MODE=token ray job list --address {address}` shows the jobs"
         ) from error
 
 
