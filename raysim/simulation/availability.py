@@ -276,8 +276,7 @@ class MarkovAvailability(Availability):
         if draw is None:
             # Steps below 0 are drawn as well.
             generator = stream(self._seed, "fleet.markov", step % (1 << 64))
-            stays = max(0.0, 1 - self._comes - self._leaves)
-            chances = (self._comes, self._leaves, stays)
+            chances = (self._comes, self._leaves, 1 - self._comes - self._leaves)
             comes, goes, _ = generator.multinomial(self._prime, chances).tolist()
             start = int(generator.integers(self._prime))
             factor = int(generator.integers(1, self._prime))

@@ -177,11 +177,12 @@ def test_fedpac_distant_client_has_no_weight() -> None:
         assert one.tolist() == [1.0]
 
 
-def test_fedpac_client_without_variance_keeps_its_head() -> None:
+@pytest.mark.parametrize("variances", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)], ids=str)
+def test_fedpac_client_without_variance_keeps_its_head(variances: tuple[float, ...]) -> None:
     zero = torch.zeros(4, 2, 3)
-    for client in range(4):
+    for client in np.flatnonzero(np.array(variances) == 0).tolist():
         a = classifier_combination_weights(
-            variances=torch.zeros(4), weighted_means=zero, client=client
+            variances=torch.tensor(variances), weighted_means=zero, client=client
         )
         assert a.tolist() == F.one_hot(torch.tensor(client), 4).tolist()
 

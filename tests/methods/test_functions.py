@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from raysim.methods import fedavg, fedbn, fedbr, fedbss, fedbuff, feddecorr, groupdro, scaffold
+from raysim.methods.delayed_nesterov import delayed_nesterov_step
 
 
 def vector(*values: float) -> Tensor:
@@ -48,6 +50,32 @@ class TestScaffold:
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):
             scaffold.updated_control_variate(*random(4, 3).unbind(), lr, num_steps, momentum)
+
+
+class TestDelayedNesterov:
+    def test_momentum_changes_with_every_second_update(self) -> None:
+        state = {
+            "params": vector(1, 0),
+            "momentum_buffer": vector(0, 2),
+            "sum_of_updates": vector(0, 0),
+        }
+        settings: dict[str, Any] = {
+            "server_lr": 0.5,
+            "momentum": 0.25,
+            "every": 2,
+            "activation": 0.125,
+        }
+        delta = vector(4, 8)
+        first = delayed_nesterov_step(**state, delta=delta, step=1, **settings)
+        # The step is 0.5 * (0.125 * 0.25 * m + delta / 2).
+        assert torch.equal(first["params"], vector(2, 2.03125))
+        assert torch.equal(first["momentum_buffer"], vector(0, 2))
+        assert torch.equal(first["sum_of_updates"], delta)
+        second = delayed_nesterov_step(**first, delta=delta, step=2, **settings)
+        # m becomes 0.25 * m + (4 + 4, 8 + 8) / 2; the step is 0.5 * (0.875 * 0.25 * m + delta / 2).
+        assert torch.equal(second["momentum_buffer"], vector(4, 8.5))
+        assert torch.equal(second["params"], first["params"] + vector(1.4375, 2.9296875))
+        assert torch.equal(second["sum_of_updates"], vector(0, 0))
 
 
 class TestFedBN:

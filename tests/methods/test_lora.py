@@ -21,7 +21,7 @@ from raysim.methods.fedsa_lora import FedSALoRA
 from raysim.methods.ffa_lora import FFALoRA
 from raysim.methods.flexlora import FlexLoRA
 from raysim.methods.flora import FLoRA
-from raysim.methods.hetlora import HetLoRA
+from raysim.methods.hetlora import HetLoRA, tail_sum
 from raysim.methods.lora_factors import find_factors
 from raysim.models import Lora, Mlp
 from raysim.runtime import inprocess
@@ -114,7 +114,27 @@ def test_hetlora_ranks_above_the_clients_rank_stay_zero() -> None:
         assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
 
 
-@pytest.mark.parametrize("ranks", [[], [0], [1, 2.5], [4], {"phone": 1}, {"phone": 1, "car": 2}])
+def test_hetlora_term_is_the_product_of_norms_of_marked_ranks() -> None:
+    layout = declare_run(run_spec(HetLoRA(), model=SMALL)).layout
+    (factors,) = find_factors(layout)
+    params = torch.linspace(-1.0, 2.0, layout.trained)
+    tail = torch.zeros(layout.trained)
+    a_tail, b_tail = factors.matrices(tail)
+    a_tail[1:], b_tail[:, 1:] = 1.0, 1.0
+    a, b = factors.matrices(params)
+    expected = b[:, 1:].norm() * a[1:].norm()
+    torch.testing.assert_close(tail_sum(params, tail, layout), expected)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        *([], [0], [1, 2.5], [4]),
+        {"phone": 1},
+        {"phone": 1, "car": 2},
+        {"phone": 1, "tablet": 2, "car": 2},
+    ],
+)
 @pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
 def test_hetlora_refuses_wrong_ranks(method: Any, ranks: Any) -> None:
     devices = Labels(("phone", "tablet"), np.zeros(6, np.int16))

@@ -137,6 +137,18 @@ def test_moved_client_keeps_its_state() -> None:
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
+def test_states_of_a_worker_are_those_of_its_finished_jobs() -> None:
+    books = Books()
+    finished = [books.send(client, worker)[0] for client, worker in ((1, 0), (2, 1), (3, 0))]
+    in_flight, *_ = books.send(4, worker=0)
+    for job in finished:
+        books.back(job)
+    assert books.client_states.states_of(0) == [finished[0].number, finished[2].number]
+    assert books.client_states.states_of(1) == [finished[1].number]
+    books.back(in_flight)
+    assert in_flight.number in books.client_states.states_of(0)
+
+
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
 def test_states_are_read_from_disk_in_parts_within_the_budget(budget: float) -> None:
     books = Books(budget=0)

@@ -26,6 +26,7 @@ from raysim.methods.groupdro import GroupDRO
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.clustering import bipartition, cosine_similarities
+from raysim.simulation.events import Round
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
 from raysim.simulation.selection_rules import PowerOfChoice
@@ -115,6 +116,27 @@ def test_selection_by_measured_loss_uses_each_clients_best_model() -> None:
     assert losses.shape == (3, CLIENTS)
     measured = result.coordinator._measure_losses(range(CLIENTS), None)
     np.testing.assert_array_equal(measured, losses.min(axis=0))
+
+
+# With the cohort of 2, some clients have never trained and thus never chosen a model.
+@pytest.mark.parametrize(
+    ("topology", "cohort"), [(EAGER, CLIENTS), (CHOICE, 2)], ids=["updates", "loss"]
+)
+def test_clients_are_scored_with_the_model_of_their_cluster(
+    topology: Topology, cohort: int
+) -> None:
+    coordinator = coordinate(spec(topology, local=Local(lr=0.1)), Synchronous(cohort), rounds=2)
+    scores = [event.scores for event in coordinator.run() if isinstance(event, Round)][-1]
+    assert scores is not None
+    replicas = coordinator.replicas
+    expected = replicas.clients_of[scores.clients]
+    if topology is CHOICE:
+        clients = scores.clients.tolist()
+        evaluator, versions = coordinator.evaluator, coordinator.versions
+        losses = evaluator.replica_losses(clients, None, replicas, versions)
+        expected = losses.argmin(axis=0)
+    assert len({*expected.tolist()}) > 1
+    assert scores.columns["replica"].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("method", [Scaffold(), FedDyn(), GroupDRO()])
