@@ -39,23 +39,23 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
         words[place] = np.uint32(pending & np.uint64(0xFFFFFFFF))
 
 
-def _fold(eights: np.ndarray, width: int, parts: np.ndarray) -> None:
-    """Pack groups of 8 digits: from one byte per digit to `width` bits per digit.
+def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
+    """Pack digits that take a byte each, so that each takes `width` bits.
 
-    eights: uint64 [n], the input: the 8 bytes of each entry are 8 digits below 2^width.
+    unpacked: uint64 [n], the digits. Each of the 8 bytes of an entry is a digit below 2^width.
     width: the number of bits of a digit: 1, 2 or 4.
-    parts: [n], unsigned integers of `width` bytes, the array to fill: each entry has the same 8
-    digits as the entry of `eights`, one after another.
+    packed: the array to fill, [n], unsigned integers of 8 `width` bits. Each entry gets the 8
+    digits of the entry of `unpacked` at the same position.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
     pairs = np.uint64((1 << 2 * width) - 1) * np.uint64(0x0001000100010001)
     fours = np.uint64((1 << 4 * width) - 1) * np.uint64(0x0000000100000001)
-    for place in range(len(eights)):
-        bits = eights[place]
+    for place in range(len(unpacked)):
+        bits = unpacked[place]
         bits = (bits | (bits >> once)) & pairs
         bits = (bits | (bits >> twice)) & fours
-        parts[place] = bits | (bits >> thrice)
+        packed[place] = bits | (bits >> thrice)
 
 
 def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
@@ -77,24 +77,23 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
         filled -= width
 
 
-def _unfold(parts: np.ndarray, width: int, eights: np.ndarray) -> None:
-    """Unpack groups of 8 digits: from `width` bits per digit to one byte per digit.
+def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
+    """Unpack digits that `_fold` packed, so that each takes a byte.
 
-    This is the inverse of `_fold`.
-    parts: [n], unsigned integers of `width` bytes, the input.
+    packed: [n], unsigned integers of 8 `width` bits: the packed digits, 8 in each entry.
     width: the number of bits of a digit: 1, 2 or 4.
-    eights: uint64 [n], the array to fill: the 8 bytes of each entry are 8 digits.
+    unpacked: the array to fill, uint64 [n]. Each of the 8 bytes of an entry gets a digit.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
     ones = np.uint64((1 << width) - 1) * np.uint64(0x0101010101010101)
     pairs = np.uint64((1 << 2 * width) - 1) * np.uint64(0x0001000100010001)
     fours = np.uint64((1 << 4 * width) - 1) * np.uint64(0x0000000100000001)
-    for place in range(len(eights)):
-        bits = np.uint64(parts[place])
+    for place in range(len(unpacked)):
+        bits = np.uint64(packed[place])
         bits = (bits | (bits << thrice)) & fours
         bits = (bits | (bits << twice)) & pairs
-        eights[place] = (bits | (bits << once)) & ones
+        unpacked[place] = (bits | (bits << once)) & ones
 
 
 def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
@@ -114,8 +113,8 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
         return _pad(digits, f"u{width // 8}", WORD_BITS // width).view(np.uint32)
     words = np.zeros(words_of_bits(len(digits) * width), np.uint32)
     if width in FOLDED:
-        eights = _pad(digits, "u1", 8).view(np.uint64)
-        compile_function(_fold)(eights, width, words.view(f"u{width}"))
+        unpacked = _pad(digits, "u1", 8).view(np.uint64)
+        compile_function(_fold)(unpacked, width, words.view(f"u{width}"))
     elif len(words):
         compile_function(_pack)(digits, width, words)
     return words
@@ -130,9 +129,9 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
     if width in WHOLE:
         return words.view(f"u{width // 8}")[:count].astype(dtype)
     if width in FOLDED:
-        eights = np.empty(-(-count // 8), np.uint64)
-        compile_function(_unfold)(words.view(f"u{width}"), width, eights)
-        return eights.view(np.uint8)[:count].astype(dtype, copy=False)
+        unpacked = np.empty(-(-count // 8), np.uint64)
+        compile_function(_unfold)(words.view(f"u{width}"), width, unpacked)
+        return unpacked.view(np.uint8)[:count].astype(dtype, copy=False)
     digits: np.ndarray = np.zeros(count, dtype)
     if count and width:
         compile_function(_unpack)(words, width, digits)
@@ -141,7 +140,7 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return how many low bits of a position `pack_places` stores unchanged.
+    """Return the number of low bits that `pack_places` stores unchanged for each position.
 
     count: the number of positions.
     length: all positions are below this number.

@@ -1,8 +1,9 @@
 """PowerSGD: a product of two thin matrices in place of each matrix.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization" (NeurIPS 2019), Algorithm 1. For each matrix M [n, m] and rank r, with the
-Q [m, r] of the sender's previous message, and M' the transpose of M:
+Distributed Optimization" (NeurIPS 2019), Algorithm 1. A message has two matrices for each matrix M
+[n, m] of the model: P [n, r] and Q [m, r], where r is the rank. They are computed with the Q of the
+sender's previous message. M' is the transpose of M:
 
     P <- orthogonalise(M Q)
     Q <- M' P
@@ -11,8 +12,8 @@ Q [m, r] of the sender's previous message, and M' the transpose of M:
 Departures from the paper
 - Each client has its own P and Q, and sends both. The paper averages P and then Q over the workers,
   which takes two exchanges in a step.
-- The first Q has normal random numbers, which are the same for all clients. Later it is client
-  state.
+- Before the first message, Q has normal random numbers, which are the same for all clients. After
+  each message, the Q of this message is stored as client state.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition.
 
@@ -37,7 +38,11 @@ from raysim.vectors.layout import Layout
 
 
 def _project(matrix: np.ndarray, basis: np.ndarray, product: np.ndarray) -> None:
-    """Add P' M to `product` [r, m], with P = basis [n, r], in one pass over M."""
+    """Add the product P' M to `product`, [r, m], in one pass over M.
+
+    matrix: the matrix M, [n, m].
+    basis: the matrix P, [n, r].
+    """
     for row in range(matrix.shape[0]):
         for column in range(basis.shape[1]):
             factor = basis[row, column]
@@ -48,7 +53,11 @@ def _project(matrix: np.ndarray, basis: np.ndarray, product: np.ndarray) -> None
 
 
 def _multiply(basis: np.ndarray, query: np.ndarray, matrix: np.ndarray) -> None:
-    """Write P Q' into `matrix` [n, m], with P = basis [n, r] and Q' = query [r, m]."""
+    """Write the product P Q' into `matrix`, [n, m].
+
+    basis: the matrix P, [n, r].
+    query: the matrix Q', [r, m].
+    """
     for row in range(matrix.shape[0]):
         into = matrix[row]
         into[:] = 0.0
@@ -75,8 +84,9 @@ class _Piece(NamedTuple):
 
 
 class PowerSGD(Compressor):
-    """A compressor that sends matrices of low rank, from one step of power iteration.
+    """A compressor that sends an approximation of low rank in place of each matrix.
 
+    Each message makes one step of power iteration, which improves on the previous message.
     rank: the rank r of the messages.
     direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
     explains both.
@@ -119,8 +129,10 @@ class PowerSGD(Compressor):
         return torch.from_numpy(numbers)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return P and Q of each matrix, and the entries sent unchanged, in the layout's order.
+        """Return the message: P and Q of each matrix, and the entries that are sent unchanged.
 
+        The parts of the message have the order of the layout.
+        values: float32 [layout.trained], the vector to send.
         key: not used, because nothing is random.
         kept: the Q of all matrices from the sender's last message.
         """

@@ -45,11 +45,11 @@ def _round_randomly(
     key: int,
     digits: np.ndarray,
 ) -> None:
-    """Write each entry v as a digit from 0 to 2 * levels: levels + sign(v) level(v).
+    """Write a digit for each entry v: levels + sign(v) level(v), from 0 to 2 levels.
 
-    level(v) = floor(levels |v| / scale + u) rounds at random. The random number u in [0, 1) is a
-    32-bit hash of the key and the position. All numbers have 32 bits, so that several entries are
-    computed at once.
+    level(v) = floor(levels |v| / scale + u) is rounded at random. The random number u in [0, 1) is
+    a 32-bit hash of the key and of the entry's position. All variables have 32 bits, so that the
+    CPU can compute several entries with one instruction.
     values: float32 [entries].
     starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
     scales: float32 [buckets].
@@ -167,7 +167,7 @@ class _Quantizer(Compressor):
 
     @property
     def width(self) -> int:
-        """The number of bits of an entry in a message: its level and its sign."""
+        """The number of bits that an entry takes in a message, for its level and its sign."""
         return (2 * self.levels).bit_length()
 
     def words(self, layout: Layout) -> int:
@@ -239,9 +239,9 @@ class QSGD(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), the factor for decoded values under error feedback.
 
-        omega = min(b / s^2, sqrt(b) / s) bounds the variance of a decoded vector v, divided by
-        |v|^2 (Lemma 3.1 in the paper). b is the number of entries in a bucket, and s the number of
-        levels.
+        The variance of the decoded vector is at most omega |v|^2, where v is the encoded vector.
+        Lemma 3.1 of the paper gives omega = min(b / s^2, sqrt(b) / s) for s levels and buckets of b
+        entries.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -291,9 +291,10 @@ class TernGrad(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), the factor for decoded values under error feedback.
 
-        omega bounds the variance of a decoded vector v, divided by |v|^2. Here 1 + omega is (1 +
-        sqrt(b)) / 2, where b is the number of entries of the largest tensor: the second moment of
-        C(v) is max|v| sum|v|, which is at most (1 + sqrt(b)) / 2 times |v|^2.
+        The variance of the decoded vector C(v) is at most omega |v|^2, where v is the encoded
+        vector. Let b be the number of entries of the largest tensor. In a tensor, the mean of
+        |C(v)|^2 is max|v_i| sum|v_i|, which is at most (1 + sqrt(b)) / 2 |v|^2. So 1 + omega is
+        (1 + sqrt(b)) / 2.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

@@ -84,16 +84,18 @@ def _scale_blocks(
     out: np.ndarray,
     is_rounded: bool,
 ) -> None:
-    """Divide the values of each block by the block's scale; write scales and quotients.
+    """Compute the scale of each block, and divide the block's values by this scale.
 
-    The scale is the largest absolute value of the block divided by `largest`.
+    The scale is the largest absolute value of the block, divided by `largest`. It is found among
+    the bits of the values, read as integers without the sign bit. They have the same order as the
+    absolute values, and integers are compared faster than floats.
     values: float32 [entries].
-    bits, scale_bits: views of `values` and `scales` as int32. Without the sign bit, the largest
-    float is also the largest integer, and the maximum of integers takes less time than the maximum
-    of floats.
+    bits: the same memory as `values`, as int32 [entries].
     block: the number of entries in a block.
-    largest: the largest absolute value after the division.
-    scales, out: the arrays to fill; `out` may have integers if the quotients are rounded.
+    largest: the largest absolute value of a quotient.
+    scales: the array to fill with the scales, float32 [blocks].
+    scale_bits: the same memory as `scales`, as int32 [blocks].
+    out: the array to fill with the quotients, [entries]; of integers if `is_rounded`, else floats.
     is_rounded: True rounds each quotient to the nearest integer.
     """
     for place in range(len(scales)):
@@ -176,10 +178,11 @@ class Blocks(Compressor):
         compile_function(_restore_blocks)(codes, self.block, table, scales, out.numpy())
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Return the values, divided by the scales of their blocks, as numbers of 8 bits.
+        """Compute the scale of each block, and return the scaled values as numbers of 8 bits.
 
+        A scaled value is the value divided by the scale of its block.
         values: float32 [layout.trained], the vector to send.
-        scales: float32 [blocks], the array to fill with the scale of each block.
+        scales: the array to fill with the scale of each block, float32 [blocks].
         """
         raise NotImplementedError
 
@@ -199,7 +202,7 @@ class Int8(Blocks):
     largest = 127.0
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill `scales`; return the values, divided by their scales and rounded to integers."""
+        """Compute the scale of each block; return the scaled values as integers of 8 bits."""
         numbers = np.empty(len(values), np.int8)
         self._fill(values, scales, numbers, is_rounded=True)
         return torch.from_numpy(numbers)
@@ -214,7 +217,7 @@ class Fp8(Blocks):
     dtype = torch.float8_e4m3fn
 
     def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Fill `scales`; return the values, divided by their scales, as floats of 8 bits."""
+        """Compute the scale of each block; return the scaled values as floats of 8 bits."""
         scaled = np.empty_like(values)
         self._fill(values, scales, scaled, is_rounded=False)
         return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

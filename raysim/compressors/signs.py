@@ -82,13 +82,16 @@ class SignSGD(Compressor):
     def words(self, layout: Layout) -> int:
         """Return the size of a message in words of 32 bits.
 
-        A message has the signs, and the mean if `size` is None.
+        A message has a sign for each entry. If `size` is None, it also has the mean of the absolute
+        values.
         """
         return words_of_bits(layout.trained) + (self.size is None)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the mean, if `size` is None, then the signs.
+        """Return the message: the signs of the entries.
 
+        If `size` is None, the mean of the absolute values stands in front of the signs.
+        values: float32 [layout.trained], the vector to send.
         key, kept: not used, because nothing is random and nothing is remembered.
         """
         signs = np.empty(words_of_bits(len(values)), np.uint32)
@@ -99,7 +102,7 @@ class SignSGD(Compressor):
         return np.concatenate([np.array([float(mean)], np.float32).view(np.uint32), signs])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the signs, each multiplied by the mean or by `size`."""
+        """Fill `out` with the signs, multiplied by `size` or by the mean in the message."""
         scale, signs = np.float32(self.size or 0), message
         if self.size is None:
             scale, signs = message[:1].view(np.float32)[0], message[1:]

@@ -36,12 +36,13 @@ WITHOUT_SIGN = np.uint32(0x7FFFFFFF)  # the bits of a float32 but for its sign
 
 
 def _collect(groups: np.ndarray, threshold: int, places: np.ndarray, sizes: np.ndarray) -> int:
-    """Write the positions and the sizes of entries with size >= threshold; return their number.
+    """Find the entries whose size is at least `threshold`; return the number of these entries.
 
-    Return len(places) + 1 if there may be more such entries than `places` has room for.
-    groups: uint32 [n, GROUP], the bits of the entries, one row after another.
-    places: the array of positions to fill.
-    sizes: uint32, the array to fill with the entries' sizes, as long as `places`.
+    The size of an entry is its bits without the sign bit, read as an integer. Return
+    len(places) + 1 if there may be more entries than fit into `places`.
+    groups: uint32 [n, GROUP], the bits of all entries, row by row.
+    places: the array to fill with the positions of the entries.
+    sizes: the array to fill with the sizes of the entries, uint32, as long as `places`.
     """
     count, room = 0, len(places) - GROUP
     for group in range(len(groups)):
@@ -78,12 +79,15 @@ def largest_places(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return positions and sizes of a few large entries, which include the `count` largest ones.
+    """Return positions and sizes of some entries, among them the `count` largest ones.
 
-    The positions are ascending. A threshold is estimated from a sample of the entries; one pass
-    over the vector finds the entries above it. Return None if all entries must be compared: for a
-    short vector, a large `count`, or if the sample was not typical.
-    bits: uint32 [d], the bits of the entries.
+    The size of an entry is its bits without the sign bit, read as an integer. A threshold for the
+    size is estimated from a sample of the entries. The result has all entries from this threshold
+    on, in ascending order of position.
+    Return None if the vector is short, if `count` is large, or if the threshold is so high or so
+    low that the result would have too few or too many entries. The caller then compares all
+    entries.
+    bits: uint32 [d], the bits of all entries.
     """
     length = len(bits)
     if length <= SMALL or 4 * count >= length:
@@ -158,10 +162,11 @@ class TopK(_Sparse):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Set to 0 the entries of `wanted` that the message has, because they are decoded exactly.
+        """Set the entries of `wanted` that were sent to 0; the result is the sender's next memory.
 
-        The rest of `wanted` is the sender's next memory for error feedback ef14.
-        decoded: the decoded message.
+        Error feedback ef14 calls this function, to remember what the message lacks. The sent
+        entries need no correction, because the receiver decodes them exactly.
+        decoded: the decoded message, [layout.trained]; not used here.
         wanted: the vector that the sender encoded, [layout.trained]; it is changed in place.
         """
         places = torch.from_numpy(self._places(message, layout)).to(wanted.device)
@@ -209,6 +214,7 @@ class RandK(_Sparse):
     def contraction(self, layout: Layout) -> float:
         """Return k / d, the factor for decoded values under error feedback.
 
-        It cancels the factor d / k by which `decode` multiplies. k of the d entries are sent.
+        A message has k of the d entries. `decode` multiplies them by d / k, so that they are sent
+        unchanged if there is error feedback.
         """
         return self.count(layout) / layout.trained

@@ -1,4 +1,8 @@
-"""Check that a run gives the same results on two workers, resumed, and with recorded steps."""
+"""Check that the results of a run do not depend on how it is executed.
+
+They must be the same on one worker and on two, without and with an interruption, and without and
+with recorded steps.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
-    make: function that returns the run, with new methods in each call.
+    make: function that returns the run. Each call makes new method objects.
+    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
     runtime: the runtime with several workers; None for two workers in this process.
     """
     single = run(make(), schedule, fleet)
@@ -46,9 +51,10 @@ def check_workers(
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     """Check that checkpoints and resuming change nothing in a run of five rounds.
 
-    The run is made without checkpoints, with checkpoints, and resumed from the checkpoint of round
-    3; all three must be bit-identical and have the same history.
-    make: function that returns the run, with new methods in each call.
+    Three runs must be bit-identical and have the same history: one without checkpoints, one that
+    writes a checkpoint after round 3, and one that continues from this checkpoint.
+    make: function that returns the run. Each call makes new method objects.
+    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,11 +73,13 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 def check_recorded(make: Make, **settings: Any) -> None:
     """Check that a run in float64 has the same results with and without recorded steps.
 
-    A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays. This
-    check also works without a GPU: there each replay computes the step again from its inputs, and
-    an error is raised if the step reads the value of a tensor. The check passes, too, if raysim
+    The results may differ by rounding errors. The run with recorded steps also trains 3 clients at
+    a time (lanes).
+    A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays.
+    Without a GPU, a replay computes the step again from its inputs. An error is raised if the step
+    reads the value of a tensor, which a GPU could not replay. The check also passes if raysim
     refuses to record the steps of this run (`LanesError`).
-    make: function that returns the run, with new methods in each call.
+    make: function that returns the run. Each call makes new method objects.
     settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """
     with contextlib.suppress(LanesError):
@@ -109,7 +117,7 @@ def check_same(one: FinishedRun, other: FinishedRun, ways: str) -> None:
     """Check that two finished runs are bit-identical and have the same history.
 
     one, other: the runs.
-    ways: the difference between the runs, for the error ("on one worker and on two").
+    ways: text for errors that says how the two runs differ, such as "on one worker and on two".
     """
     for run_ in (one, other):
         assert not run_.failures, run_.failures[0].error

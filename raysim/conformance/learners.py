@@ -20,7 +20,7 @@ from raysim.training.run_spec import declare_run
 def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a learner, each with its name.
 
-    study: the tiny run in which the learner is tried; the learner is added to its methods.
+    study: the tiny run in which the learner is tried, without this learner.
     """
     study = replace(study, methods=(*study.methods, learner))
     yield (
@@ -48,11 +48,12 @@ def check_initial(make: Make) -> None:
 
 
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
-    """Return a learner's initial parameters by name, made after seeding all global generators.
+    """Return the initial parameters of a learner, by name.
 
-    A learner whose parameters are not tensors has one array, "bytes".
-    make: function that returns the run, with a new learner in each call.
-    global_seed: the seed of the global generators.
+    The global random generators of Python and NumPy are seeded first. A learner whose parameters
+    are not tensors has one array, "bytes".
+    make: function that returns the run. Each call makes a new learner.
+    global_seed: the seed of the global random generators.
     """
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002

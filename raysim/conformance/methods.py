@@ -35,7 +35,7 @@ MIN_SECRET_BYTES = 8
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a method, each with its name.
 
-    study: the tiny run in which the method is tried; the method is added to its methods.
+    study: the tiny run in which the method is tried, without this method.
     """
     for text, check in _checks(method, study):
         yield text, partial(_call_check, check)
@@ -109,7 +109,7 @@ class WatchedRun:
     """A finished run with the content of all its messages.
 
     run: the run.
-    spy: its runtime, which stored the messages.
+    spy: the runtime of the run, which has stored the messages.
     uploads: the names of the tensors that clients send next to the update.
     personal: the names of the networks' tensors that stay on the clients.
     secrets: name and bytes of each client state that is not declared as an upload.
@@ -172,8 +172,10 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Check also that the name of each upload is its method's name, a dot, and more.
-    names: the names of the methods.
+    Check also that the name of each upload begins with the name of a method and a dot, such as
+    "scaffold.control".
+    seen: the run and its recorded messages.
+    names: the names of the run's methods.
     """
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
@@ -204,10 +206,12 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
-    """Return the name of the part of a training result that contains one of the secrets.
+    """Return the name of the field that contains one of the secrets, such as "`report`".
 
+    The fields are those of the updates and failures in the training result, and "sums". Return
+    "a part" if no single field contains a secret.
+    result: a worker's message with the updates of several jobs.
     secrets: the bytes of client states that must not be sent.
-    Return "a part" if the secret is not in a single part.
     """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()
@@ -238,8 +242,8 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
     """Check that the history counts exactly the floats that messages contain.
 
     seen: the run and its recorded messages.
-    pooled: True if a method trains on the data of all clients together. Then nothing is sent, and
-    the history must count no floats.
+    pooled: True if a method trains one model on the data of all clients together. Such a run sends
+    nothing, and its history must not count any floats.
     """
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
@@ -280,10 +284,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object whose function `saved` returns how many floats a client saves.
+    """Return an object that computes how many floats a client receives less than the whole model.
 
-    A client saves floats because it receives compressed steps instead of the model. Return None if
-    the server sends whole models.
+    A server that compresses sends the steps between versions, which can be fewer floats. Return
+    None if the server sends whole models.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:
@@ -292,10 +296,11 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: WatchedRun, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return how many floats of the model a job does not receive or does not send.
+    """Return how many of the model's floats a job does not transfer because methods omit them.
 
     seen: the run and its recorded messages.
-    direction: "down" for what the job does not receive, "up" for what it does not send.
+    direction: "down" counts the floats that the job does not receive, "up" the floats that it does
+    not send.
     """
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec

@@ -260,8 +260,9 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    The usual schedules of a study are replaced by schedules with cohorts of two, because each
-    replica may have its own schedule and only a few clients.
+    study: a tiny run, which the checks make with this topology instead of its own. Its default
+    schedules are replaced by schedules with two jobs in flight, because a replica may serve only a
+    few clients.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

@@ -104,9 +104,10 @@ def with_settings(
 ) -> RunSpec:
     """Return the same run with other settings.
 
-    settings: fields of `RunSettings`. Three settings of groups have short names: checkpoint_every
-    is `checkpoint.every`, tolerate is `faults.tolerate`, and state_budget is `state.budget` in
-    bytes.
+    checkpoint_every, tolerate: the settings `checkpoint.every` and `faults.tolerate`; None does not
+    change them.
+    state_budget: the setting `state.budget`, but in bytes; inf does not change it.
+    settings: new values for other fields of `RunSettings`, such as rounds=3.
     """
     if checkpoint_every is not None:
         settings["checkpoint"] = Checkpoint(checkpoint_every)
@@ -189,7 +190,7 @@ class FinishedRun:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """The tensors of all client states after their last aggregated jobs, by "client/name"."""
+        """The tensors of the client states at the end of the run, by "client/name"."""
         states = self.coordinator.client_states.named_tensors()
         return {
             f"{client}/{name}": array
@@ -198,7 +199,7 @@ class FinishedRun:
         }
 
     def state(self, client: int) -> StoredState:
-        """Return the committed client state of a client."""
+        """Return the state of a client at the end of the run."""
         return self.coordinator.client_states.committed_state(client)
 
 
@@ -213,11 +214,12 @@ def coordinate(
 ) -> Coordinator:
     """Return a coordinator of a run in this process.
 
-    fleet: None for `Lognormal`.
-    runtime: None for one worker in this process.
+    spec: the run.
+    schedule, fleet: the schedule and the fleet; with None, the fleet is `Lognormal`.
+    runtime: the runtime; None for one worker in this process.
     folder: the folder for checkpoints; "" for a run that writes none.
     resume: the folder of the checkpoint to continue from; "" for a new run.
-    settings: settings to change in the run; `with_settings` lists them.
+    settings: settings to change in `spec`, such as rounds=3; `with_settings` lists them.
     """
     spec = with_settings(spec, **settings)
     return Coordinator(
@@ -248,8 +250,10 @@ def run(
 ) -> FinishedRun:
     """Execute a run in this process to its end.
 
-    fleet: None for `Lognormal`.
-    settings: further arguments of `coordinate`: runtime, folder, resume, and settings of the run.
+    spec: the run.
+    schedule, fleet: the schedule and the fleet; with None, the fleet is `Lognormal`.
+    settings: the other arguments of `coordinate`: runtime, folder, resume, and settings to change
+    in `spec`.
     """
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
@@ -261,7 +265,7 @@ class Spy(InProcess):
     trained: the results of training.
     states: the client states that the worker returned.
     contributed: the arrays that clients sent before the first round.
-    constants: the arrays that each client receives only once in a run, by name.
+    constants: arrays that every client receives with its first job and then keeps, by name.
     """
 
     def __init__(self, spec: RunSpec):
@@ -275,9 +279,10 @@ class Spy(InProcess):
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a worker as `InProcess` does, and store the messages.
 
-        method: the name of the worker's function.
-        args: its arguments.
-        returns: the number of its results.
+        worker: the number of the worker.
+        method: the name of the function to call.
+        args: the arguments of the function.
+        returns: the number of results that the function returns.
         """
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":

@@ -29,8 +29,8 @@ class Study:
     """The tiny run in which the part under test is tried.
 
     By default it has small images, six clients with unequal numbers of samples, a small network and
-    four clients per round. Replace a field to try the part with other parts of a run. The part runs
-    under each of the schedules.
+    four clients per round. Set a field, such as `model` or `methods`, to combine the tested part
+    with other parts. The checks make the run once under each of the schedules.
     """
 
     methods: tuple[Method, ...] = ()

@@ -35,8 +35,8 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: an array [n, ...], or labels that are ready to be stored (`LabelSet`), or a list. The
-    list has for each sample a list of labels or a dictionary.
+    labels: the labels of the samples in one of three forms: an array [n, ...]; a list that has a
+    list of labels or a dictionary for each sample; or a `LabelSet`, which is ready to be stored.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.
@@ -185,13 +185,11 @@ def _read_half(
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are any, the users of one half of the data.
 
-    A half is the training data or the test data.
-
-    part: the training data or the test data that was passed from Python.
+    part: one half of the data from Python: the training data or the test data.
     name: "train" or "test", for errors.
     kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
-    fields: a list to which this function appends the description of the inputs: the parts of a row
-    if a sample has several inputs, else ().
+    fields: this function appends an entry to this list: a tuple that describes each of a sample's
+    several inputs, or () if samples have one input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -228,8 +226,8 @@ def _read_half(
 def _read_inputs(column: object, place: str) -> tuple[NDArray[Any], tuple[InputField, ...]]:
     """Return the inputs as one array, and a description of each input if samples have several.
 
-    column: an array or what `plain_array` reads; or, for several inputs, a dictionary or a tuple of
-    arrays.
+    column: the inputs of all samples: an array, a tensor, a list or a pandas frame. If samples have
+    several inputs, it is a dictionary or a tuple with an array for each input.
     place: the name of the inputs in errors, such as "data: the inputs for train".
     """
     if isinstance(column, Mapping):
@@ -274,9 +272,10 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
-    """Return a data set's item, a dictionary, as a tuple (input, label[, user]).
+    """Return the tuple (input, label[, user]) for an item of a data set that is a dictionary.
 
-    Several inputs stay a dictionary.
+    The names of the keys show which value is the label and which is the user. The other values are
+    inputs. A single input is returned alone, and several inputs as a dictionary.
     row: the number of the item, for errors.
     name: "train" or "test", for errors.
     """
@@ -301,14 +300,14 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels if each sample has a list of labels or a dictionary; None for an array.
+    """Return labels that are a list or a dictionary for each sample; None for labels of other form.
 
-    Lists of labels contain integers or text. They count as rows of an array, so that the result is
-    None, in three cases:
+    The lists contain integers or text. The result is None, and the caller makes an array of the
+    lists, in three cases:
     - `kind` is "positions".
     - Each list has one item.
     - All lists have the same length and contain only integers.
-    The last two cases do not apply if `kind` is "multilabel" and a label is neither 0 nor 1.
+    With `kind` "multilabel", the last two cases need that all labels are 0 or 1.
 
     column: the labels that were passed from Python.
     kind: `data.kind`.
@@ -346,7 +345,7 @@ def _describe_shape(labels: NDArray[Any] | LabelLists) -> str:
 
 
 def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
-    """Return images of 8 bits with the channels before rows and columns; change no other inputs."""
+    """Return uint8 images as [n, channels, height, width]; return all other inputs unchanged."""
     if inputs.dtype != np.uint8 or inputs.ndim not in (3, 4):
         return inputs
     if inputs.ndim == 3:

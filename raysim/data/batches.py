@@ -97,7 +97,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Crop, flip and rotate images at random; only those of the three that `augment` names."""
+        """Crop, flip and rotate images at random; leave out what is not in `augment`."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -151,10 +151,9 @@ def _to_tensor_like(images: Tensor, values: np.ndarray) -> Tensor:
 def _channel_constants(
     values: tuple[float, ...], dtype: torch.dtype, device: str, inner_axes: int
 ) -> Tensor:
-    """Return a tensor [channels, 1, ...] with one value for each channel, on a device.
+    """Return the values of all channels in a shape that fits a batch: [channels, 1, ..., 1].
 
     values: the value of each channel.
-    inner_axes: the number of axes of length 1, which follow the axis of channels so that the tensor
-    can be combined with a batch.
+    inner_axes: the number of axes of the batch after the axis of channels, such as 2 for images.
     """
     return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *inner_axes * [1])

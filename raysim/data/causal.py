@@ -1,9 +1,13 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-A stream is `end` document `end` document ... `end`: the token `end` stands in front of each
-document and after the last one. The inputs of a row are T tokens of a stream; its labels are the
-next token of each. So every token but the first `end` is a label once. The labels of a prompt, and
-those that fill up the last row of a stream, are `IGNORED`: they do not count.
+Documents are joined to streams: `end` document `end` document ... `end`. The token `end` stands in
+front of each document and after the last one. A stream is cut into rows. The inputs of a row are T
+consecutive tokens of the stream, and the label of each token is the next token. So every token of a
+stream is a label once, except for the first `end`.
+
+A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
+prompt are `IGNORED`: no loss is computed for them. So are the labels that fill up the last row of a
+stream.
 """
 
 from __future__ import annotations
@@ -44,9 +48,9 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: how many different tokens there are, and which token fills up short rows.
+    tokens: the number of different tokens, and the token that fills up short rows.
     names: the text of each token.
-    end: the token that stands between documents.
+    end: the token in front of each document and after the last one.
     encode: function from a text to its tokens, int64 [tokens].
     decode: function from tokens to their text.
     """
@@ -188,12 +192,13 @@ def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
 
 # ---- documents and rows --------------------------------------------------------------------------
 class Document(NamedTuple):
-    """A sequence of tokens that belong together, such as a text.
+    """A text as a sequence of tokens.
 
-    tokens: int64 [tokens].
+    tokens: the tokens, int64 [tokens].
     user: the name of the user that the document belongs to; "" if there are no users.
     is_test: True if the document is for testing.
-    prompt: the number of tokens at the beginning whose labels do not count.
+    prompt: the length of the prompt: no loss is computed for this number of tokens at the
+    beginning.
     """
 
     tokens: Ints
@@ -227,12 +232,12 @@ def pack(
 ) -> Raw:
     """Return documents as rows of at most `length` tokens; labels are the following tokens.
 
-    is_packed: True joins the documents of a user to one stream before it is cut into rows; with
-    False each document is a stream, which begins a new row. Rows in which all labels are `IGNORED`
-    are left out.
+    Rows in which all labels are `IGNORED` are left out.
+    vocabulary: gives the token that stands between documents, and the token that fills short rows.
+    is_packed: True joins all documents of a user, and then cuts them into rows. With False, each
+    document begins a new row.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
-    vocabulary: gives the tokens between documents and at the end of short rows.
     Raise ValueError if all documents are for testing.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}
@@ -271,10 +276,10 @@ def pack(
 
 
 def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
-    """Join documents into one sequence; return its tokens, and the token that follows each one.
+    """Join documents to a stream; return its tokens without the last one, and their labels.
 
-    The second array has `IGNORED` for tokens of prompts.
-    end: the token that separates documents.
+    The label of a token is the next token, or `IGNORED` if the next token is part of a prompt.
+    end: the token in front of each document and after the last one.
     """
     tokens, labels = [np.array([end])], []
     for document in documents:

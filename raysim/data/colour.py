@@ -1,8 +1,8 @@
-"""Colour augmentation of uint8 batches, with one strength for each image.
+"""Change the colours of batches of images; each image has its own strength of the change.
 
-Images are uint8 [B, 1 or 3, h, w], strengths float32 [B]. Each function rounds to whole levels.
-Saturation, hue and greyscale do not change grey images, which have one channel or three equal
-channels.
+Images are uint8 [B, 1 or 3, h, w], and strengths are float32 [B]. Results are rounded to integers
+from 0 to 255. Changes of saturation and hue, and the conversion to grey, have no effect on grey
+images, which have one channel or three equal channels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply differences from the image's mean brightness by the image's factor.
+    """Change the contrast: multiply each level's difference from the image's mean brightness.
 
     images: uint8 [B, 1 or 3, h, w].
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
@@ -97,7 +97,7 @@ def from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def _per_image(values: Tensor) -> Tensor:
-    """Return a value for each image [B] in a shape that multiplies images: [B, 1, 1, 1]."""
+    """Return `values` [B] as [B, 1, 1, 1], so that each image is multiplied by its own value."""
     return values.reshape(-1, 1, 1, 1)
 
 

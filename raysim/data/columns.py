@@ -149,7 +149,7 @@ def describe_origin(
 
 
 def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
-    """Describe columns with their types in one line; of more than four columns only some.
+    """Describe columns with their types in one line; if there are more than four, name only three.
 
     names: the columns to describe.
     types: the types of all columns, by name.
@@ -314,7 +314,7 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
 def load_tokenizer(name: str) -> Any:
     """Return the Hugging Face tokenizer in a folder, or with a name on the hub.
 
-    Raise ValueError with `data.tokenizer` if it cannot be loaded.
+    Raise ValueError if it cannot be loaded; the error names the key `data.tokenizer`.
     """
     transformers = import_optional("transformers", f"data.tokenizer={name}")
     try:
@@ -357,13 +357,13 @@ def read_sequences(
 def read_label_column(
     values: Any, kind: Kind | None, names: list[str] | None, place: str, ignore: int | str
 ) -> LabelSet:
-    """Return labels in the form in which they are stored.
+    """Convert the values of a column to labels that can be stored.
 
-    Dictionaries of arrays become structured targets (`pack_targets`); `read_labels` converts all
-    other labels.
+    Dictionaries become structured targets (`pack_targets`). `read_labels` converts all other
+    values.
     values: the result of `label_values` or `structure_values`.
-    kind: `data.kind`; None lets the form of the labels decide.
-    names: the names of the outputs; None if the source has none.
+    kind: `data.kind`; None lets the values decide.
+    names: the names of the classes or outputs; None if the source does not give them.
     place: the name of the table in errors.
     ignore: `data.ignore`, the class that means "no label".
     """
@@ -463,9 +463,10 @@ def group_values(
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
     """Return True if columns of labels of these types can be joined to one column.
 
-    Lists fit lists only, and text fits text only.
-    separate_floats: True if floats fit floats only, because integers are class numbers and floats
-    are values.
+    A column of lists cannot be joined with a column of single values, and text cannot be joined
+    with numbers.
+    separate_floats: True if integers cannot be joined with floats, because integers are numbers of
+    classes and floats are values.
     """
     if _is_list(one) != _is_list(other):
         return False
@@ -490,9 +491,9 @@ def assemble(
     domain_order: Sequence[str] | None = None,
     fields: tuple[InputField, ...] = (),
 ) -> Raw:
-    """Return the samples with training rows first; users are numbered and stored as domains.
+    """Return the samples of a data set; training samples come first.
 
-    With partition=natural each user (domain) is a client.
+    Each user becomes a domain. With partition=natural, each domain becomes a client.
     users: integers or text; None if there are none.
     is_test: bool [n], True for samples that are for testing.
     tokens: the number of different tokens and the padding; None if inputs are not tokens.

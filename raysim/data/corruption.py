@@ -27,13 +27,15 @@ IMAGES_AT_ONCE = 4096
 class Rotation:
     """The rotation of images by one of the A `angles` (degrees).
 
-    per: "client" turns all images of client k by angle number k mod A; with "image" each client
-    draws a distribution q ~ Dir(concentration, ...) over the angles, and each of its images draws
-    an angle from q; "none" rotates nothing.
+    per: "none" rotates nothing. "client" turns all images of client k by the angle with index
+    k mod A. With "image", each client draws a distribution over the angles, q ~ Dir(concentration),
+    and then draws an angle from q for each of its images.
     interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
     the four nearest pixels.
-    test: "all" repeats the central test set at every angle; "spread" turns its image j by angle
-    number j mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
+    test: the rotation of the central test set. "all" repeats the set at every angle. "spread" turns
+    image j of the set by the angle with index j mod A.
+
+    The default angles and interpolation are those of FedBR's paper.
     """
 
     per: Literal["none", "client", "image"] = "none"
@@ -60,7 +62,7 @@ def symmetric_label_noise(
 
     labels: [n], class numbers.
     num_classes: the number C of classes.
-    order: a permutation of the rows; the labels of the first rows in it change.
+    order: a permutation of the n row numbers. The rows that come first in it get new labels.
     shifts: [n], the shift of each label, from 1 to C-1.
     """
     noisy = np.array(labels, dtype=np.int64)

@@ -69,10 +69,11 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return the coordinates at which each of `size` pixels of a crop is read: [B, size].
+    """Return the coordinate in the image for each pixel of a stretched crop, along one axis.
 
-    All are inside the cropped rectangle; -1 and 1 are the edges of the image.
-    start, length: [B], the first pixel and the number of pixels of each crop along one axis.
+    The result is [B, size]; it is -1 and 1 at the edges of the image. All coordinates are inside
+    the cropped rectangle.
+    start, length: [B], the first pixel and the number of pixels of each crop along this axis.
     size: the number of pixels of the image along this axis.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5

@@ -69,8 +69,8 @@ class Partition:
     """The training, test and validation rows of each client; all parts have the same clients.
 
     train: rows that clients train on; unseen clients have none.
-    test, validation: rows that are held out from each client's rows.
-    validation: None if nothing is held out.
+    test: held-out rows for testing.
+    validation: held-out rows for choosing settings or rounds; None if there are none.
     spare: training rows that `partition.fraction` left out; None if it left out none.
     unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
     with_unseen: the training rows of all clients, including unseen ones; None if there are no
