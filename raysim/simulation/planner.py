@@ -456,7 +456,8 @@ class Planner:
         for number in numbers:
             job = site.running.pop(number, None)
             if job is not None:
-                _leave_pool(site, job)
+                if site.in_pool:
+                    site.in_pool[job.pool] -= 1
                 jobs[number] = job
         jobs |= self._remove_arrived(site, set(numbers) - jobs.keys(), "discard")
         self._next.discarded += [jobs[number] for number in numbers]
@@ -877,8 +878,3 @@ class Planner:
         if self._costs is not None and state.get("costs"):  # older checkpoints have none
             self._costs.restore(state["costs"])
         self._next = PlannedAggregation.from_json(state["step"])
-
-
-def _leave_pool(site: Site, job: Job) -> None:
-    if site.in_pool:
-        site.in_pool[job.pool] -= 1

@@ -302,6 +302,27 @@ def test_jobs_of_a_client_keep_their_order() -> None:
         planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).next_aggregation()
 
 
+def test_discarded_jobs_leave_their_pool() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    @dataclass(frozen=True)
+    class DiscardFirst(Script):
+        """A schedule with two pools that discards its first job and aggregates its last one."""
+
+        def decide(self, view: View) -> Action:
+            seen.append(tuple(view.in_pool))
+            if view.sent < 3:
+                return Dispatch(1, pool=int(view.sent == 2))
+            if 0 in view.running:
+                return Discard([0])
+            return Aggregate([2]) if any(job.number == 2 for job in view.arrived) else Wait()
+
+    plan = planner(DiscardFirst(Wait(), pools=2), Ideal(), 0, [5] * 6).next_aggregation()
+    assert [job.number for job in plan.discarded] == [0]
+    assert seen[:5] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1)]
+    assert seen[-1] == (0, 0)
+
+
 # --- virtual time by pencil -----------------------------------------------------------------------
 
 

@@ -73,6 +73,8 @@ CLOSE = (
     "methods/",
 )  # best judges first
 DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
+# They look at the declarations of all methods, in seconds; no quicker test of their files does.
+DECLARED = ("/test_requirements.py::", "::test_only_listed_pairs_of_methods_exclude_each_other")
 QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first portion
 PATIENCE = 20  # wall time per CPU time that a child may take: others may use the machine, too
 MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
@@ -264,7 +266,8 @@ class Map:
 
         The first list has quick tests from the files that are closest to the mutant's file. The
         second has others for at most `cap` seconds (0: all): first those of test files with the
-        mutant's file in their name, then the quickest of each other file in turn.
+        mutant's file in their name, then those that look at what all methods declare, then the
+        quickest of each other file in turn.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
@@ -282,11 +285,18 @@ class Map:
             if len(first) < QUICK and spent + self.seconds[test] <= QUICK_SECONDS:
                 first, spent = [*first, test], spent + self.seconds[test]
         named = [f for f in ranked if own in f or DEFAULTS in f"{f}::"]
-        about = [test for f in named for test in files[f]]
+        declared = [
+            test
+            for f in ranked
+            for test in files[f]
+            if f not in named and any(part in test for part in DECLARED)
+        ]
+        about = [*(test for f in named for test in files[f]), *declared]
         others = [
             test
             for each in itertools.zip_longest(*(files[f] for f in ranked if f not in named))
             for test in each
+            if test not in declared
         ]
         rest, taken = [test for test in (*about, *others) if test and test not in set(first)], 0.0
         within = [t for t in rest if (taken := taken + self.seconds[t]) <= cap or not cap]
