@@ -54,7 +54,7 @@ def _run_checks(study: Study) -> Checks:
 def of_model(model: ModelRecipe, study: Study) -> Checks:
     """Yield the checks of a recipe for networks.
 
-    study: a tiny run, which the checks make with this model instead of its own.
+    study: a tiny run; `model` replaces the model of this run in all checks.
     """
     study = replace(study, model=model)
     yield "a seed gives the same values, another one others", partial(_check_seeds, study)
@@ -112,7 +112,7 @@ def _check_head(study: Study) -> None:
 def of_data(data: Source, study: Study) -> Checks:
     """Yield the checks of a source of samples.
 
-    study: a tiny run, which the checks make with these data instead of its own.
+    study: a tiny run; `data` replaces the data of this run in all checks.
     """
     yield "it reads the same samples twice", partial(_check_read_twice, data)
     yield "labels and domains name what there is", partial(_check_labels, data)
@@ -150,7 +150,7 @@ def _check_labels(data: Source) -> None:
 def of_partition(partition: Partitioner, study: Study) -> Checks:
     """Yield the checks of a partition.
 
-    study: a tiny run, which the checks make with this partition instead of its own.
+    study: a tiny run; `partition` replaces the partition of this run in all checks.
     """
     yield "a seed gives the same split", partial(_check_split_seeds, partition, study)
     yield (
@@ -240,7 +240,7 @@ def _check_promises(schedule: Schedule, study: Study) -> None:
 def of_selection(selection: Selection, study: Study) -> Checks:
     """Yield the checks of a selection rule.
 
-    study: a tiny run, which the checks make with this selection instead of its own.
+    study: a tiny run; `selection` replaces the selection of this run in all checks.
     """
     study = replace(study, selection=selection)
     yield "it keeps no state in itself", partial(_check_memory, selection, study)
@@ -260,9 +260,9 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    study: a tiny run, which the checks make with this topology instead of its own. Its default
-    schedules are replaced by schedules with two jobs in flight, because a replica may serve only a
-    few clients.
+    study: a tiny run; `topology` replaces the topology of this run in all checks. The default
+    schedules of a study are replaced by schedules with two jobs in flight, because a replica may
+    serve only a few clients.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:
@@ -308,7 +308,7 @@ def _check_topology_memory(topology: Topology, study: Study) -> None:
 def of_fleet(fleet: Fleet, study: Study) -> Checks:
     """Yield the checks of a fleet.
 
-    study: a tiny run, which the checks make with this fleet instead of its own.
+    study: a tiny run; `fleet` replaces the fleet of this run in all checks.
     """
     study = replace(study, fleet=fleet)
     yield (

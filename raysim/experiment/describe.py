@@ -284,9 +284,9 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 
 
 def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the full names of all parameters and of all running statistics of BatchNorm.
+    """Return the names of the parameters in BatchNorm layers, and of their running statistics.
 
-    network: the name of the network, with which the full names begin.
+    network: the name of the network; it stands at the beginning of all returned names.
     module: the network.
     """
     parameters, statistics = [], []

@@ -84,6 +84,6 @@ def check_memory(what: str, needed_bytes: float) -> None:
     total = total_memory_bytes()
     if needed_bytes > total:
         raise ValueError(
-            f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, "
-            f"{total / _GIB:,.0f} GiB are available. Reduce that setting."
+            f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, but this machine has only "
+            f"{total / _GIB:,.0f} GiB. Reduce the named settings, or use less data."
         )

@@ -517,7 +517,7 @@ class ClientFiles(Observer):
             self._writer.add(int(event.row["round"] or 0), event.scores)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write the scores of all rounds."""
+        """Write the scores of all rounds so far that are not in a full file yet."""
         self._writer.write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:

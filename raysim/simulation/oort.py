@@ -50,8 +50,8 @@ class Oort(Selection):
     cutoff: if k clients are needed, they are drawn from all clients whose utility is at least this
     share of the k-th largest utility.
     clip: the quantile at which statistical utilities (samples times loss) are clipped.
-    preferred: the percentile of the known durations that is the preferred duration in the first
-    round; 100 prefers no duration.
+    preferred: the percentile of all known durations of jobs that is the preferred duration in the
+    first round. With 100 every duration is accepted, so that no client is penalised for its speed.
     pacer_step: the rounds in a window of the pacer.
     pacer_delta: the percentage points by which the pacer increases `preferred`.
     penalty: the exponent of the system utility.

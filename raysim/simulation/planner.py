@@ -438,7 +438,10 @@ class Planner:
             )
 
     def _discard_stale(self, site: Site) -> None:
-        """Discard a site's arrived jobs that are too stale for the site's next aggregation."""
+        """Discard arrived jobs that are too stale for the next aggregation.
+
+        site: the jobs and clients of one schedule. Only its jobs and its aggregations are meant.
+        """
         if self._max_staleness is None or not site.arrived:
             return
         oldest = site.version - self._max_staleness

@@ -44,11 +44,13 @@ class ScoredSets(Protocol):
 
 
 class SetScores:
-    """The object that makes tasks which score sets of samples, and columns from their reports.
+    """The scores of several sets of samples: tasks for workers, and columns of the history.
 
-    There are these sets: the test samples of each client, the validation samples of each client,
-    the central test set, and all samples of one domain in the clients' test samples or in the
-    central test set.
+    `tasks` returns the tasks that score all sets. `columns` returns the columns with the scores
+    that the workers report. The sets are:
+    - the test samples of each client, and the validation samples of each client,
+    - the central test set,
+    - the test samples of each domain, those of clients and those of the central test set.
     """
 
     def __init__(self, spec: RunSpec):

@@ -465,30 +465,31 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     evaluation, local = evaluation_of(spec, declarations), spec.settings.local
     over_steps = local.schedule if local.schedule_over == "steps" else ""
     needs: list[tuple[str, object, str]] = [
-        ("local.rates", local.rates, "is for raysim's own steps"),
-        ("local.warmup_steps", local.warmup_steps, "is for raysim's own steps"),
-        ("local.schedule_over=steps local.schedule", over_steps, "is for raysim's own steps"),
+        ("local.rates", local.rates, "raysim's own training steps"),
+        ("local.warmup_steps", local.warmup_steps, "raysim's own training steps"),
+        ("local.schedule_over=steps local.schedule", over_steps, "raysim's own training steps"),
     ]
     if not declared.has_gradients:
         needs += [
-            ("evaluate.finetune.epochs", evaluation.finetune.epochs, "trains by gradients"),
-            ("evaluate.probe", evaluation.probe, "needs features of a network"),
+            ("evaluate.finetune.epochs", evaluation.finetune.epochs, "gradients"),
+            ("evaluate.probe", evaluation.probe, "features of a network"),
         ]
     if declared.evaluate is not None:
         needs += [
-            ("evaluate.common", evaluation.common, "needs scores of single samples"),
-            ("evaluate.decompose", evaluation.decompose, "needs losses of single samples"),
+            ("evaluate.common", evaluation.common, "scores of single samples"),
+            ("evaluate.decompose", evaluation.decompose, "losses of single samples"),
         ]
     if not declared.has_parameters:
         needs += [
-            ("evaluate.decompose", evaluation.decompose, "needs parameters that can be added"),
-            ("init.file", spec.settings.init.file, "needs parameters that are arrays"),
-            ("faults.norm", spec.settings.faults.norm, "needs parameters that are arrays"),
+            ("evaluate.decompose", evaluation.decompose, "parameters that can be added"),
+            ("init.file", spec.settings.init.file, "parameters that are arrays"),
+            ("faults.norm", spec.settings.faults.norm, "parameters that are arrays"),
         ]
-    for key, value, reason in needs:
+    for key, value, needed in needs:
         if value:
             raise ValueError(
-                f"{key}={value} {reason}, which '{declared.method}' does not have. Leave {key} out."
+                f"{key}={value} needs {needed}, and '{declared.method}' does not have them. "
+                f"Leave {key} out."
             )
 
 

@@ -113,8 +113,9 @@ class GroupSum:
 def _add_product(delta: Tensor, weight: float, others: Sequence[Tensor], total: Tensor) -> None:
     """Add weight * delta + others[0] + others[1] + ... to `total` [d], in place.
 
-    Each product and each sum is rounded. For a long vector on the CPU, the sums of one block at a
-    time stay in the cache. This saves passes over the memory.
+    The product and every sum are rounded one by one. A long vector on the CPU is divided into
+    blocks, and all terms of a block are added before the next block begins. So each block stays in
+    the cache, and the memory is read only once.
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
         _add_all(delta * weight, others, total)

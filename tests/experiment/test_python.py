@@ -439,7 +439,7 @@ class Flat(nn.Module):
 
 
 def flat(num_classes: int, width: int = 7) -> nn.Module:
-    """A network of this module."""
+    """Return a small network. raysim can store this function by its name in this module."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes)
     )

@@ -1,4 +1,4 @@
-"""Test FedBR's two-stage step, in float64, against the trace of the published code."""
+"""Test FedBR's two-stage step, in float64, against an implementation in NumPy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def cases(shared: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_fedbr_step_equals_the_published_trace(
+def test_fedbr_step_equals_numpy_implementation(
     number: int, cases: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(cases) == 4

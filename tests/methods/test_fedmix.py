@@ -1,4 +1,4 @@
-"""Test a step of FedMix against published traces, its pool of pairs, and what it refuses."""
+"""Test a step of FedMix against an implementation in NumPy, the pool of pairs, and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
-# --- the published traces ---------------------------------------------------------------------
+# --- the step of an implementation in NumPy ---------------------------------------------------
 
 
 def cases(shared: Path, name: str) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def cases(shared: Path, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
+def read_case(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
     """Return the network of a case and its tensors."""
     net = Net(
         [tensor(entry) for entry in args["weights"]], [tensor(entry) for entry in args["biases"]]
@@ -86,12 +86,12 @@ def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_fedmix_step_equals_the_published_trace(number: int, shared: Path) -> None:
+def test_fedmix_step_equals_numpy_implementation(number: int, shared: Path) -> None:
     case, loss = (
         cases(shared, "gradients")[number],
         cases(shared, "terms")[number]["expected"]["total"],
     )
-    net, tensors = published(case["args"])
+    net, tensors = read_case(case["args"])
     pairs = len(tensors["mean_inputs"])
     nets: dict[str, nn.Module] = {"model": net}
     vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)

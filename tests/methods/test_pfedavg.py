@@ -117,7 +117,7 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_pfedavg_after_local_scores_last_trained_model(
+def test_pfedavg_mode_after_local_scores_last_trained_model(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()

@@ -27,7 +27,7 @@ def connect(topology: Topology, clients: int) -> Network:
     return topology.connect(Federation(0, np.full(clients, 5), "samples", 10))
 
 
-def test_traffic_in_picture_is_of_each_replicas_last_row() -> None:
+def test_traffic_is_read_from_last_row_of_each_replica() -> None:
     np.testing.assert_allclose(traffic(ROWS, 3), [[3.0, 1.0], [2.0, 1.0], [0.0, 0.0]])
 
 

@@ -196,7 +196,10 @@ def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
 
 
 def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
-    """Return the same run after these clients took part; job: as in `states`."""
+    """Return a later snapshot of the same run, with new states of the clients in `changed`.
+
+    job: client k's new state comes from job `job` + k.
+    """
     new = states(changed, job)
     return replace(
         before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs}

@@ -1,4 +1,7 @@
-"""FedPAC: Xu et al. 2023; its quadratic program is solved on every subset of participants.
+"""FedPAC of Xu et al. 2023.
+
+FedPAC's quadratic program is solved exactly: for every subset of the participants, the best weights
+that are 0 outside of the subset are computed, and the best subset is taken.
 
 Symbols: z, features; h_i, a client's class means of z, times its class frequencies, [C, D]; V_i,
 the variance term (mean |z|^2 - |h_i|^2) / n_i; a, the weights with which client i's next head is

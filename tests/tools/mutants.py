@@ -81,7 +81,12 @@ MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
 
 def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Return so many mutants, spread evenly over the places of all files and over their lines."""
+    """Return about `count` mutants, which are spread evenly over the possible ones of each file.
+
+    Every file gets a few mutants (`LEAST`). The others are divided among the files in proportion to
+    the number of possible mutants.
+    globs: patterns of the paths of the files to change.
+    """
     rng = random.Random(seed)
     files = sorted({str(path.relative_to(root)) for room in ROOMS for path in root.glob(room)})
     chosen_files = [

@@ -251,9 +251,9 @@ class SweepSession:
                 search(self.plan, records, points, rounds, task, line, path)
             status = "FINISHED"
         except KeyboardInterrupt:
-            command = resume_hint("sweep", self.folder, allow)
+            how_to_continue = resume_hint("sweep", self.folder, allow)
             raise Interrupted(
-                f"stopped after {records.ended} of {count} trials: {command}"
+                f"stopped after {records.ended} of {count} trials: {how_to_continue}"
             ) from None
         finally:
             numbers = {
