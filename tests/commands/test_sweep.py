@@ -285,6 +285,7 @@ class TestReport:
         assert records.status() == "0/6 trials · 1 running · 1 waiting to start again"
         records.start(1, {"local.lr": 0.1})
         assert records.status() == "0/6 trials · 2 running"
+        assert records.most_running == 2
 
     def test_ties_are_counted_among_complete_trials_only(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])

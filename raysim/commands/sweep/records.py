@@ -88,6 +88,7 @@ class TrialRecords:
 
     The attribute `deadline` is the end of the sweep's time limit, as a value of time.monotonic(). A
     trial that ends early after this time was ended by the limit, and not by the scheduler.
+    The attribute `most_running` is the largest number of trials that ran at once in this session.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class TrialRecords:
         self._say = say
         self._ended_before: set[int] = set()
         self._waiting: set[int] = set()  # trials that lost a process
+        self.most_running = 0
         self._uri = uri
         self._is_tracked = tracked
         self._trackers: dict[int, StoredTracker] = {}
@@ -170,6 +172,7 @@ class TrialRecords:
         self._waiting.discard(number)
         record.status = "running"
         record.error = ""
+        self.most_running = max(self.most_running, self.running)
         self._write(record)
         if self._is_tracked and number not in self._trackers:
             self._trackers[number] = self._start_tracker(record)
@@ -312,6 +315,11 @@ class TrialRecords:
         """Return the number of trials that have ended."""
         return sum(record.status != "running" for record in self.all.values())
 
+    @property
+    def running(self) -> int:
+        """Return the number of trials that run; those that wait to start again do not count."""
+        return len(self.all) - self.ended - len(self._waiting)
+
     def rank(self, record: TrialRecord) -> tuple[bool, float]:
         """Return the sort key of a trial.
 
@@ -355,8 +363,7 @@ class TrialRecords:
 
     def status(self) -> str:
         """Return the state of the sweep in one line."""
-        running = len(self.all) - self.ended - len(self._waiting)
-        parts = [f"{self.ended}/{self.total} trials", f"{running} running"]
+        parts = [f"{self.ended}/{self.total} trials", f"{self.running} running"]
         if self._waiting:
             parts.append(f"{len(self._waiting)} waiting to start again")
         best = self.best()

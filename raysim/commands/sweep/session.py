@@ -259,7 +259,8 @@ class SweepSession:
             numbers = {
                 "wall_seconds": time.monotonic() - since,
                 "work_seconds": sum(record.seconds for record in records.all.values()),
-                "trials_at_once": slots,
+                # Nodes that join during the search can run more trials than fit at its start.
+                "trials_at_once": max(slots, records.most_running),
             }
             files = report.write(records, numbers)
             records.finish(numbers, files, status)
