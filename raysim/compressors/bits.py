@@ -174,8 +174,8 @@ def pack_places(places: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([lowest, np.packbits(bits, bitorder="little").view(np.uint32)])
 
 
-def _set_bits(words: np.ndarray, places: np.ndarray) -> None:
-    """Write the positions of the bits that are 1 into `places`, at most as many as it has room for.
+def _find_set_bits(words: np.ndarray, places: np.ndarray) -> None:
+    """Fill `places` with the positions of the bits that are 1; stop when it is full.
 
     Bits are numbered from the lowest bit of the first word.
     words: uint32, the words that are searched.
@@ -196,6 +196,6 @@ def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)
     high: np.ndarray = np.empty(count, np.int64)
-    compile_function(_set_bits)(words[cut:], high)
+    compile_function(_find_set_bits)(words[cut:], high)
     high -= np.arange(count)
     return (high << low) | unpack(words[:cut], low, count).astype(np.int64)

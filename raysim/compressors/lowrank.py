@@ -88,8 +88,8 @@ class PowerSGD(Compressor):
 
     Each message makes one step of power iteration, which improves on the previous message.
     rank: the rank r of the messages.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     name = "powersgd"

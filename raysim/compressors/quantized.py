@@ -202,8 +202,8 @@ class QSGD(_Quantizer):
     levels: the number s of levels.
     bucket: the number of consecutive entries that share a norm. None uses one bucket for all
     entries, as FedPAQ does.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     name = "qsgd"
@@ -254,8 +254,8 @@ class TernGrad(_Quantizer):
     m is the largest absolute value in the entry's tensor.
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     name = "terngrad"

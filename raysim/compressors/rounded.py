@@ -63,7 +63,7 @@ class Float16(Compressor):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the entries, rounded to 16 bits.
 
-        key, kept: not used, because nothing is random and nothing is remembered.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
@@ -138,8 +138,8 @@ class Blocks(Compressor):
     A subclass overrides the function `to_numbers` and two attributes: `dtype`, the type of the
     numbers, and `largest`, their largest absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     largest = 1.0
@@ -163,7 +163,7 @@ class Blocks(Compressor):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the scales, then the numbers of 8 bits.
 
-        key, kept: not used, because nothing is random and nothing is remembered.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         scales = np.empty(self.blocks(layout), np.float32)
         numbers = self.to_numbers(values.numpy(), scales)

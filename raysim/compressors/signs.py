@@ -55,8 +55,8 @@ class SignSGD(Compressor):
 
     size: the absolute value of each decoded entry. None uses the mean absolute value of the
     entries, which is sent with the signs. Error feedback needs None.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     name = "signsgd"
@@ -92,7 +92,7 @@ class SignSGD(Compressor):
 
         If `size` is None, the mean of the absolute values stands in front of the signs.
         values: float32 [layout.trained], the vector to send.
-        key, kept: not used, because nothing is random and nothing is remembered.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         signs = np.empty(words_of_bits(len(values)), np.uint32)
         compile_function(_pack_signs)(values.numpy(), signs)

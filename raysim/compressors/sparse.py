@@ -84,9 +84,8 @@ def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] |
     The size of an entry is its bits without the sign bit, read as an integer. A threshold for the
     size is estimated from a sample of the entries. The result has all entries from this threshold
     on, in ascending order of position.
-    Return None if the vector is short, if `count` is large, or if the threshold is so high or so
-    low that the result would have too few or too many entries. The caller then compares all
-    entries.
+    Return None if the vector is short or `count` is large. Also return None if the threshold would
+    select too few or too many entries. The caller then compares all entries.
     bits: uint32 [d], the bits of all entries.
     """
     length = len(bits)
@@ -116,8 +115,8 @@ class _Sparse(Compressor):
     """A compressor that sends only some entries of the vector.
 
     share: the share of the entries that are sent, above 0 and at most 1.
-    direction, feedback: which messages are compressed, and the form of error feedback; `Compressor`
-    explains both.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class TopK(_Sparse):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the k entries with the largest absolute values, then their positions.
 
-        key, kept: not used, because nothing is random and nothing is remembered.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         array = values.numpy()
         places = largest_places(array, self.count(layout))

@@ -67,6 +67,6 @@ class Study:
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
-        """Yield each of `schedules` in a pair with the fleet, which is the same for all of them."""
+        """Yield a pair for each of `schedules`: the schedule and the fleet of the study."""
         for schedule in self.schedules:
             yield schedule, self.fleet

@@ -35,8 +35,8 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: the labels of the samples in one of three forms: an array [n, ...]; a list that has a
-    list of labels or a dictionary for each sample; or a `LabelSet`, which is ready to be stored.
+    labels: the labels of the samples. They are an array [n, ...], or a list that has a list of
+    labels or a dictionary for each sample. A `LabelSet` has labels that are ready to be stored.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.

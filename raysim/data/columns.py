@@ -552,7 +552,7 @@ def values_type(kind: pa.DataType) -> pa.DataType:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if a column of this type holds text."""
+    """Return True if a column of this type contains text."""
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(bool(test(kind)) for test in tests)
 
@@ -626,6 +626,9 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
 
 
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return the place of a column's first empty value for an error (", the first in row 3")."""
+    """Return text for an error that names the row of the first empty value.
+
+    For example, ", the first in row 3".
+    """
     rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
     return f", the first in row {rows[0]}"

@@ -53,7 +53,7 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
 
-    images: uint8 [B, c, h, w]; the result has the same form.
+    images: uint8 [B, c, h, w]; the result has the same shape and type.
     boxes: int64 [4, B], the result of `crop_boxes`: top, left, height and width of each rectangle.
     """
     height, width = images.shape[2:]

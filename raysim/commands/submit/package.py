@@ -42,9 +42,9 @@ REMOTE_TRACKING = ("http://", "https://", "databricks")
 class PackedFile:
     """A file to send to the cluster.
 
-    source: its path on this machine.
-    name: its path in the job's folder.
-    size_bytes: its size.
+    source: the path of the file on this machine.
+    name: the path of the file in the job's folder.
+    size_bytes: the size of the file.
     """
 
     source: Path

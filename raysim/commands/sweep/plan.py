@@ -67,8 +67,8 @@ class SweepOptions:
     name: the name of the file in `conf/sweep` that the command chose.
     search: "random" draws settings at random, "grid" tries all combinations, and "optuna" lets
     Optuna propose settings that depend on the scores of earlier trials.
-    scheduler: "none" trains every trial to its end, "asha" stops the worse trials early
-    (asynchronous successive halving), and "pbt" replaces the worse trials by changed copies of the
+    scheduler: "none" trains every trial to its end. "asha" stops the worse trials early
+    (asynchronous successive halving). "pbt" replaces the worse trials by changed copies of the
     better ones (population-based training).
     trials: the number of settings to try (null: all of a grid, else 16).
     metric: the column of the history whose last value compares trials. null takes the main metric,
@@ -317,9 +317,11 @@ def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None
 class SweepRequest:
     """A sweep and its folder.
 
+    plan: the sweep.
+    folder: the folder of the sweep.
     conf: the user's own folders of options.
-    is_new: True if the sweep creates its folder, which must not exist; False if it may continue a
-    sweep in the folder.
+    is_new: True if the sweep needs a new folder, and an existing folder is an error. False if the
+    sweep may use an existing folder and continue the sweep in it.
     is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 
@@ -334,8 +336,8 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     """Return the sweep and the folder that the overrides describe.
 
     conf: the user's own folders of options.
-    Raise `RefusedError` if the sweep is impossible, if the folder of a new sweep exists already, or
-    if the sweep in the folder cannot be continued.
+    Raise `RefusedError` if the sweep is impossible, or if the folder exists and its sweep cannot be
+    continued.
     """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)

@@ -374,7 +374,7 @@ class TrialRecords:
 
 
 def _ignore(text: str) -> None:
-    """Ignore a line about a problem with MLflow; the tracker of the sweep prints the same line."""
+    """Ignore a line about a problem with MLflow, because the sweep's own tracker reports it."""
 
 
 class StatusLine:

@@ -84,7 +84,7 @@ class TrialTask:
 
 
 class SweepTrial(tune.Trainable):
-    """A trial in the form that Tune requires: each step runs to the next measurement."""
+    """A trial as a class of Tune. A step of this class trains until the next measurement."""
 
     _trial: trial.Trial | None = None
 
