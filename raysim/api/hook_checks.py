@@ -13,6 +13,7 @@ from torch import Tensor
 from raysim.api.composition import failing_method
 from raysim.api.declare import Declarations
 from raysim.api.setup import number_of_floats
+from raysim.primitives.users_lines import is_foreign
 
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -236,6 +237,10 @@ def format_traceback(error: BaseException) -> str:
     trace = traceback.TracebackException.from_exception(error)
     if isinstance(error, HookError):
         lines = _users_lines(trace)
+        if trace.__cause__ is not None:  # an error of the user's code, which other packages called
+            stack = trace.__cause__.stack
+            own = [line for line in stack if not is_foreign(Path(line.filename))]
+            lines = traceback.StackSummary.from_list(own)
         if not lines:
             return ""
         return "".join(["Traceback (most recent call last):\n", *lines.format()])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from flwr.app import Context, Message, RecordDict
 
+from raysim.api.hook_checks import HookError
 from raysim.flower.messages import RUN_ID, GridMessage, client_number
 from raysim.flower.project import LoadedClientApp
 from raysim.flower.records import check_records
@@ -20,7 +21,7 @@ from raysim.primitives.users_lines import users_line
 from raysim.training.own_training import preserved_generators, seed_generators
 
 
-class AppError(RuntimeError):
+class AppError(HookError):
     """The error of a ClientApp that did not answer a message.
 
     The text contains the line of the app that failed.

@@ -20,7 +20,7 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
     frames = [
         frame
         for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not _is_foreign(Path(frame.filename))
+        if not is_foreign(Path(frame.filename))
     ]
     in_folder = [
         frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)
@@ -30,7 +30,7 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
     return ""
 
 
-def _is_foreign(file: Path) -> bool:
+def is_foreign(file: Path) -> bool:
     """Return True if a file belongs to raysim, to Python or to an installed package."""
     is_installed = "site-packages" in file.parts or file.is_relative_to(_PYTHON_FOLDER)
     return is_installed or file.is_relative_to(_OWN_FOLDER) or str(file).startswith("<")

@@ -127,6 +127,17 @@ def test_error_of_an_app_fails_one_client_only(project, tmp_path, capsys, kind, 
         run(project, tmp_path, words + " faults.tolerate=0", name="strict", **broken(kind))
 
 
+def test_error_of_an_app_shows_only_the_users_lines(project, tmp_path):
+    words = "schedule.cohort=6 rounds=1"
+    with pytest.raises(RunStoppedError) as caught:
+        run(project, tmp_path, words, **broken("raises"))
+    text = str(caught.value)
+    assert "client 1" in text
+    files = [line for line in text.splitlines() if line.startswith("  File ")]
+    assert files
+    assert all("broken.py" in file for file in files)
+
+
 def test_output_of_an_app_goes_to_stderr(project, tmp_path, capsys):
     run(project, tmp_path, "schedule.cohort=6 rounds=1", **broken("prints"))
     captured = capsys.readouterr()
