@@ -42,8 +42,11 @@ class MessageRecord:
     client: the number of the client.
     type: Flower's message type, such as "train" or "evaluate".
     group: the group id that the app gave the message, such as the number of a round.
-    dispatched, arrived: when it was sent, and when its reply or error arrived, in virtual seconds.
-    fate: "answered", "lost" (no reply arrived) or "failed" (the app had an error).
+    dispatched: the virtual time at which the message was sent, in seconds.
+    arrived: the virtual time at which a reply or an error arrived at the ServerApp. If a timeout
+    ended first, it is the time at which the reply would have arrived.
+    fate: "answered", "lost" (an error or a timeout took the place of a reply), or "failed" (the app
+    raised an error or returned no valid reply).
     error: why the message was lost or failed; "" if it was answered.
     numbers: the metrics of the reply, by name.
     """
@@ -61,15 +64,15 @@ class MessageRecord:
 
 @dataclass
 class _Pending:
-    """A message whose reply is not delivered yet.
+    """A message whose reply the ServerApp has not received yet.
 
-    content: the records of the reply; None until a worker has answered the message.
-    header: the header of the packed reply, which has the names and shapes of its arrays.
-    error: why the app failed; "" if it did not.
-    request: the message as workers get it.
-    message: the message as Flower's class.
-    dispatched: when it was sent, in virtual seconds.
-    arrival: when its reply arrives.
+    request: the message in the form that raysim sends to a worker.
+    message: the same message as an object of Flower's class.
+    dispatched: the virtual time at which the message was sent, in seconds.
+    arrival: the virtual time at which the reply arrives, or at which the message counts as lost.
+    content: the records of the reply; None before a worker has answered, and after an error.
+    header: the names and shapes of the reply's arrays and values, packed as bytes; b"" without one.
+    error: the error of the app; "" if it had none.
     """
 
     request: Request
@@ -86,7 +89,7 @@ class _Pending:
         return self.content is not None or bool(self.error)
 
     def read(self, answer: Answer) -> None:
-        """Keep what a worker's answer contains."""
+        """Store a worker's answer in `error`, or in `content` and `header`."""
         self.error = answer.error
         if not answer.error:
             packed = answer.content.data
@@ -94,7 +97,7 @@ class _Pending:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The key that sorts messages by the virtual time of their replies."""
+        """The sorting key: the reply's virtual time, then the client, then the message's number."""
         return self.arrival.time, self.request.client, self.request.number
 
 
@@ -106,11 +109,12 @@ class VirtualGrid(SimpleGrid):
     virtual seconds.
     runtime: the object that calls the workers.
     clock: the virtual clock.
-    replies: the stored replies of this run, if an earlier process has begun it; None starts without
-    any.
-    on_message: function that gets the record of each delivered reply.
-    fatal_error: an error after which the run cannot continue, because a thread of Flower may hide
-    it; None if there is none.
+    replies: the replies that an earlier, killed process of this run has stored. New replies are
+    added. None starts with no replies and stores none.
+    on_message: function that is called with a `MessageRecord` for each message that is answered,
+    lost or failed.
+    fatal_error: the error that makes it impossible to continue the run; None if there is none. It
+    is kept here because Flower may catch errors that are raised in its threads.
     """
 
     def __init__(
@@ -147,9 +151,10 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are available at the current virtual time.
 
-        An app that calls this repeatedly, without sending a message, waits for clients. Such a call
-        advances the clock to the next change of availability. A thread that Flower started gets the
-        result of the ServerApp's last call.
+        An app that calls this repeatedly, without sending a message, is waiting for clients.
+        Therefore the third such call, and each later one, first advances the clock to the next time
+        at which a client's availability changes. In a thread that Flower started, the clock stands
+        still. Such a thread gets the ids that the last call in the ServerApp's own thread returned.
         """
         if not self.is_owner():
             return list(self._nodes) or self._available_nodes()
@@ -227,8 +232,8 @@ class VirtualGrid(SimpleGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have arrived; if none has, advance the clock to the next arrival.
 
-        The replies are in the order of virtual time. The reply to a message is returned only once.
-        The result is empty if all replies to these messages were returned before.
+        The replies are in the order of virtual time. Each reply is returned by only one call. If
+        earlier calls have returned the replies to all these messages, the result is empty.
         message_ids: the ids that `push_messages` returned.
         """
         with self._lock:
@@ -247,9 +252,10 @@ class VirtualGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages, wait for the replies, and return these in the order of virtual time.
+        """Send messages, wait for their replies, and return the replies by virtual time.
 
-        timeout: virtual seconds. Replies that arrive later are not returned; None waits for all.
+        timeout: how long to wait, in virtual seconds. Later replies are not returned. None waits
+        for all replies, and so does any value in a thread that Flower started.
         """
         if not self.is_owner():
             return self._send_from_thread(messages)
@@ -278,14 +284,16 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """End a batch of messages: advance the clock to the last arrival in it.
+        """Advance the clock to the time at which the last reply to messages of threads arrived.
 
-        A batch is what threads send between two calls of the ServerApp's own thread. Until its end
-        the clock stands still.
-        Return a dictionary. For each node id, it has the virtual time of the node's last reply in
-        the last batch, and the number of the node's client.
-        Raises ReplayError if a message of the batch differed from the stored run, and
-        WorkerDiedError if a worker died repeatedly.
+        Flower's older `Server` sends messages in several threads at once. While these threads run,
+        the clock stands still, so that all their messages are sent at the same virtual time. The
+        ServerApp's own thread calls this function afterwards; the messages then form a finished
+        batch. Without new messages the clock does not move.
+        Return a dictionary by node id. A value is the virtual time, in seconds, of the node's last
+        reply in the last batch, and the number of the node's client.
+        Raises ReplayError if a message of a thread differed from the message in the stored run.
+        Raises WorkerDiedError if each new worker died, too.
         """
         with self._lock:
             if self._batch_end is not None:
@@ -296,10 +304,10 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send the messages of a thread that Flower started, and return the replies.
+        """Send messages from a thread that Flower started; return the replies.
 
-        Flower's older `Server` calls its clients in threads. Before each message, the thread waits
-        for a free worker.
+        Flower's older `Server` calls its clients in threads. For each message, the thread waits
+        until a worker is free and then until this worker has answered. The clock stands still.
         """
         with self._lock:
             if self._batch_end is None:
@@ -339,11 +347,12 @@ class VirtualGrid(SimpleGrid):
 
     # --- answers ------------------------------------------------------------------------------
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
-        """Take stored answers where there are any; return the messages without an answer.
+        """Fill in the stored answers; return the messages that a worker still has to answer.
 
-        A message that is lost or has an answer is skipped.
+        These are the messages that are not lost and have no answer, stored or from a worker.
         pending: the messages.
-        Raises ReplayError if a message differs from the stored run.
+        Raises ReplayError if a message differs from the message of the same number in the stored
+        run.
         """
         unanswered = []
         for one in pending:
@@ -478,11 +487,11 @@ class VirtualGrid(SimpleGrid):
         return delivered
 
     def _keep_header(self, pending: _Pending) -> None:
-        """Keep the names and shapes of a reply's arrays and values for `describe_odd_reply`.
+        """Store the names and shapes of a reply's arrays and values for `describe_odd_reply`.
 
-        Only the replies to the messages that were sent last are kept: those with the same virtual
-        time and the same type.
-        pending: the answered message.
+        They are stored for one group of messages: those of one type, sent at one virtual time. A
+        message of another group first removes what is stored.
+        pending: the message with its reply.
         """
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
@@ -491,10 +500,11 @@ class VirtualGrid(SimpleGrid):
         self._headers[pending.request.client] = pending.header
 
     def describe_odd_reply(self) -> str:
-        """Describe a reply with other names or shapes than most replies to the last messages.
+        """Describe a reply whose arrays or values have other names or shapes than most replies.
 
-        Return "" if there is none. The text is added to errors of strategies, because these name no
-        client.
+        Only replies to the last messages are compared: those of one type, sent at one virtual time.
+        Return "" if these replies all have the same names and shapes. raysim adds the text to an
+        error of a strategy, which does not say whose reply caused it.
         """
         if not self._headers:
             return ""

@@ -126,9 +126,10 @@ class _FirstMessageGrid(SimpleGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Stop the ServerApp at the first training message; otherwise return no ids.
+        """Stop the ServerApp if a message is for training; otherwise return an empty list of ids.
 
-        The ServerApp cannot pull replies from this Grid; it gets them from `send_and_receive` only.
+        Clients answer the other messages, but without ids the ServerApp cannot pull these replies.
+        Only `send_and_receive` returns replies.
         """
         self.send_and_receive(messages)
         return []

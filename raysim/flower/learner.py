@@ -1,13 +1,16 @@
 """A Flower ClientApp as a raysim learner: its `train` and `evaluate` are the local work.
 
 Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research Framework",
-arXiv:2007.14390), version 1.42, public names only.
+arXiv:2007.14390), version 1.42. raysim uses only Flower's public
+names.
 
 Choices
-- raysim's rule combines the updates. The app's ServerApp is used only to get the initial parameters
-  and the config of its first message. To run a ServerApp, use `raysim flower run`.
-- The app loads its own data. raysim's data and partition decide the number of clients, and the
-  number of samples for virtual time and for the weights of updates.
+- raysim aggregates the updates, with the run's methods. The project's ServerApp is used only to get
+  the initial parameters and the config of its first message. To run a ServerApp, use
+  `raysim flower run`.
+- The app loads its own data. The run's options `data` and `partition` decide only two things: the
+  number of clients and each client's number of samples. Virtual time and the weights of updates
+  follow from these numbers.
 - The state in an app's Context is the client's state: it changes only if the job is aggregated.
 """
 
@@ -38,14 +41,14 @@ KEY = "learner.app"
 class FlowerLearner(Learner):
     """A learner that lets a Flower ClientApp train, by sending it messages.
 
-    app: "module:object" of a ClientApp, a client_fn or a class of clients; "" uses the one that the
-    project's pyproject.toml names.
+    app: "module:object" of a ClientApp, a client_fn or a class of clients. "" uses the ClientApp
+    that the project's pyproject.toml names.
     folder: the project's folder; None is the current folder.
-    run_config: overrides of the project's run config.
+    run_config: values by name that replace values of the project's run config.
     train_config: values in the config of each message for training.
     evaluate_config: values in the config of each message for evaluation.
-    parameters: "module:function" that returns the initial parameters; "" gets them from the
-    project's ServerApp or from `get_parameters`.
+    parameters: "module:function" that returns the initial parameters. "" gets them from the
+    project's ServerApp, or without a ServerApp from `get_parameters` of client 0.
 
     Raises `RefusedError` for an app that cannot be used.
     """
@@ -96,9 +99,9 @@ class FlowerLearner(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the app's initial parameters: arrays by name.
 
-        They are made only once for the same task and seed. The learner keeps them, and so they
-        reach the workers with it.
-        task: gives the number of clients.
+        The app makes the parameters only once for a number of clients and a seed. The learner
+        stores them. A worker gets a copy of the learner, and with it the stored parameters.
+        task: the learning task, which has the number of clients.
         rng: the random generator from which the app's seed is drawn.
         Raises `RefusedError` if nothing provides the parameters.
         """
@@ -114,9 +117,9 @@ class FlowerLearner(Learner):
         return dict(made.arrays)
 
     def setup(self, run: Setup) -> None:
-        """Declare that clients train with the app.
+        """Declare to raysim that clients train with the app, in place of raysim's steps.
 
-        The records of an app's context are client state.
+        Also declare a client state: the records that the app keeps in a client's context.
         """
         super().setup(run)
         run.client_state("context", _no_records)
@@ -161,10 +164,10 @@ class FlowerLearner(Learner):
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Send a client a message for evaluation; return the numbers in its reply.
 
-        Return no numbers for a set of samples without a client, and none if the app has no function
-        for evaluation.
+        Return an empty dictionary if the app has no function for evaluation. Also return it for
+        samples that belong to no client, such as the central test set, because only clients answer.
         parameters: the arrays of the scored version, by name.
-        data: the client's number, its state, and the seed of the run.
+        data: the client's number, the client's state, and the seed of the run.
         """
         from raysim.flower.local_work import evaluate
 
@@ -176,7 +179,7 @@ class FlowerLearner(Learner):
 
 
 def _no_records(samples: int) -> bytes:
-    """Return the encoded records of a client that has never been trained: b"".
+    """Return the client state of a client that was never trained: no packed records, b"".
 
     samples: the client's number of samples, which has no effect.
     """

@@ -108,8 +108,9 @@ def evaluate(
 
 
 def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return the config of a message after adding the number of the round: version + 1.
+    """Return a copy of a config with the number of the round, version + 1, as "server-round".
 
+    If the config has "server_round", "current_round" or "round", they get this number, too.
     version: how many aggregations were made before.
     """
     values = {**config, ROUND: version + 1}
@@ -128,8 +129,10 @@ def read_state(data: bytes) -> RecordDict:
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """Return the numbers in all records of a reply except parameters and status, by name.
+    """Return all numbers in the records of a reply, by name.
 
+    Records with parameters are left out, and so are records with the status of an older client,
+    whose name ends in ".status".
     content: the records of the reply.
     """
     numbers: dict[str, float] = {}

@@ -110,7 +110,8 @@ def instruction(
     content: the records of the message.
     message_type: Flower's type, such as "train" or "evaluate".
     message_id: an id that no other message of the run has.
-    group_id: the group of messages that the app gave, such as the number of a round; "" for none.
+    group_id: the name that the app gave to a group of messages, such as the number of the round; ""
+    for none.
     """
     metadata = Metadata(
         run_id=RUN_ID,

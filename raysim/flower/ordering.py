@@ -1,10 +1,10 @@
 """Sort the results that older Flower strategies aggregate, so that threads change nothing.
 
 A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
-Therefore sums of floats would differ from run to run. A ServerApp keeps the strategy or the server
-of an older app in an attribute. raysim runs a copy of the ServerApp that puts another strategy into
-this attribute: an object of a subclass, which sorts the results by virtual time before it
-aggregates them.
+Therefore sums of floats would differ from run to run. The ServerApp of an older app has a strategy,
+or a server with a strategy, in one of its attributes. raysim runs a copy of this ServerApp. In the
+copy, a sorting strategy takes the place of the app's strategy. It belongs to a subclass of the
+app's strategy, and sorts the results by virtual time before it aggregates them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from raysim.flower.grid import VirtualGrid
 
 @contextlib.contextmanager
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
-    """Yield a copy of a ServerApp, whose older strategy gets results in the order of virtual time.
+    """Yield a copy of a ServerApp whose older strategy gets results in the order of virtual time.
 
-    A server of the app's own has the sorting strategy inside `with` only.
-    grid: knows the virtual time of each reply.
+    If the app has a `Server`, the copy uses the same object. This server has a sorting strategy
+    inside `with`, and its own strategy again afterwards.
+    grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
     changed: list[tuple[Server, Strategy]] = []
@@ -38,7 +39,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; a strategy, also that of a server, becomes a sorting one."""
+            """Set an attribute, after replacing its strategy by one that sorts results."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):
@@ -54,10 +55,11 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
 
 
 def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
-    """Return a strategy that sorts results by virtual time, and then acts like the given one.
+    """Return a strategy that sorts results by virtual time and then does what `strategy` does.
 
-    Both share all attributes, so that the program that made the given strategy sees what changes.
-    grid: knows the virtual time of each reply.
+    The two strategies share all attributes. Therefore the user's program, which has the original
+    strategy, sees each change of an attribute.
+    grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(strategy)
 
@@ -90,9 +92,9 @@ def _in_order(
 ) -> tuple[list[Any], list[Any]]:
     """Return results and failures in an order that does not depend on threads.
 
-    results: pairs of a client and its result; sorted by the virtual time of the reply.
-    failures: such pairs, too, or errors, which are sorted by their texts.
-    grid: knows the virtual time of each reply.
+    results: pairs of a client and the client's result, sorted by the virtual time of the reply.
+    failures: errors, sorted by their texts, and pairs as in `results`, sorted by virtual time.
+    grid: the Grid, which has the virtual time of each reply.
     """
     times = grid.end_batch()
 

@@ -149,10 +149,10 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
 def import_module(name: str, folder: Path, setting: str) -> ModuleType:
     """Import a module of the app.
 
-    folder: the folder that contains the module; it is added to `sys.path`.
-    setting: the setting and its value, for errors.
     name: the full name of the module.
-    Raises `RefusedError`, which contains the line of the app that failed.
+    folder: the folder that contains the module; it is added to `sys.path`.
+    setting: the "key=value" that names the module, with which errors begin.
+    Raises `RefusedError` if the import fails. The error names the app's line that failed.
     """
     import_optional("flwr", setting)
     if str(folder) not in sys.path:
@@ -173,8 +173,11 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 class LoadedClientApp:
     """A ClientApp, and what it can do.
 
-    uses_client_fn: True if a `Client` or `NumPyClient` gets the messages.
-    can_train, can_evaluate: False if the app has no function for it.
+    app: the ClientApp, a function of a message and a context.
+    uses_client_fn: True if the app passes messages to a `Client` or `NumPyClient`, False if it has
+    functions for messages.
+    can_train: True if the app has a function for training.
+    can_evaluate: True if the app has a function for evaluation.
     """
 
     app: Callable[[Any, Any], Any]
@@ -190,7 +193,7 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
     reference: "module:object".
     folder: the folder that contains the module; it is added to `sys.path`.
     key: the setting that contains the reference, for errors.
-    Raises `RefusedError` if the object cannot be imported, or is none of these.
+    Raises `RefusedError` if the object cannot be imported, or is none of these three.
     """
     return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
 
@@ -219,7 +222,10 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
 
 @functools.lru_cache
 def _inspect_once(app: ClientApp) -> LoadedClientApp:
-    """Find out what a ClientApp can do; only once, because a test registers a function."""
+    """Return a ClientApp with the facts about it, which are determined only once for each app.
+
+    A second time would give wrong facts, because `_is_registered` changes the app.
+    """
     try:
         app.train("raysim_probe")  # registers nothing until its result is called
     except ValueError:  # Flower's answer for an app that was made from a client_fn
@@ -229,11 +235,12 @@ def _inspect_once(app: ClientApp) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a function that calls `client_fn` with its first argument only.
+    """Return a function of one argument that calls `client_fn` with this argument.
 
-    Flower does not accept a client_fn with more arguments, even if they have defaults.
+    Flower refuses a client_fn that has more arguments, even if they have defaults.
 
-    setting: the setting and its value, for errors.
+    client_fn: the user's function, which makes a client.
+    setting: the "key=value" or argument that names the function, with which errors begin.
     Raises `RefusedError` if the client_fn needs more than one argument.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
@@ -285,11 +292,11 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app already has a function for training, or for evaluation.
+    """Return True if an app has a function for training (or for evaluation).
 
-    To find out, another function is registered, because Flower refuses a second one. If there was
-    none, the registered function stays; it raises an error when it is called.
-    register: `app.train` or `app.evaluate`.
+    The test is to register `_missing`: Flower refuses this if the app has a function already. If
+    the app had none, `_missing` stays registered, and raises an error when it is called.
+    register: `app.train`, or `app.evaluate` to ask for evaluation.
     """
     try:
         register()(_missing)

@@ -110,7 +110,10 @@ def unpack_records(data: Buffer) -> RecordDict:
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Return the header of packed records, and the place where the data begin."""
+    """Return the header of packed records, and the number of bytes before the data.
+
+    view: the packed records, or the header alone.
+    """
     start = _HEADER_SIZE_BYTES + int.from_bytes(view[:_HEADER_SIZE_BYTES], "little")
     return json.loads(bytes(view[_HEADER_SIZE_BYTES:start])), start
 

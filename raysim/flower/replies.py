@@ -1,4 +1,4 @@
-"""Store replies, so that a run that was killed can continue from its file.
+"""Store clients' replies in a file, so that a run that was killed can continue.
 
 A ServerApp is a program of the user, whose variables raysim cannot save. To continue a run, the
 ServerApp starts again with the same seed, and therefore sends the same messages. The stored replies
@@ -43,7 +43,7 @@ class StoredReplies:
         self.replayed = 0
         if path is not None:
             path.touch()
-            self._read(path)
+            self._index_entries(path)
             self._file = path.open("r+b")
 
     @property
@@ -51,8 +51,8 @@ class StoredReplies:
         """The number of stored replies."""
         return len(self._places)
 
-    def _read(self, path: Path) -> None:
-        """Find the complete entries of a file, and remove an incomplete entry at its end."""
+    def _index_entries(self, path: Path) -> None:
+        """Record where each complete entry lies in the file; cut off an incomplete last entry."""
         end = 0
         with path.open("rb") as file:
             while True:
@@ -117,10 +117,10 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the checksums of messages that were computed so far.
+        """Forget the checksums that were computed so far.
 
-        They are kept for each content object. Call this when the app may reuse or change the
-        objects.
+        A checksum is stored with the content object of a message, so that messages with the same
+        object share it. Call this before the app may change such an object.
         """
         self._digests.clear()
 

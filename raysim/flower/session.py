@@ -152,10 +152,12 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
 
 
 def _call_server_app(run: AppRun, grid: VirtualGrid) -> dict[str, float]:
-    """Seed the random generators, and call the ServerApp; return the scores that it computes.
+    """Seed the random generators, and call the ServerApp; return its scores, by name.
 
+    The scores are the numbers that Flower's server logs while the ServerApp runs, such as the loss
+    of a central evaluation.
     grid: the Grid through which the ServerApp sends messages.
-    Raises RunStoppedError, which contains the line of the app that failed.
+    Raises RunStoppedError if the ServerApp fails. The error names the app's line that failed.
     """
     context = Context(
         run_id=RUN_ID,
@@ -262,9 +264,9 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 
 # --- results --------------------------------------------------------------------------------------
 class _WatchingGrid(VirtualGrid):
-    """A Grid that keeps what a run's summary needs.
+    """A Grid that keeps the last sent model, whose checksum is in the run's summary.
 
-    model: the parameters in the last message that had any; None if no message had.
+    model: the parameters in the last message with parameters; None before such a message.
     """
 
     def __init__(self, *arguments: Any):

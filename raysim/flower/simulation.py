@@ -54,21 +54,26 @@ def start_simulation(
 
     The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`. Clients
     have the cids "0" to "N-1", as in Flower before version 1.9.
+    client_fn: function that makes a client.
+    num_clients: the number N of clients.
+    clients_ids: must be None, because Flower no longer supports ids of the user's choice.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
+    server: the server that runs the rounds; None makes one from `strategy` and `client_manager`.
+    config: the number of rounds, and how long a round waits, in virtual seconds.
+    strategy: the server's strategy; None is Flower's FedAvg. It has no effect with a `server`.
+    client_manager: chooses the clients of a round; None is Flower's SimpleClientManager. It has no
+    effect with a `server`.
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used,
     because raysim starts its own workers.
 
     seed: decides all draws of `random`, NumPy and torch.
-    samples: the number of samples that a client processes for a message for training, on the
-    virtual clock.
+    samples: the number of training samples that each message for training is assumed to take. The
+    duration of a client's training on the virtual clock follows from it.
     fleet: the devices of the clients; None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: the number of workers; None starts as many as fit.
     out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
-    client_fn: function that makes a client.
-    num_clients: the number of clients.
-    config: the number of rounds, and how long a round waits.
 
     Raises `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
     """
@@ -91,15 +96,15 @@ def start_simulation(
     kind: Any = type(server)
 
     class RecordingServer(kind):
-        """A server that shares all attributes with the program's server, and keeps its history."""
+        """A server that works like `server`, with the same attributes, and stores the history."""
 
         def __init__(self) -> None:
             self.__dict__ = server.__dict__
 
         def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-            """Run the rounds, keep the history, and return history and seconds.
+            """Run the rounds, store the history, and return it with the duration in seconds.
 
-            The `fit` of an older server returns only the history; then the seconds are 0.
+            The `fit` of an older server returns only the history; then the duration is 0.
             """
             returned: Any = super().fit(num_rounds=num_rounds, timeout=timeout)
             history, seconds = (returned, 0.0) if isinstance(returned, History) else returned

@@ -129,9 +129,9 @@ class AppWorker:
 
 
 def copy_records(content: RecordDict) -> RecordDict:
-    """Return a copy of records that shares the data of their arrays.
+    """Return a copy of records; the copied arrays share their data with the original arrays.
 
-    It is made because an app may change the records that it gets.
+    An app gets such a copy, because it may add, replace or remove entries of the records.
     """
     copied = content.copy()
     for name, record in content.items():

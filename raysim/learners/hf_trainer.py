@@ -1,8 +1,8 @@
 """Local training by the `Trainer` of Hugging Face's transformers.
 
-The run's model, of any kind, is the one that `model` sets. Each job trains this model with a
-`Trainer`, so that the Trainer's optimizers, schedules, gradient accumulation and callbacks can be
-used.
+The option `model` sets the model, which need not be one of transformers. Each job trains this model
+with a `Trainer`, so that the Trainer's optimizers, schedules, gradient accumulation and callbacks
+can be used.
 
 Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020), for
 the Trainer. The updates are aggregated as in any run.
@@ -130,8 +130,8 @@ class HFTrainer(Method):
 def _exclude_from_collection() -> Iterator[None]:
     """Exclude all existing objects from garbage collections inside `with`.
 
-    The Trainer collects all objects of the process at its end. Without this exclusion, the
-    collection takes 1.9 of the 2.2 seconds of a small job.
+    At the end of its training, the Trainer starts a garbage collection. Without this exclusion, the
+    collection examines all objects of the process, and takes 1.9 of the 2.2 seconds of a small job.
     """
     gc.freeze()
     try:

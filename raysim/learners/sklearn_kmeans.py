@@ -9,9 +9,9 @@ Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local traini
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- A count is multiplied by the weight of the update and divided by the client's number of samples.
-  With weights by samples this changes nothing. Methods such as fedbuff lower the weights of stale
-  updates, and so their counts.
+- The server multiplies a client's counts by the weight of the client's update and divides them by
+  the client's number of samples. With weights by samples the counts stay the same. Methods such as
+  fedbuff lower the weights of stale updates; then the counts of these updates are lower, too.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.
@@ -93,8 +93,9 @@ class SklearnKMeans(Learner):
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
         """Return the mean of the clients' centers, weighted by the counts.
 
-        parameters: the current centers and counts. They stay for clusters without samples.
-        updates: the centers and counts of the clients, with their weights.
+        A cluster that has no samples of any client keeps its center.
+        parameters: the current centers and counts, as bytes.
+        updates: the clients' updates, each with the client's centers and counts and a weight.
         """
         received, _ = self.centers(parameters)
         sums, totals = np.zeros_like(received), np.zeros(self.clusters)

@@ -7,21 +7,21 @@ Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011)
 estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
 
 Choices
-- An estimator that has `partial_fit` is trained by one call of it for each epoch of a job
-  (`local.epochs`), over all samples of the client. `local.lr`, `local.batch` and the optimizer are
-  not used, because the estimator has its own settings.
+- If an estimator has `partial_fit`, each epoch of a job (`local.epochs`) is one call of this
+  function with all samples of the client. `local.lr`, `local.batch` and the optimizer are not used,
+  because the estimator has its own settings.
 - Any other estimator is trained by one call of `fit` for each job. If it has the argument
   `warm_start` (LogisticRegression), `fit` starts from the received coefficients, and
   `options.max_iter` is the length of local training. Otherwise (Ridge, LinearSVC) a client's
   coefficients do not depend on the received ones, so that the server averages independent models.
 - The learning-rate schedule of an estimator depends on its number of updates. In each job this
   number starts at 0.
-- For two classes scikit-learn has one row of coefficients. Its decision value s becomes the logits
-  (0, s).
-- A task may have several classes, of which a client has samples of only two. For such a client
-  `fit` trains one row, the difference between the rows of the two classes. The mean of the two rows
-  stays unchanged: half of the trained difference is added to it for one class and subtracted for
-  the other. A client with samples of one class cannot be trained by `fit`; it returns the received
+- For a task with two classes scikit-learn has one row of coefficients. This row gives a decision
+  value s, which becomes the logits (0, s).
+- With more classes there is a row for each class. If a client has samples of only two of them,
+  `fit` trains the difference d between the rows of these two classes. The mean r of the two rows
+  does not change, so that the trained rows are r - d/2 and r + d/2.
+- A client with samples of only one class cannot be trained by `fit`. It returns the received
   coefficients.
 """
 
@@ -125,12 +125,14 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train by `partial_fit`, once for each epoch; without such a function train by `fit`.
+        """Train a client's coefficients; return them, with the number of processed samples.
 
-        Return the new parameters, and the number of samples that were processed.
-        parameters: "coef" and "intercept", as `initial` returns them.
-        inputs: the client's samples, [n, ...].
-        labels: their classes or values, [n].
+        If the estimator has `partial_fit`, it is called once for each epoch. Otherwise `fit` is
+        called once.
+        parameters: the received "coef" [rows, features] and "intercept" [rows].
+        inputs: the client's n samples, [n, ...].
+        labels: the class of each sample, or its value for a regression, [n].
+        job: the client's job, with the number of epochs and the random streams.
         """
         model = self._make(int(job.stream("estimator").integers(2**31 - 1)))
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
@@ -194,13 +196,16 @@ def _fit_present(
     coef: np.ndarray,
     intercept: np.ndarray,
 ) -> int:
-    """Train on the classes that a client has; write the result into `coef` and `intercept`.
+    """Call `fit` with a client's samples; write the result into `coef` and `intercept`.
 
-    Return the number of passes over the samples.
-    present: the classes of the client's samples, ascending; one entry for a regression.
+    Only the rows of the client's classes change. Return the number of passes over the samples; it
+    is 0 if a classifier cannot be trained, because the client has samples of one class.
     model: the estimator of scikit-learn.
-    rows, targets: the client's samples and their classes or values.
-    coef, intercept: the learner's parameters.
+    rows: the client's samples, [n, features].
+    targets: the class of each sample, or its value for a regression, [n].
+    present: the classes that occur in `targets`, ascending; [0] for a regression.
+    coef: the received coefficients, [rows, features].
+    intercept: the received intercepts, [rows].
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

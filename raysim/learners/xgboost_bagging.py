@@ -5,7 +5,7 @@ trees. The server appends the trees of all clients. It multiplies the leaves of 
 by the weight of the client, so that a round adds the mean of the clients' predictions.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
-The XGBoost examples of Flower and NVFlare aggregate by bagging, too.
+The examples of Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
 
 Departures from these examples
 - Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, so that
@@ -116,10 +116,11 @@ class XGBoostBagging(Learner):
         return _save(booster[first:]), LocalResult(samples=len(rows) * self.trees, steps=self.trees)
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Append the trees of all clients, with leaves multiplied by the weight of the update.
+        """Return the ensemble with the new trees of all clients, as XGBoost's JSON.
 
+        The leaves of a client's new trees are multiplied by the weight of the client's update.
         parameters: the current ensemble, as XGBoost's JSON.
-        updates: the clients' new trees, with their weights.
+        updates: the clients' updates, each with the client's new trees and a weight.
         """
         ensemble = json.loads(parameters)
         model = _model(ensemble)
@@ -178,9 +179,11 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
-    """Multiply the leaves of a tree by `factor`, in place.
+    """Multiply the values of a tree's leaves, and the weights of all its nodes, in place.
 
-    XGBoost stores the value of a leaf in the place of a split condition.
+    XGBoost's list "split_conditions" has an entry for each node: the threshold of a node that
+    splits, and the value of a leaf.
+    tree: the tree in XGBoost's JSON, parsed.
     """
     for node, child in enumerate(tree["left_children"]):
         if child == -1:

@@ -1,1 +1,1 @@
-"""Federated methods, one file per paper: its formulas as functions, and the hooks."""
+"""Federated methods. A file has the formulas of one paper as functions, and the method's hooks."""
