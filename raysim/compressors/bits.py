@@ -123,7 +123,8 @@ def pack(digits: np.ndarray, width: int) -> np.ndarray:
 def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -> np.ndarray:
     """Return the digits that `pack` packed, [count], with the type `dtype`.
 
-    width: the number of bits of a digit, as for `pack`.
+    words: the result of `pack`.
+    width: the number of bits of a digit, the argument `width` of `pack`.
     count: the number of digits.
     """
     if width in WHOLE:
@@ -191,7 +192,9 @@ def _find_set_bits(words: np.ndarray, places: np.ndarray) -> None:
 def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
     """Return the positions that `pack_places` packed, int64 [count].
 
-    count, length: the number of positions, and the argument `length` of `pack_places`.
+    words: the result of `pack_places`.
+    count: the number of positions.
+    length: the argument `length` of `pack_places`; all positions are below this number.
     """
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)

@@ -176,9 +176,10 @@ class PowerSGD(Compressor):
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield each part of the vector with its matrices P and Q in the message.
+        """Yield each part of the vector, with the matrices P and Q that the message has for it.
 
-        For entries that are sent unchanged, yield the entries and an empty tensor.
+        If the entries of a part are sent unchanged, yield these entries and an empty tensor in
+        place of P and Q.
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

@@ -128,7 +128,8 @@ def check_messages(
     """Check that messages contain what methods declare and no client state; return the run.
 
     The run has five rounds.
-    make: function that returns the run, with new methods in each call.
+    make: function that returns the run. Each call makes new method objects.
+    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
     settings: further settings to change in the run; `runs.with_settings` lists them.
     """
     seen = _watch(make, schedule, fleet, **settings)

@@ -253,8 +253,9 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 
 
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the items (input, label[, user]) of a torch data set as columns.
+    """Return the columns of a torch data set: all inputs, all labels and, if there are any, users.
 
+    dataset: a data set whose items are tuples (input, label[, user]), or dictionaries.
     name: "train" or "test", for errors.
     """
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]

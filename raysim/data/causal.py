@@ -292,7 +292,7 @@ def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints
 # ---- documents of a table ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DocumentSettings:
-    """The settings that turn rows of a table into documents, and these into rows of tokens.
+    """The settings that turn rows of a table into documents, and documents into rows of tokens.
 
     columns: `data.columns`, the name of one column of text or token numbers; None if the table has
     only one such column.
@@ -328,6 +328,7 @@ def read_documents(
     user: the name of the column of users; None if there is none.
     users: the values of this column; None if there are no users.
     is_test: bool [rows of the table], True for rows that are for testing.
+    settings: how the rows of the table become documents, and documents become rows of tokens.
     place: the name of the table in errors.
     Raise ValueError if the documents are not in one column of text or of token numbers.
     """

@@ -465,6 +465,7 @@ def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) 
 
     A column of lists cannot be joined with a column of single values, and text cannot be joined
     with numbers.
+    one, other: the types of two columns.
     separate_floats: True if integers cannot be joined with floats, because integers are numbers of
     classes and floats are values.
     """
@@ -528,6 +529,7 @@ def spread_test_rows(
     """Mark a share of each class of each user as test rows, evenly spread: bool [n].
 
     Samples without a label are never test rows.
+    labels: the labels of all samples.
     users: the user of each sample; None if there are none.
     fraction: the share of rows that is for testing.
     """
@@ -543,56 +545,56 @@ def spread_test_rows(
 
 
 # ---- types of Arrow ------------------------------------------------------------------------------
-def values_type(kind: pa.DataType) -> pa.DataType:
+def values_type(column_type: pa.DataType) -> pa.DataType:
     """Return the type of a column's values.
 
     For a dictionary-encoded column, this is the type of the decoded values.
     """
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
 
 
-def is_text(kind: pa.DataType) -> bool:
+def is_text(column_type: pa.DataType) -> bool:
     """Return True if a column of this type contains text."""
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(bool(test(kind)) for test in tests)
+    return any(bool(test(column_type)) for test in tests)
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def _is_number(column_type: pa.DataType) -> bool:
     tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return any(bool(test(kind)) for test in tests)
+    return any(bool(test(column_type)) for test in tests)
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def _is_list(column_type: pa.DataType) -> bool:
     tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(bool(test(kind)) for test in tests)
+    return any(bool(test(column_type)) for test in tests)
 
 
-def _is_picture(kind: pa.DataType) -> bool:
+def _is_picture(column_type: pa.DataType) -> bool:
     """Return True if a column has pictures as Hugging Face stores images: structs with bytes."""
-    return bool(pa.types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
+    return bool(pa.types.is_struct(column_type)) and column_type.get_field_index("bytes") >= 0
 
 
-def _item_type(kind: pa.DataType) -> pa.DataType:
+def _item_type(column_type: pa.DataType) -> pa.DataType:
     """Return the type of the items of a column of lists.
 
-    kind: the type of the column.
+    column_type: the type of the column.
     """
-    return values_type(kind.value_type)
+    return values_type(column_type.value_type)
 
 
-def _stored_type(kind: pa.DataType) -> pa.DataType:
+def _stored_type(column_type: pa.DataType) -> pa.DataType:
     """Return the plain type of a column's values, without dictionary encoding and extensions.
 
     Decimal numbers become float64.
-    kind: the type of the column.
+    column_type: the type of the column.
     """
-    if isinstance(kind, pa.BaseExtensionType):
-        return _stored_type(kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _stored_type(kind.value_type)
-    if pa.types.is_decimal(kind):
+    if isinstance(column_type, pa.BaseExtensionType):
+        return _stored_type(column_type.storage_type)
+    if pa.types.is_dictionary(column_type) or pa.types.is_run_end_encoded(column_type):
+        return _stored_type(column_type.value_type)
+    if pa.types.is_decimal(column_type):
         return pa.float64()
-    return pa.string() if pa.types.is_string_view(kind) else kind
+    return pa.string() if pa.types.is_string_view(column_type) else column_type
 
 
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:

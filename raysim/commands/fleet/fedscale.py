@@ -44,9 +44,10 @@ class _DataUnpickler(pickle.Unpickler):
     """An unpickler for containers and numbers; it never calls code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed type that the file names.
+        """Return the type that the file names, if this type is allowed.
 
-        Raise `UnpicklingError` for any other name.
+        module, name: the module and the name of the type.
+        Raise `UnpicklingError` for all other types.
         """
         if (module, name) not in _ALLOWED_TYPES:
             raise pickle.UnpicklingError(

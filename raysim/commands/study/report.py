@@ -198,7 +198,10 @@ def _setting_keys(study: StudyPlan) -> list[str]:
 
 
 def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
-    """Return a run's values of some keys in one line: "fedprox, mu=0.1"."""
+    """Return a run's values of some keys in one line, such as "fedprox, mu=0.1".
+
+    keys: the keys; those that the run does not have are left out.
+    """
     short = dict(zip(study.varied, short_names(study.varied), strict=True))
     parts = []
     for key in keys:

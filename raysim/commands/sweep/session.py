@@ -128,6 +128,7 @@ def _trial_capacity(
     """Return the resources that a worker reserves, and the number of trials that fit at once.
 
     With sweep.workers=0 a trial has no workers, and the resources are those that a trial reserves.
+    options, runtime: the settings sweep.* and runtime.*.
     device: the device of the training, "cpu" or "cuda".
     threads: the CPU threads of a worker.
     Raise `ValueError` if the cluster is too small for a single trial.

@@ -120,6 +120,8 @@ def random_points(space: Space, count: int, generator: np.random.Generator) -> l
 
     With generators of the same seed, a larger `count` returns the points of a smaller `count`,
     followed by further points.
+    space: the list or the interval of each searched key.
+    generator: the generator of random numbers.
     """
     points = []
     for _ in range(count):

@@ -91,9 +91,11 @@ class SweepTrial(tune.Trainable):
     def setup(  # type: ignore[override]  # `with_parameters` adds the others
         self, config: dict[str, Any], plan: SweepPlan, task: TrialTask
     ) -> None:
-        """Store the settings that all trials share; nothing runs before the first step.
+        """Store the settings of the trial; nothing runs before the first step.
 
         config: the dictionary that `_trial_config` made for this trial.
+        plan: the sweep.
+        task: further settings that all trials of the sweep share.
         """
         self._plan = plan
         self._task = task
@@ -467,7 +469,8 @@ def _distributions(space: Space) -> dict[str, Any]:
 def _decode(space: Space, params: Mapping[str, Any]) -> Point:
     """Return the setting that Optuna's parameters describe.
 
-    params: for a key with a list the index of its value, for a key with an interval the number.
+    space: the list or the interval of each searched key.
+    params: for a key with a list, the index of the value; for a key with an interval, the value.
     """
     point: Point = {}
     for key, values in space.items():
@@ -478,7 +481,9 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 def _encode(space: Space, point: Point) -> dict[str, Any]:
     """Return the parameters that describe a setting to Optuna.
 
-    For a key with a list this is the index of its value, for a key with an interval the number.
+    For a key with a list, this is the index of the value; for a key with an interval, the value.
+    space: the list or the interval of each searched key.
+    point: the setting, a value for each searched key.
     """
     params = {}
     for key, values in space.items():

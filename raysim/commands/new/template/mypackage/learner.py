@@ -50,7 +50,8 @@ class MyLearner(Learner):
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
         """Return outputs [n, C] for inputs [n, ...].
 
-        The class with the largest output is the prediction.
+        The class with the largest output is the prediction. C is the number of classes.
+        parameters: the means of the model that is scored.
         """
         rows = inputs.reshape(len(inputs), 1, -1)
         outputs: np.ndarray = -((rows - parameters["means"]) ** 2).sum(axis=2)

@@ -21,6 +21,9 @@ class MyModel(ModelRecipe):
         at_least("model.width", self.width, 1)
 
     def extractor(self, input_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-        """Return the extractor for inputs of a given shape, and the number of its features."""
+        """Return the feature extractor, and the number of features that it computes.
+
+        input_shape: the shape of one input, such as (1, 8, 8) for an image.
+        """
         layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.width), nn.ReLU()), self.width

@@ -31,7 +31,10 @@ class MyTopology(Topology):
         between("topology.kept", self.kept, 0, 1)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the server of each client, and the weights by which servers mix their models."""
+        """Return the server of each client, and the weights by which servers mix their models.
+
+        federation: facts about the clients, such as their number `federation.clients`.
+        """
         replica_of = np.arange(federation.clients) * self.servers // federation.clients
         weights = [
             {server: self.kept, (server + 1) % self.servers: 1 - self.kept}
