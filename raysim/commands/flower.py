@@ -132,8 +132,8 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
 
     words: the arguments of the command that are no flags: the folder of the app, and overrides.
     run_configs: the value of each flag --run-config.
-    Return the exit status 0. Raise `RefusedError` for an impossible setting, and
-    for an app that lacks a ClientApp or a ServerApp.
+    Return the exit status 0. Raise `RefusedError` for an impossible setting, and for an app that
+    lacks a ClientApp or a ServerApp.
     """
     request = read_request(words, run_configs)
     with errors_as_refusals():

@@ -161,10 +161,10 @@ class TopK(_Sparse):
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Set the entries of `wanted` that were sent to 0; the result is the sender's next memory.
+        """Set to 0 the entries of `wanted` that the message contains.
 
-        Error feedback ef14 calls this function, to remember what the message lacks. The sent
-        entries need no correction, because the receiver decodes them exactly.
+        What is left in `wanted` becomes the sender's next memory for error feedback ef14. The
+        entries in the message need no correction, because the receiver decodes them exactly.
         decoded: the decoded message, [layout.trained]; not used here.
         wanted: the vector that the sender encoded, [layout.trained]; it is changed in place.
         """
@@ -213,7 +213,7 @@ class RandK(_Sparse):
     def contraction(self, layout: Layout) -> float:
         """Return k / d, the factor for decoded values under error feedback.
 
-        A message has k of the d entries. `decode` multiplies them by d / k, so that they are sent
-        unchanged if there is error feedback.
+        A message has k of the d entries, and `decode` multiplies them by d / k. The factor k / d
+        turns them back into the original entries.
         """
         return self.count(layout) / layout.trained

@@ -285,10 +285,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many floats a client receives less than the whole model.
+    """Return an object that computes how many floats clients save by receiving compressed steps.
 
-    A server that compresses sends the steps between versions, which can be fewer floats. Return
-    None if the server sends whole models.
+    A server that compresses sends a client the steps since the version that the client has, and not
+    the whole model. Return None if the server sends whole models.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

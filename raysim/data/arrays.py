@@ -301,7 +301,7 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return labels that are a list or a dictionary for each sample; None for labels of other form.
+    """Return the labels if each sample has a list of labels or a dictionary; else return None.
 
     The lists contain integers or text. The result is None, and the caller makes an array of the
     lists, in three cases:

@@ -24,8 +24,10 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
-    """Change the contrast: multiply each level's difference from the image's mean brightness.
+    """Change the contrast of each image.
 
+    The difference of every level from the image's mean brightness is multiplied by the image's
+    factor.
     images: uint8 [B, 1 or 3, h, w].
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
     """

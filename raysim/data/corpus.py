@@ -35,8 +35,8 @@ class _Corpus(Source):
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins the documents of a user before they are cut into rows; with False each
     document begins a new row.
-    test_fraction: the last part of each document that is for testing, as a share of its tokens.
-    It is used only if there are no test files.
+    test_fraction: the share of the tokens of each document that is for testing. These are its last
+    tokens. If there are test files, only they are for testing.
     """
 
     length: int = 128

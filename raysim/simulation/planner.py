@@ -438,9 +438,9 @@ class Planner:
             )
 
     def _discard_stale(self, site: Site) -> None:
-        """Discard arrived jobs that are too stale for the next aggregation.
+        """Discard the arrived jobs of a site that are too stale for its next aggregation.
 
-        site: the jobs and clients of one schedule. Only its jobs and its aggregations are meant.
+        site: the clients and jobs that one schedule sees: those of the run, or of one replica.
         """
         if self._max_staleness is None or not site.arrived:
             return

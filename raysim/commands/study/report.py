@@ -87,7 +87,7 @@ class Comparison:
     metric: the name of the metric.
     where: the other settings, such as "alpha=0.1", which are equal for `what` and `reference`.
     what: the setting that is compared with the reference, such as "fedprox".
-    reference: the reference, such as "fedavg".
+    reference: the setting with which `what` is compared, such as "fedavg".
     seeds: the seeds of which both `what` and `reference` have a finished run.
     differences: for each seed, the metric of `what` minus the metric of `reference`.
     test: the mean difference with its interval and its p-value.

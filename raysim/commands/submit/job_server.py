@@ -160,8 +160,8 @@ class ConnectionToJob:
     say: function that gets a line about a broken connection.
     wait_s: the time limit for reconnecting, in seconds.
 
-    Its functions raise `RunStoppedError` if the job server does not answer within `wait_s`, or if
-    it does not know the job any more.
+    The functions of this class raise `RunStoppedError` if the job server does not answer within
+    `wait_s`, or if it does not know the job any more.
     """
 
     def __init__(

@@ -348,8 +348,9 @@ def _describe(values: ValueRange) -> str:
 def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
-    It has the time of the sweep, the command that trains the best setting again, and the folder of
-    the results. If no trial has a score, it has the file that says why trials failed.
+    The line has the time of the sweep, the command that trains the best setting again, and the
+    folder of the results. If no trial has a score, the line only names the file that says why
+    trials failed.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()

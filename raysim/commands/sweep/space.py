@@ -149,7 +149,7 @@ def grid_points(space: Space) -> list[Point]:
 def corner_points(space: Space) -> list[Point]:
     """Return a few points that together have all listed values, and both ends of all intervals.
 
-    They are as many as the longest list has values, and at least 2 if a key has an interval.
+    Their number is the length of the longest list, and at least 2 if a key has an interval.
     """
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)
