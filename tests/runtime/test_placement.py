@@ -575,7 +575,7 @@ def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
         assert (cost["workers"], cost["nodes"], cost["down"]) == (2, 2, vector), (
             "a version goes once to the other node"
         )
-        assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
+        assert 0 < sum(cost["parts"].values()) <= cost["wall"] and cost["cpu"] > 0
 
 
 # --- one run, one group ---------------------------------------------------------------------------
