@@ -112,7 +112,7 @@ def test_fedmix_step_equals_numpy_implementation(number: int, shared: Path) -> N
         state={},
     )
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
-    method = FedMix(lam=case["args"]["lam"], pairs="entry" if pairs > 1 else "one")
+    method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
     ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}
     step = make_step(vector, [method], OptimizerSettings())
     x, y = tensors["inputs"], tensors["labels"]
